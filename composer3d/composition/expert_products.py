@@ -33,7 +33,7 @@ _GROUPED = frozenset(("grouped_mm", "_grouped_mm"))
 
 def stacked_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the modules with stacked weights of experts, each with both dims of one matrix after the other."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for fqn, module in model.named_modules():
         sizes = tuple(size for parameter in module.parameters() if parameter.ndim == 3 for size in parameter.shape[1:])
         if sizes and has_stacked_experts(module):

@@ -66,7 +66,7 @@ def counting_actions(modules: Iterable[nn.Module], context: RunContext) -> list[
 
 
 def _buffers(module: Any) -> list[Tensor]:
-    found = []
+    found: list[Tensor] = []
     for name in module.summed_buffers:
         buffer = module._buffers.get(name)
         if buffer is None or buffer.is_floating_point() or buffer.is_complex():

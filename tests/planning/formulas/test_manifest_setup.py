@@ -43,6 +43,15 @@ def test_built_in_plugins_say_what_they_are():
     assert found.precision == Precision(dtype="float8_e4m3fn", compute_bytes=2, gather_bytes=1, reduce_bytes=2)
 
 
+def test_experts_stay_sharded_over_as_many_ranks_as_the_layout_allows():
+    tables = "[mesh]\ndp_shard = 4\nep = 4\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
+    changes = {degree: patched(tables, {"dp_shard": 4, "ep": 4}, dp_shard=degree) for degree in (1, 2, 6, 8)}
+    assert not any("ep" in change for change in changes[8])
+    assert [change for change in changes[6] if "ep" in change] == ["mesh.ep=2"]
+    assert [change for change in changes[2] if "ep" in change] == ["mesh.ep=2"]
+    assert [change for change in changes[1] if "ep" in change] == ["mesh.ep=1", "sharding.expert_parallel=false"]
+
+
 def test_nothing_said_is_one_device_in_float32():
     found = setup_of(typed(""), {})
     assert (found.zero, found.world_size, found.recompute, found.offload) == (0, 1, "none", False)
