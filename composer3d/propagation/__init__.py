@@ -26,7 +26,7 @@ from composer3d.propagation.propagated_module import PropagatedModule
 from composer3d.propagation.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.random_functions import eagerly, site_of
 from composer3d.propagation.sequence_mode import SequencePropagation
-from composer3d.propagation.sequence_operands import gather_along
+from composer3d.propagation.sequence_operands import gather_along, gather_parts
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
@@ -82,6 +82,7 @@ __all__ = [
     "exchanged",
     "first_of",
     "gather_along",
+    "gather_parts",
     "in_mode",
     "is_in_place",
     "kind_of",

@@ -181,11 +181,12 @@ class PropagatedSequence:
 
     # ---- marks -------------------------------------------------------------------------------------------------------
 
-    def _mark(self, x: Tensor, dim: int) -> Tensor:
+    def _mark(self, x: Tensor, dim: int, *, is_inside: bool = False) -> Tensor:
         with torch_compat.without_torch_functions():
             view = x.view_as(x)
             size = x.shape[dim]
-            placed = Placed(dim=dim, parts=(self._lengths.get(size, size * self._degree),))
+            length = size * self._degree
+            placed = Placed(dim=dim, parts=(self._lengths.get(size, length) if is_inside else length,))
             mark(view, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
         return view
 
@@ -208,7 +209,8 @@ class PropagatedSequence:
         if not lost:
             return args, kwargs
         again, options = torch_compat.tree_map(
-            lambda leaf: self._mark(leaf, lost[id(leaf)]) if id(leaf) in lost else leaf, [list(args), kwargs]
+            lambda leaf: self._mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf,
+            [list(args), kwargs],
         )
         return tuple(again), options
 

@@ -17,7 +17,7 @@ from composer3d.propagation.whole_operands import Meeting
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SequenceOperands", "gather_along", "windows_along"]
+__all__ = ["SequenceOperands", "gather_along", "gather_parts", "windows_along"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +73,7 @@ class SequenceOperands(Meeting):
             if kept.whole.requires_grad or not (share.requires_grad and torch.is_grad_enabled()):
                 whole: Tensor = kept.whole
                 return whole
-        dim, num = placed.dim, len(placed.parts)
-        if len(set(placed.parts)) > 1:
-            shares = share.split([self._rules.local_length(part) for part in placed.parts], dim)
-            pairs = zip(shares, placed.parts, strict=True)
-            return torch.cat([gather_along(piece, dim, part, self._rules) for piece, part in pairs], dim)
-        if num > 1:
-            share, dim = share.unflatten(dim, (num, -1)), dim + 1
-        whole = gather_along(share, dim, placed.parts[0], self._rules)
-        return whole.flatten(dim - 1, dim) if num > 1 else whole
+        return gather_parts(share, placed, self._rules)
 
     def can_gather(self, placed: Placed) -> bool:
         """Return True: sequences one after another are gathered one by one."""
@@ -102,6 +94,19 @@ class SequenceOperands(Meeting):
         placed = self._kept[share].placed
         share.copy_(self.narrowed(whole, placed.dim, placed.parts))
         self.keep(share, whole, placed)
+
+
+def gather_parts(share: Tensor, placed: Placed, rules: SequenceRules) -> Tensor:
+    """Gather all positions of one sequence, or of several one after another; those of equal length in one go."""
+    dim, num = placed.dim, len(placed.parts)
+    if len(set(placed.parts)) > 1:
+        shares = share.split([rules.local_length(part) for part in placed.parts], dim)
+        pairs = zip(shares, placed.parts, strict=True)
+        return torch.cat([gather_along(piece, dim, part, rules) for piece, part in pairs], dim)
+    if num > 1:
+        share, dim = share.unflatten(dim, (num, -1)), dim + 1
+    whole = gather_along(share, dim, placed.parts[0], rules)
+    return whole.flatten(dim - 1, dim) if num > 1 else whole
 
 
 def gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:

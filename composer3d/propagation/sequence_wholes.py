@@ -32,6 +32,8 @@ __all__ = ["SequenceWholes"]
 
 # Functions that take some of the positions, which code calls again and again in loops.
 INDEXING = frozenset("__getitem__ select narrow unbind __iter__ split split_with_sizes chunk tensor_split".split())
+# Parts of names of functions whose results are shorter or longer sequences.
+RESAMPLING = ("conv", "pool", "interpolate", "upsample")
 STACKS = frozenset("stack cat concat concatenate".split())
 
 
@@ -144,6 +146,8 @@ class SequenceWholes(Propagation):
         """
         places = {(spec.placed.dim, spec.shadow.ndim, spec.placed.parts) for spec in specs}
 
+        is_resampled = any(word in name for word in RESAMPLING)
+
         def narrowed(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
@@ -151,7 +155,7 @@ class SequenceWholes(Propagation):
             for dim, ndim, parts in sorted(places):
                 # With fewer dims it has no positions any more: one was taken, or all were summed.
                 for at in dict.fromkeys((dim, dim + leaf.ndim - ndim)) if leaf.ndim >= ndim else ():
-                    if found := self._lengths_of(shape[at], parts, is_view=leaf.ndim > ndim):
+                    if found := self._lengths_of(shape[at], parts, is_resampled=is_resampled):
                         return self._again(name, leaf, Placed(dim=at, parts=found))
             return leaf
 
@@ -165,12 +169,12 @@ class SequenceWholes(Propagation):
             replaced = {id(one): other for one, other in zip(leaves, again, strict=True)}
             return torch_compat.tree_map(lambda leaf: replaced.get(id(leaf), leaf), result)
 
-    def _lengths_of(self, size: int, parts: tuple[int, ...], *, is_view: bool) -> tuple[int, ...]:
+    def _lengths_of(self, size: int, parts: tuple[int, ...], *, is_resampled: bool) -> tuple[int, ...]:
         """Return the lengths of sequences that a dim of a result has, of arguments that had such; empty if none."""
         if size == sum(parts):
             return parts
         # As after a convolution with a stride: of equal chunks, so that blocks know the length by a rank's part of it.
-        is_shorter = len(parts) == 1 and 4 * size >= parts[0] > size and not is_view
+        is_shorter = is_resampled and len(parts) == 1 and 8 * size >= parts[0]
         return (size,) if is_shorter and size % (2 * self._degree) == 0 else ()
 
     def _again(self, name: str, whole: Tensor, placed: Placed) -> Tensor:
@@ -203,6 +207,8 @@ class SequenceWholes(Propagation):
             if found is None or sizes is None or not x.is_floating_point():
                 return None
             self._forget()
+            if not found.span and not found.reach.before:
+                return self._of_neighbours(found.of_windows(x), spec, dim, found.reach.written)
             self._rules.note("neighbours", name)
             if not found.is_causal:
                 self._rules.note("follows", name)

@@ -22,8 +22,8 @@ def assert_equal_to_one_device(degree, cases):
 def test_every_mixer_equals_one_device():
     found = assert_equal_to_one_device(2, [(name, context()) for name in MIXERS])
     layers, attention = 2, (2, 1)
-    # A convolution sends the positions that windows share, and so do shifts; nothing else of Conformer is gathered.
-    assert found["Conformer"]["all_to_all"][0] == 2 * 3 * layers
+    # A convolution sends the positions that windows share; one of kernel 1 reads none, and only attention gathers.
+    assert found["Conformer"]["all_to_all"][0] == 2 * 2 * layers
     assert found["Conformer"]["all_gather"][0] == attention[0] * layers
     # Of a scan in a loop each operand is gathered once, however often it is indexed.
     assert found["Mamba"]["all_to_all"][0] == 2 * layers
@@ -34,7 +34,7 @@ def test_every_mixer_equals_one_device():
 
 def test_four_ranks_contiguous_or_balanced():
     contiguous = context(degree=4, more="balanced = false\n")
-    names = ("Mamba", "Alone", "Conformer", "Subsampled", "InPlace")
+    names = ("Mamba", "Alone", "Conformer", "Subsampled", "InPlace", "Registers", "Grid")
     assert_equal_to_one_device(4, [(name, context("ring", degree=4)) for name in names])
     assert_equal_to_one_device(4, [(name, contiguous) for name in names])
 
@@ -43,10 +43,10 @@ def test_bytes_of_a_convolution_are_those_of_its_neighbours():
     # Of each of two layers: float64, 2 samples, 16 channels, over 4 and 4 and 2 x 2 positions, forward and backward.
     layers, position = 2, 8 * 2 * 16
     contiguous = assert_equal_to_one_device(2, [("Conformer", context(more="balanced = false\n"))])["Conformer"]
-    assert contiguous["all_to_all"] == (12, layers * 2 * position * (2 + 2))
+    assert contiguous["all_to_all"] == (8, layers * 2 * position * (2 + 2))
     # The first rank has both ends, so each of its chunks has one neighbour, as those of the other have two.
     balanced = assert_equal_to_one_device(2, [("Conformer", context())])["Conformer"]
-    assert balanced["all_to_all"] == (12, 2 * contiguous["all_to_all"][1])
+    assert balanced["all_to_all"] == (8, 2 * contiguous["all_to_all"][1])
 
 
 def test_mixers_beside_other_axes():

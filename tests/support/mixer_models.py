@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.sequence_models import DIM, HEADS, Language
+from support.sequence_models import DIM, HEADS, VOCAB, Language
 
 __all__ = ["MIXERS", "Staged"]
 
@@ -188,10 +188,129 @@ class ConvOverImage(Causal):
         return Language.mixed(self, block, x + pooled + F.pad(y, (0, DIM - y.shape[-1])), tokens)
 
 
+class RelativeShift(Causal):
+    """Scores by distance, shifted into place by padding and a view."""
+
+    def attend(self, q, k, v, tokens):
+        B, H, S, E = q.shape
+        at = torch.arange(S - 1, -1, -1.0, device=q.device, dtype=q.dtype)
+        r = torch.outer(at, 100.0 ** -torch.linspace(0, 1, E, dtype=q.dtype)).sin()
+        by_distance = F.pad(torch.einsum("bhid,jd->bhij", q, r), (1, 0)).view(B, H, S + 1, S)[:, :, 1:].view(B, H, S, S)
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) + by_distance
+        after = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
+        return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(after, float("-inf")).softmax(-1), v)
+
+
+class LinearAttention(Causal):
+    """Keys and values summed over all positions, and over the past."""
+
+    def attend(self, q, k, v, tokens):
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        sums, all_keys = torch.einsum("bhnd,bhne->bhde", k, v), k.sum(2)
+        whole = torch.einsum("bhnd,bhde->bhne", q, sums) / torch.einsum("bhnd,bhd->bhn", q, all_keys).unsqueeze(-1)
+        past = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return whole + torch.einsum("bhnd,bhnde->bhne", q, past) / (q * k.cumsum(2)).sum(-1, keepdim=True)
+
+
+class ShiftedWindows(Causal):
+    """Attention within windows that lie in the batch, of positions that are rolled before and after."""
+
+    def mixed(self, block, x, tokens):
+        B, S, D = x.shape
+        windows = torch.roll(x, shifts=-2, dims=1).view(B * S // 4, 4, D)
+        return torch.roll(Language.mixed(self, block, windows, None).view(B, S, D), shifts=2, dims=1)
+
+
+class LookingBack(Causal):
+    """Attention to the own chunk and the one before, whose keys are shifted by a chunk."""
+
+    def attend(self, q, k, v, tokens):
+        q, k, v = (x.unflatten(2, (-1, 4)) for x in (q, k, v))
+        k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], dim=3) for x in (k, v))
+        at = torch.arange(q.shape[2] * 4, device=q.device).view(-1, 4)
+        seen = torch.cat([F.pad(at, (0, 0, 1, -1), value=-1), at], -1)
+        hidden = (at[..., :, None] < seen[..., None, :]) | (seen[..., None, :] < 0)
+        scores = torch.einsum("bhwie,bhwje->bhwij", q, k).masked_fill(hidden, -1e30)
+        return torch.einsum("bhwij,bhwje->bhwie", scores.softmax(-1), v).flatten(2, 3)
+
+
+class TalkingHeads(Causal):
+    """Weights of heads mixed by a convolution over scores, whose rows are positions."""
+
+    def block(self):
+        block = super().block()
+        block["heads"] = nn.Conv2d(HEADS, HEADS, 1, bias=False)
+        return block
+
+    def mixed(self, block, x, tokens):
+        q, k, v = block["q"](x), *block["kv"](x).chunk(2, -1)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+        weights = block["heads"](q @ k.mT).softmax(-1)
+        return block["o"]((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Grid(Causal):
+    """Attention along one dim of a grid of positions, of queries with two batch dims."""
+
+    def attend(self, q, k, v, tokens):
+        grid = [x.transpose(1, 2).unflatten(1, (4, -1)).permute(0, 2, 3, 1, 4) for x in (q, k, v)]
+        columns = F.scaled_dot_product_attention(*grid).permute(0, 3, 1, 2, 4).flatten(1, 2).transpose(1, 2)
+        many = [x.unsqueeze(1).expand(-1, 3, -1, -1, -1) for x in (q, k, v)]
+        return columns + F.scaled_dot_product_attention(*many, is_causal=True).mean(1)
+
+
+class Pooled(Causal):
+    """Takes last, largest and normalised positions, and mixes them by weights of the length."""
+
+    def block(self):
+        block = super().block()
+        block["space"], block["norms"] = nn.Linear(16, 16), nn.InstanceNorm1d(DIM, affine=True)
+        return block
+
+    def mixed(self, block, x, tokens):
+        x = block["norms"](x.transpose(1, 2)).transpose(1, 2)
+        last = (tokens != 0).long().cumsum(1).argmax(1)
+        taken = x[torch.arange(x.shape[0], device=x.device), last]
+        again = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
+        x = x + taken[:, None] + again + x[:, -1:] + x.amax(1, keepdim=True)
+        return block["o"](x * block["space"](x.transpose(1, 2)).transpose(1, 2))
+
+
+class SelfAttending(nn.Module):
+    """A block with a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.heads = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.heads(y, y, y, need_weights=False)[0]
+        return x + F.gelu(self.up(x))
+
+
+class Registers(nn.Module):
+    """Trained tokens before those of the batch, which the head does not see: a length that the model makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.registers = nn.Parameter(torch.randn(1, 3, DIM))
+        self.layers = nn.ModuleList(SelfAttending() for _ in range(2))
+
+    def forward(self, tokens):
+        x = torch.cat([self.registers.expand(tokens.shape[0], -1, -1), self.embedding(tokens)], dim=1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)[:, 3:]
+
+
 MIXERS = {
     cls.__name__: cls
     for cls in (
         Mamba, Alone, Rwkv, Recurrent, Lstm, Conformer, Subsampled, Hyena, CountedPositions, InPlace, ConvOverImage,
+        RelativeShift, LinearAttention, ShiftedWindows, LookingBack, TalkingHeads, Grid, Pooled, Registers,
     )
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ class Found:
     """Outcome of a dry run.
 
     Attributes:
-        begins: Blocks that shard what they are given whole, where no input of the model is a sequence.
+        begins: Blocks, which shard what they are given whole.
         lengths: Of sequences inside of the model that do not divide.
         has_flex: Whether FlexAttention is called.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
@@ -247,17 +247,15 @@ def _heads_over(context: RunContext, num_heads: int) -> int:
 
 
 def begins_of(found: Found, dim: int) -> Begins | None:
-    """Return at which blocks a sequence begins that no input has."""
+    """Return at which blocks a sequence begins that no input has, or one of another length than the inputs'."""
     if not found.begins:
         return None
     return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
 
 
 def _narrowed(call: Call, found: Found, placement: Placement) -> Call:
-    """Return the call of a rank; blocks begin a sequence where no input has it."""
-    if sharded_inputs(call.args, call.kwargs, found.names, placement.dim):
-        found.begins = ()
-    elif not found.begins:
+    """Return the call of a rank."""
+    if not sharded_inputs(call.args, call.kwargs, found.names, placement.dim) and not found.begins:
         raise PluginError(
             f"context_parallel finds no input of the model with a dim {placement.dim} to shard, and no list of blocks "
             "between which a sequence could be",

@@ -1,0 +1,63 @@
+"""Families of transformers without attention, or with more than it, over a sequence that is sharded."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from support.sequence_models import VOCAB
+from support.sequence_steps import context, padded_batch, sequence_step
+from torch import nn
+
+from composer3d.testing import run_ranks
+from composer3d.verification.arithmetic import in_double_precision
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+FAMILIES = {
+    "Mamba": {"state_size": 4, "time_step_rank": 2},
+    "FalconMamba": {"state_size": 4, "time_step_rank": 2},
+    "Rwkv": {"attention_hidden_size": 16, "context_length": 64},
+    "Lfm2": {**HEADS, "layer_types": ["conv", "full_attention"]},
+    "RecurrentGemma": {
+        **HEADS, "num_key_value_heads": 1, "lru_width": 16, "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
+    "Gemma2": {**HEADS, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"},
+}  # fmt: skip
+
+
+class Logits(nn.Module):
+    """The logits alone of a model without a cache."""
+
+    def __init__(self, family):
+        super().__init__()
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def steps(families):
+    """Run a step of each; the families' code computes in float32 whatever it is given, so that is float64 here."""
+    found = []
+    for family in families:
+        with in_double_precision():
+            found.append(sequence_step(partial(Logits, family), context(), padded_batch))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_families_equal_one_device():
+    for found in run_ranks(steps, 2, list(FAMILIES), timeout_s=200.0):
+        pairs = list(zip(FAMILIES, found, strict=True))
+        wrong = [(family, *each[:3]) for family, each in pairs if not max(each[:2]) <= 1e-12]
+        assert wrong == []
+        counted = {family: each[3] for family, each in pairs}
+        # A convolution, or a shift by one token: neighbours are exchanged in the forward, and in the backward.
+        assert counted["Lfm2"]["all_to_all"][0] == 2
+        assert counted["Mamba"]["all_to_all"][0] == 2 * 2
+        assert counted["Rwkv"]["all_to_all"][0] == 2 * 2 * 2
