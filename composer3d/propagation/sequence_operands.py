@@ -49,14 +49,27 @@ class SequenceOperands(Meeting):
         # Kept while the shard lives: a loop over positions indexes the same tensor once for each.
         self._kept = WeakTensorKeyDictionary()
         self._shards = WeakTensorKeyDictionary()
+        self._indexed_once = WeakTensorKeyDictionary()
 
     def _with_summed_gradient(self, whole: Tensor) -> Tensor:
         return whole
 
     def narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
-        """Return this rank's positions of a replicated tensor."""
+        """Return this rank's positions of a replicated tensor; of one without gradient, once for all that use it."""
         self.num_acts += 1
         self.num_moves += 1
+        if whole.requires_grad:
+            return self.indexed(whole, dim, parts)
+        kept = self._indexed_once.setdefault(whole, {})
+        key = (dim, parts, whole._version)
+        if key not in kept:
+            kept[key] = self.indexed(whole, dim, parts)
+        # An alias: who marks it, or writes into what it got, has one of its own.
+        share: Tensor = kept[key]
+        return share.view_as(share)
+
+    def indexed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
+        """Return this rank's positions of a replicated tensor, in memory of their own."""
         pieces = [
             piece.index_select(dim, self._rules.index(size, piece.device))
             for piece, size in zip(whole.split(list(parts), dim), parts, strict=True)
@@ -92,7 +105,7 @@ class SequenceOperands(Meeting):
         if share is None:
             return
         placed = self._kept[share].placed
-        share.copy_(self.narrowed(whole, placed.dim, placed.parts))
+        share.copy_(self.indexed(whole, placed.dim, placed.parts))
         self.keep(share, whole, placed)
 
 

@@ -179,7 +179,8 @@ class SequenceWholes(Propagation):
 
     def _again(self, name: str, whole: Tensor, placed: Placed) -> Tensor:
         self._rules.note("narrowed", name)
-        share = self._operands.narrowed(whole, placed.dim, placed.parts)
+        self._operands.num_acts += 1
+        share = self._operands.indexed(whole, placed.dim, placed.parts)
         return self._marked(share, torch.empty(whole.shape, device="meta"), placed, frozenset({SEQUENCE}))
 
     def _stacked(self, name: str, args: Sequence[Any], options: Mapping[str, Any], result: Tensor) -> Tensor:
