@@ -169,6 +169,8 @@ PENDING = (
     "sharding.expert_parallel",
     "mesh.ep",
     "communication.compression",
+    "communication.local_sgd",
+    "mesh.island",
 )
 
 

@@ -89,6 +89,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *_coarse(reference),
         *drawing_notes([report.drawing for report in evidence.ranks]),
         *_coded(evidence.ranks),
+        *_independent(evidence.layout),
         *_untraceable(evidence.ranks),
         *notes_of_restored(evidence),
     ]
@@ -157,6 +158,16 @@ def _coded(ranks: Sequence[RankReport]) -> list[str]:
     return [
         f"steps were compared with everything sent as it is; on the wire are {named}: every exchange was compared with "
         "the same codec on one device, element by element, and its bytes with the plan's"
+    ]
+
+
+def _independent(layout: Layout) -> list[str]:
+    """Return a note where ranks train models of their own, whose exchanges no step of one device has."""
+    return [
+        f"along {name} ranks train models of their own: each was compared with one device on the same samples, without "
+        f"what it exchanges over {name}, whose collectives were compared with the plan's"
+        for name in layout.names(Role.INDEPENDENT)
+        if layout.degrees[name] > 1
     ]
 
 

@@ -1,0 +1,276 @@
+"""Local SGD and DiLoCo: identities that hold to the last bit, and the papers' formulas on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.models import composed, full, padded, seeded, sum_loss, unpadded
+
+import composer3d
+from composer3d import ManifestError
+from composer3d.testing import count_collectives, run_ranks
+
+STEPS, LR, ISLANDS = 6, 0.5, 2
+PLAIN = "[mesh]\nisland = 2\n"
+
+
+def table(method, **options):
+    values = "".join(f"{key} = {value}\n" for key, value in options.items())
+    return f'[communication.local_sgd]\nmethod = "{method}"\n{values}'
+
+
+def batches(step, islands=ISLANDS, make=unpadded):
+    """Return (tokens, targets) of each island."""
+    tokens, targets = make(num_sequences=8, seed=step)
+    return list(zip(tokens.chunk(islands), targets.chunk(islands), strict=True))
+
+
+def mine(run, step, make=unpadded):
+    tokens, targets = make(num_sequences=8, seed=step)
+    return (tensor.chunk(run.context.num_readers)[run.context.reader] for tensor in (tokens, targets))
+
+
+def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0):
+    """Return this rank's parameters, in full, after every step."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
+    if load is not None:
+        run.load(load)
+    found = []
+    for step in range(first, steps):
+        tokens, targets = mine(run, step, make)
+        with run.step(step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
+        if save is not None and step == save[1]:
+            run.save(save[0])
+    run.close()
+    return found
+
+
+def equal(one, other):
+    return all(torch.equal(tensor, other[fqn]) for fqn, tensor in one.items())
+
+
+def distance(one, other):
+    return max(float((tensor - other[fqn]).abs().max()) for fqn, tensor in one.items())
+
+
+# ---- identities ------------------------------------------------------------------------------------------------------
+
+
+def test_an_outer_rate_of_1_without_momentum_is_averaging():
+    averaged = run_ranks(trained, 2, PLAIN + table("average", every=2))
+    outer = run_ranks(trained, 2, PLAIN + table("diloco", every=2, outer_lr=1.0, outer_momentum=0.0))
+    for one, other in zip(averaged, outer, strict=True):
+        assert all(equal(a, b) for a, b in zip(one, other, strict=True))
+    # Apart between exchanges, and together after them.
+    assert [equal(a, b) for a, b in zip(*averaged, strict=True)] == [False, True] * 3
+
+
+def test_one_island_is_the_inner_run():
+    (alone,) = run_ranks(trained, 1, table("average", every=2))
+    (outer,) = run_ranks(trained, 1, table("diloco", every=2, outer_lr=1.0, outer_momentum=0.0))
+    (inner,) = run_ranks(trained, 1, "")
+    assert equal(alone[-1], inner[-1]) and equal(outer[-1], inner[-1])
+
+
+@pytest.mark.parametrize("more", [table("average", every=1), table("post_local", every=3, warmup_steps=STEPS - 3)])
+def test_every_step_with_plain_sgd_and_every_warm_up_step_is_data_parallelism(more):
+    parallel = run_ranks(trained, 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n")[0]
+    together = run_ranks(trained, 2, PLAIN + more)[0]
+    last = STEPS if "average" in more else STEPS - 3
+    assert all(distance(parallel[step], together[step]) < 1e-13 for step in range(last))
+
+
+def test_warm_up_weighs_islands_by_their_tokens():
+    """Islands have other numbers of valid targets: the mean is over tokens, as in data parallelism."""
+    text = table("diloco", every=2, warmup_steps=3)
+    parallel = run_ranks(partial(trained, make=padded), 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n", 3)[0]
+    one, other = run_ranks(partial(trained, make=padded), 2, PLAIN + text)
+    assert distance(parallel[2], one[2]) < 1e-13
+    assert equal(one[2], other[2]) and not equal(one[3], other[3]) and equal(one[4], other[4])
+
+
+def test_one_fragment_without_delay_is_diloco():
+    plain = run_ranks(trained, 2, PLAIN + table("diloco", every=2))[0]
+    streamed = run_ranks(trained, 2, PLAIN + table("streaming_diloco", every=2))[0]
+    assert all(equal(a, b) for a, b in zip(plain, streamed, strict=True))
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+
+def simulated(*, every, lr, momentum, fragments=1, overlap=0, mix=0.0):
+    """Train the islands one after the other on one device, by the papers' formulas; return island 0 after each step."""
+    torch.set_default_dtype(torch.float64)
+    models = [seeded() for _ in range(ISLANDS)]
+    names = [fqn for fqn, _ in models[0].named_parameters()]
+    held = [[f for f in names if fragment_of(f, fragments) == number] for number in range(fragments)]
+    outer = {fqn: p.detach().clone() for fqn, p in models[0].named_parameters()}
+    velocity = {fqn: torch.zeros_like(tensor) for fqn, tensor in outer.items()}
+    flights, found = {}, []
+    for step in range(STEPS):
+        for model, (tokens, targets) in zip(models, batches(step), strict=True):
+            loss, count = sum_loss(model(tokens), targets)
+            model.zero_grad()
+            (loss / count).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= LR * parameter.grad
+        parameters = [dict(model.named_parameters()) for model in models]
+        for number, fqns in enumerate(held):
+            if number in flights and step - flights[number][0] >= overlap:
+                apply(parameters, outer, velocity, flights.pop(number)[1], lr, momentum, mix)
+            since = step + 1 - number * every // fragments
+            if since > 0 and since % every == 0:
+                means = {f: sum(each[f].detach() for each in parameters) / ISLANDS for f in fqns}
+                if overlap == 0:
+                    apply(parameters, outer, velocity, means, lr, momentum, mix)
+                else:
+                    flights[number] = (step, means)
+        found.append({fqn: p.detach().clone() for fqn, p in parameters[0].items()})
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def apply(parameters, outer, velocity, means, lr, momentum, mix):
+    for fqn, mean in means.items():
+        difference = outer[fqn] - mean
+        velocity[fqn] = momentum * velocity[fqn] + difference
+        outer[fqn] = outer[fqn] - lr * (difference + momentum * velocity[fqn])
+        for each in parameters:
+            each[fqn].data.copy_(mix * each[fqn].data + (1 - mix) * outer[fqn])
+
+
+def fragment_of(fqn, fragments):
+    return int(fqn.split(".")[1]) % fragments if fqn.startswith("layers.") else 0
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        (table("diloco", every=2), {"every": 2, "lr": 0.7, "momentum": 0.9}),
+        (
+            table("diloco", every=3, outer_lr=0.4, outer_momentum=0.5),
+            {"every": 3, "lr": 0.4, "momentum": 0.5},
+        ),
+        (
+            table("streaming_diloco", every=3, fragments=3),
+            {"every": 3, "lr": 0.7, "momentum": 0.9, "fragments": 3},
+        ),
+        (
+            table("streaming_diloco", every=4, fragments=2, overlap=1),
+            {"every": 4, "lr": 0.7, "momentum": 0.9, "fragments": 2, "overlap": 1, "mix": 0.5},
+        ),
+        (
+            table("streaming_diloco", every=3, overlap=2, mix=0.0),
+            {"every": 3, "lr": 0.7, "momentum": 0.9, "overlap": 2},
+        ),
+    ],
+    ids=["published", "another outer optimizer", "fragments", "fragments that overlap", "overlap, nothing stays"],
+)
+def test_real_ranks_are_the_simulation(text, setting):
+    expected = simulated(**setting)
+    found = run_ranks(trained, 2, PLAIN + text)[0]
+    assert max(distance(one, other) for one, other in zip(expected, found, strict=True)) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("[mesh]\nisland = 2\ndp_shard = 2\n[sharding.fsdp2]\n", 4),
+        ("[mesh]\nisland = 2\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 2\n", 4),
+    ],
+    ids=["fsdp2", "pipeline"],
+)
+def test_islands_of_several_ranks_are_those_of_one(layout, world_size):
+    """Every island has the samples that it has alone, whatever it shards."""
+    text = table("streaming_diloco", every=2, fragments=2)
+    alone = run_ranks(trained, 2, PLAIN + text)
+    for rank, found in enumerate(run_ranks(trained, world_size, layout + text)):
+        assert found[-1] and distance(found[-1], alone[rank // (world_size // 2)][-1]) < 1e-13
+
+
+# ---- checkpoints, collectives ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [table("average", every=2), table("diloco", every=3), table("streaming_diloco", every=4, fragments=2, overlap=1)],
+    ids=["average", "diloco", "an exchange in flight"],
+)
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_resumed_run_is_the_undisturbed_one(text, at, tmp_path):
+    undisturbed = run_ranks(trained, 2, PLAIN + text)
+    saved = run_ranks(partial(trained, save=(tmp_path / "saved", at)), 2, PLAIN + text)
+    resumed = run_ranks(partial(trained, load=tmp_path / "saved", first=at + 1), 2, PLAIN + text)
+    for whole, one, other in zip(undisturbed, saved, resumed, strict=True):
+        assert equal(whole[-1], one[-1]) and equal(whole[-1], other[-1])
+
+
+def counted(text):
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
+    found = []
+    for step in range(4):
+        tokens, targets = mine(run, step)
+        with count_collectives(run.mesh) as collectives, run.step(step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(collectives.summary().get(("all_reduce", "island")))
+    run.close()
+    return found
+
+
+def test_collectives():
+    num_bytes = 4 * sum(p.numel() for p in seeded().parameters())
+    for found in run_ranks(counted, 2, PLAIN + table("diloco", every=2)):
+        assert found == [None, (1, num_bytes), None, (1, num_bytes)]
+    for found in run_ranks(counted, 2, PLAIN + table("streaming_diloco", every=2, fragments=2)):
+        assert [each[0] for each in found if each] == [1] * 3
+    for first, *_ in run_ranks(counted, 2, PLAIN + table("diloco", every=2, warmup_steps=1)):
+        assert first == (1, num_bytes + 4)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text)
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (table("average", every=2, outer_lr=0.5), "outer_lr has no effect"),
+        (table("diloco", every=2, fragments=2), "fragments has no effect"),
+        (table("streaming_diloco", every=4, mix=0.5), "mix has no effect without overlap"),
+        (table("post_local", every=2), "post_local is average after a warm-up"),
+        (table("average", every=2, warmup_steps=2), "post_local is average after a warm-up"),
+        (table("streaming_diloco", every=4, fragments=2, overlap=2), "overlap has to be below every / fragments"),
+        (table("streaming_diloco", every=8, fragments=4), "fragments = 4, and the model has 3 blocks"),
+    ],
+)
+def test_refusals(text, said):
+    assert said in run_ranks(refusal, 2, PLAIN + text)[0]
+
+
+def test_a_run_that_ends_before_islands_meet(tmp_path):
+    """`every` beyond the steps of a run is found by check."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'composer3d = 1\nextends = "quickstart"\n[train]\nsteps = 40\n[mesh]\nisland = 2\ndp_shard = 1\n'
+        + table("diloco", every=50)
+    )
+    found = composer3d.check(path)
+    assert not found.ok
+    assert any("islands first meet after 50" in problem["message"] for problem in found.to_json()["problems"])
