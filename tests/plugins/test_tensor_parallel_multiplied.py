@@ -116,3 +116,14 @@ def refused(factory):
 def test_a_model_of_which_nothing_can_be_sharded_names_its_parameters():
     said = run_ranks(refused, 2, Mixed)[0]
     assert said.startswith("no plan can be derived for this model: ") and '"mix": ' in said
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
+
+
+def test_a_model_of_convolutions_alone_is_told_so():
+    assert run_ranks(refused, 2, convolutions)[0] == (
+        "no plan can be derived for this model: it has no linear layers and no embeddings; weights of Conv2d and "
+        "ConvTranspose2d stay whole; leave tp at 1: a data-parallel plugin shards any model"
+    )

@@ -212,10 +212,8 @@ def derive(
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
-        raise PluginError(
-            f"no plan can be derived for this model: {shown or _without_layers(model)}",
-            hint="write it" if shown else "make linear layers of its projections",
-        )
+        found, advice = (shown, "write it") if shown else _without_layers(model)
+        raise PluginError(f"no plan can be derived for this model: {found}", hint=advice)
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
     sharded: frozenset[str] = frozenset()
@@ -380,8 +378,19 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tu
     return found, {**why, **search.reasons}
 
 
-def _without_layers(model: nn.Module) -> str:
-    """Return what is said of a model without layers that can be sharded: which parameters its code uses itself."""
-    own = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    text = "it has no linear layers and no embeddings"
-    return f'{text}, but {len(own)} parameters that its own code multiplies, such as "{own[0]}"' if own else text
+def _without_layers(model: nn.Module) -> tuple[str, str]:
+    """Return what is said of a model without layers that can be sharded, and what to do: whose its weights are."""
+    text, own, kinds = "it has no linear layers and no embeddings", [], set()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(owner_of(name))
+        if parameter.ndim > 1 and type(owner).__module__.startswith("torch.nn."):
+            kinds.add(type(owner).__name__)
+        elif parameter.ndim > 1:
+            own.append(name)
+    if kinds and not own:
+        return (
+            f"{text}; weights of {' and '.join(sorted(kinds))} stay whole",
+            "leave tp at 1: a data-parallel plugin shards any model",
+        )
+    text += f', but {len(own)} parameters that its own code multiplies, such as "{own[0]}"' if own else ""
+    return text, "make linear layers of its projections"
