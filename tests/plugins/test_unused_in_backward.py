@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.models import write_manifest
@@ -131,3 +133,30 @@ def test_an_optimizer_whose_step_gathers_does_so_on_all_ranks_or_on_none(table):
     world_size, text = TABLES[table]
     for found, states in run_ranks(both, world_size, f"[train]\nmicrobatch = {8 // world_size}\n{text}"):
         assert (found, states) == (0.0, set())
+
+
+def moved(weights):
+    """Return which parameters each step but the first changed."""
+    steps = itertools.pairwise(weights)
+    return [{fqn for fqn in now if not torch.equal(now[fqn], before[fqn])} for before, now in steps]
+
+
+def in_bfloat16(text):
+    """Return which parameters are changed, or have state, in one of a composition and one device, and how far off."""
+    wanted, known = by_hand(*SGD)
+    found = []
+    for in_backward in (False, True):
+        weights, state = composed(text, *SGD, in_backward=in_backward)
+        differing = [here ^ there for here, there in zip(moved(weights), moved(wanted), strict=True)]
+        found.append((differing, state ^ known, error(weights, wanted)))
+    return found
+
+
+@pytest.mark.parametrize("table", ["zero 3", "replicas"])
+def test_mixed_precision_leaves_what_no_rank_used(table):
+    world_size, text = TABLES[table]
+    text = f"[train]\nmicrobatch = {8 // world_size}\n{text}[precision.mixed]\n"
+    for found in run_ranks(in_bfloat16, world_size, text):
+        for differing, states, distance in found:
+            assert (differing, states) == ([set()] * 3, set())
+            assert distance < 2e-2  # bfloat16 has 8 bits, and four steps of 0.1 move weights by a few of their own size
