@@ -174,6 +174,7 @@ PENDING = (
 )
 
 
+@functools.cache  # what is installed stays as it is while a process runs
 def options() -> dict[str, tuple[str, ...]]:
     """Return every option of the plugins that are installed here, but for those pending, and what rows have besides."""
     pending = tuple(key for prefix in PENDING for key in (prefix, f"{prefix}."))

@@ -26,8 +26,23 @@ from support.tiers import COLLECTED, Collected, is_chosen, read_choice  # noqa: 
 
 from composer3d.processes.forking import prewarm  # noqa: E402
 
-# What nearly every rank would import anew; torchao and the like are not among what these import.
-PLUGINS = ("sharding.fsdp2", "sharding.ddp", "sharding.tensor_parallel", "scheduling.pipeline")
+# What ranks would import anew, each of them; torchao and the like are not among what these import.
+PLUGINS = (
+    "scheduling.activation_checkpoint.budget",
+    "scheduling.pipeline.runtime",
+    "scheduling.pipeline.shared_parameters",
+    "scheduling.pipeline.split_choice",
+    "scheduling.pipeline.stage",
+    "sharding.context_parallel.eligibility",
+    "sharding.context_parallel.sequence_outputs",
+    "sharding.ddp",
+    "sharding.expert_parallel.listed_experts",
+    "sharding.expert_parallel.stacked_experts",
+    "sharding.fsdp2",
+    "sharding.tensor_parallel.boundary_calls",
+    "sharding.tensor_parallel.plan_sources",
+    "sharding.tensor_parallel.styles",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _prewarmed() -> Iterator[None]:
     torch.set_num_threads(1)
     prewarm()
-    prewarm(("composer3d.composition.compose", *(f"composer3d_plugins.{name}" for name in PLUGINS)))
+    core = ("composer3d.composition.compose", "composer3d.planning.hardware.cluster")
+    prewarm((*core, *(f"composer3d_plugins.{name}" for name in PLUGINS)))
     with leaving_nothing():
         yield
 

@@ -39,6 +39,7 @@ def steps(world_size, text, **options):
         ("cp = 2\n" + DDP, 2, "all_reduce", "cp"),
         ("cp = 2\n" + DDP + 'reducer = "bucketed"\n', 4, "all_reduce", "world"),
     ],
+    ids=["fsdp2", "hsdp", "zero1", "ddp", "ddp in buckets"],
 )
 def test_gradients_are_averaged_over_positions_with_samples(layout, world_size, op, axis):
     counted = steps(world_size, "[mesh]\n" + layout + CP, microbatch=2)
@@ -57,6 +58,7 @@ def test_gradients_are_averaged_over_positions_with_samples(layout, world_size, 
         ("ep = 4\ncp = 2\ndp_shard = 2\n" + FSDP + CP, 4, "", set()),
         ("ep = 2\ncp = 2\n" + DDP + CP, 4, "", {"dp_replicate"}),
     ],
+    ids=["fsdp2", "larger world", "along dim 0", "hsdp", "sequences", "over both axes", "ddp"],
 )
 def test_experts_have_a_mesh_of_their_own(layout, world_size, table, over):
     counted = steps(world_size, "[mesh]\n" + layout + EP + table, microbatch=1, options=EXPERTS)

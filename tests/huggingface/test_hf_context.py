@@ -119,9 +119,17 @@ def test_gradients_equal_one_device():
     assert errors(2, "gather", list(CASES)) == {}
 
 
-def test_rings_and_exchanged_heads():
-    assert errors(2, "ring", ["mistral", "bert, padded", "bart"]) == {}
-    assert errors(2, "ulysses", ["llama", "gemma3, padded", "llama, packed"]) == {}
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("ring", ["mistral", "bart"]),
+        ("ulysses", ["gemma3, padded"]),
+        pytest.param("ring", ["bert, padded"], marks=pytest.mark.slow),
+        pytest.param("ulysses", ["llama", "llama, packed"], marks=pytest.mark.slow),
+    ],
+)
+def test_rings_and_exchanged_heads(method, names):
+    assert errors(2, method, names) == {}
 
 
 def test_four_ranks():

@@ -46,9 +46,8 @@ def assert_equal_to_one_device(world_size, cases):
 
 def test_data_parallelism_accumulation_and_nobody_else():
     cases = [
-        cp("ring", ""),
-        cp("ring", "", train="microbatch = 8"),
-        cp("gather", FSDP + "zero = 1\n", train="microbatch = 8"),
+        cp("ring", "", train="microbatch = 16"),
+        cp("gather", FSDP + "zero = 1\n", train="microbatch = 16"),
         cp("ulysses", "[sharding.ddp]\n"),
     ]
     assert_equal_to_one_device(2, cases)
@@ -71,21 +70,23 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [each if each in ("1F1B", "ZBVZeroBubble") else pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES],
+    ("schedule", "method", "tables"),
+    [
+        pytest.param(*case, marks=[] if case[:2] == ("1F1B", "ring") else [pytest.mark.slow])
+        for each in SCHEDULES
+        for case in ((each, "ring", ""), (each, "gather", recompute("full")))
+    ],
 )
-def test_schedules(schedule):
-    tables = FSDP + pipeline(schedule)
-    cases = [cp("ring", tables, mesh="pp = 2", train="microbatch = 4")]
-    cases += [cp("gather", tables + recompute("full"), mesh="pp = 2", train="microbatch = 4")]
-    assert_equal_to_one_device(4, cases)
+def test_schedules(schedule, method, tables):
+    text = cp(method, FSDP + pipeline(schedule) + tables, mesh="pp = 2", train="microbatch = 8")
+    assert_equal_to_one_device(4, [text])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_sequences_that_tp_shards_again(schedule):
     tables = FSDP + SP + pipeline(schedule)
-    assert_equal_to_one_device(8, [cp("ring", tables, mesh="pp = 2\ntp = 2", train="microbatch = 4")])
+    assert_equal_to_one_device(8, [cp("ring", tables, mesh="pp = 2\ntp = 2", train="microbatch = 8")])
 
 
 def counted(cases):
@@ -95,23 +96,28 @@ def counted(cases):
         with composer3d.compose(
             factory, write_manifest(text.removeprefix("composer3d = 1\n")), loss_fn=loss_fn, device="cpu"
         ) as run:
-            tokens, targets = (mine(run, tensor) for tensor in batch(0))
+            tokens, targets = (mine(run, tensor)[:2] for tensor in batch(0))
             with run.step(0), count_collectives(run.mesh) as collectives:
                 run.forward_backward(tokens, target=targets)
             found.append({op: n for (op, axis), (n, _) in collectives.summary().items() if axis == "cp"})
     return found
 
 
-def test_a_named_policy_keeps_what_attention_exchanged():
+# A ring of two has a message forward and three backward; ulysses four each way; gather one forward, one backward.
+@pytest.mark.parametrize(
+    ("method", "op", "plain", "again"),
+    [
+        ("ring", "send", 4, 5),
+        pytest.param("ulysses", "all_to_all", 8, 12, marks=pytest.mark.slow),
+        pytest.param("gather", "all_gather", 2, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_named_policy_keeps_what_attention_exchanged(method, op, plain, again):
     policies = ["", recompute("full"), recompute("selective", "attention")]
-    cases = [cp(method, tables) for method in ("ring", "ulysses", "gather") for tables in policies]
-    counts = run_ranks(counted, 2, cases)[0]
-    ring, ulysses, gather = counts[:3], counts[3:6], counts[6:]
-    # A ring of two has a message forward and three backward; ulysses four each way; gather one forward, one backward.
-    assert [each["send"] for each in ring] == [4 * LAYERS, 5 * LAYERS, 4 * LAYERS]
-    assert [each["all_to_all"] for each in ulysses] == [8 * LAYERS, 12 * LAYERS, 8 * LAYERS]
-    assert [each["all_gather"] for each in gather] == [2 * LAYERS, 3 * LAYERS, 2 * LAYERS]
-    assert {each["reduce_scatter"] for each in gather} == {LAYERS}
+    counts = run_ranks(counted, 2, [cp(method, tables) for tables in policies])[0]
+    assert [each[op] for each in counts] == [plain * LAYERS, again * LAYERS, plain * LAYERS]
+    if method == "gather":
+        assert {each["reduce_scatter"] for each in counts} == {LAYERS}
 
 
 def averaged(text):

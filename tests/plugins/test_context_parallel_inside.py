@@ -111,16 +111,15 @@ def test_images_whose_sequence_is_made_by_the_model():
 
 def test_197_positions_on_four_ranks():
     assert_equal_to_one_device(
-        4, [(standard, context(method, degree=4), images(224, 224)) for method in ("gather", "ring", "usp")]
+        4, [(standard, context(method, degree=4), images(224, 224)) for method in ("ring", "usp")]
     )
 
 
 def test_unequal_shards_beside_other_axes():
     tensor = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
     stages = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
-    shards = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n")
-    again = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
-    assert_equal_to_one_device(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, shards, again)])
+    again = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
+    assert_equal_to_one_device(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, again)])
 
 
 def test_windows_of_neighbours_are_sharded_where_ranks_hold_them():

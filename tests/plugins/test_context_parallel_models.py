@@ -50,9 +50,15 @@ def test_every_kind_equals_one_device():
         assert counted["reduce_scatter"][0] >= 2, factory
 
 
-def test_rings_and_exchanged_heads():
-    cases = [(cls, method) for cls in (Window, Alibi, Heads, MultiQuery, TwoLengths) for method in ("ring", "ulysses")]
-    assert_equal_to_one_device(2, [*cases, (TrainedBias, "ring"), (ByHand, "ring"), (TrainedBias, "universal")])
+RINGS = [(Window, "ring"), (TwoLengths, "ring"), (TrainedBias, "ring"), (ByHand, "ring")]
+HEADS = [(Alibi, "ulysses"), (MultiQuery, "ulysses"), (TrainedBias, "universal")]
+OTHERS = [(Window, "ulysses"), (TwoLengths, "ulysses"), (Alibi, "ring"), (MultiQuery, "ring")]
+OTHERS += [(Heads, method) for method in ("ring", "ulysses")]
+
+
+@pytest.mark.parametrize("cases", [RINGS + HEADS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_rings_and_exchanged_heads(cases):
+    assert_equal_to_one_device(2, cases)
 
 
 def test_four_ranks_with_fewer_key_heads():

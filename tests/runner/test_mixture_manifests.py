@@ -11,7 +11,8 @@ from composer3d.processes.forking import limit_ranks
 def test_the_shipped_mixture_trains_on_four_ranks(tmp_path, capfd):
     output = tmp_path / "out"
     with limit_ranks(4):
-        code = main(["run", "quickstart-moe", "--set", f"run.output={output}", "--set", "train.steps=6"])
+        changes = [f"run.output={output}", "train.steps=6", "data.seq_len=64", "model.args.num_layers=2"]
+        code = main(["run", "quickstart-moe", *(word for change in changes for word in ("--set", change))])
     told = capfd.readouterr()
     assert code == 0, told.err
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -113,7 +113,7 @@ def write(tmp_path, monkeypatch):
     ("name", "data", "unit"),
     [
         ("Mixture", TOKENS, "tokens"),
-        ("Translator", TOKENS, "tokens"),
+        pytest.param("Translator", TOKENS, "tokens", marks=pytest.mark.slow),
         ("Pictures", IMAGES, "samples"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
 Note = Callable[[list[int], list[int]], None]
 # Returns rows_RD, given rows_RD and of each the index among this rank's experts, in ascending order.
 Compute = Callable[[Tensor, Tensor], Tensor]
+Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +113,19 @@ def _evenly(total: int, number: int) -> list[int]:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; its adjoint sends them back."""
+    """An exchange between ranks; gradients take its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, anchor: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _all_to_all(x_RD, sent, received, group)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, adjoint: Exchange, anchor: Tensor | None = None) -> Tensor:
+        ctx.adjoint = adjoint
+        return exchange(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent, received = ctx.sizes
-        return _all_to_all(grad_RD, received, sent, ctx.group), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(grad), None, None, None
 
 
-def _all_to_all(x_RD: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def _all_to_all(x_RD: Tensor, *, sent: list[int], received: list[int], group: Any) -> Tensor:
     x_RD = x_RD.contiguous()
     result_RD = x_RD.new_empty(sum(received), *x_RD.shape[1:])
     with torch_compat.operator_span("all_to_all", group, bytes=x_RD.nbytes, what="rows"):
@@ -146,7 +147,9 @@ def send_rows(x_RD: Tensor, rows: Rows, *, group: Any, back: bool = False) -> Te
     sent, received = (rows.received, rows.sent) if back else (rows.sent, rows.received)
     # Another rank's rows may need gradients where this one has none to send.
     anchor = x_RD.new_zeros(0).requires_grad_(torch.is_grad_enabled())
-    result: Tensor = _Exchange.apply(x_RD, anchor, sent, received, group)
+    forth = partial(_all_to_all, sent=sent, received=received, group=group)
+    back_again = partial(_all_to_all, sent=received, received=sent, group=group)
+    result: Tensor = _Exchange.apply(x_RD, forth, back_again, anchor)
     return result
 
 
@@ -231,33 +234,7 @@ def _experts_of(rows: Rows, *, like: Tensor) -> Tensor:
     return pieces[0].repeat_interleave(pieces[1], output_size=sum(sizes))
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows of all ranks; the gradient is the sum of all ranks', of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of all ranks' rows, of this rank's; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
-
-
-def _all_gather(x: Tensor, group: Any, *, is_read: bool = False) -> Tensor:
+def _all_gather(x: Tensor, *, group: Any, is_read: bool = False) -> Tensor:
     """Gather rows; where their values are read, a fake process group leaves this rank's for those of the others."""
     result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     if is_read:
@@ -267,7 +244,7 @@ def _all_gather(x: Tensor, group: Any, *, is_read: bool = False) -> Tensor:
     return result
 
 
-def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
+def _reduce_scatter(x: Tensor, *, group: Any) -> Tensor:
     result = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     with torch_compat.operator_span("reduce_scatter", group, bytes=x.nbytes, what="tokens"):
         torch_compat.reduce_scatter_single(result, x.contiguous(), group=group)
@@ -295,12 +272,14 @@ def gather_tokens(
     rank, top_k, num_tokens = dist.get_rank(group), index_TK.shape[-1], hidden_TD.shape[0]
     is_fake, local = torch_compat.active_fake_mode() is not None, num_experts // dist.get_world_size(group)
     length = torch.full((1,), num_tokens, dtype=torch.int64, device=hidden_TD.device)
-    lengths = _all_gather(length, group, is_read=True)
+    lengths = _all_gather(length, group=group, is_read=True)
     longest = num_tokens if is_fake else int(lengths.max())
     hidden_TD, weights_TK = (_padded(x, longest, 0.0) for x in (hidden_TD, weights_TK))
-    all_TD: Tensor = _Gathered.apply(hidden_TD, group)
-    weights_R: Tensor = _Gathered.apply(weights_TK, group).reshape(-1)
-    chosen_R = _all_gather(_padded(index_TK, longest, -1), group, is_read=True).reshape(-1) - rank * local
+    # The gradient of what is gathered is the sum of all ranks', of this rank's rows.
+    gather, scatter = partial(_all_gather, group=group), partial(_reduce_scatter, group=group)
+    all_TD: Tensor = _Exchange.apply(hidden_TD, gather, scatter)
+    weights_R: Tensor = _Exchange.apply(weights_TK, gather, scatter).reshape(-1)
+    chosen_R = _all_gather(_padded(index_TK, longest, -1), group=group, is_read=True).reshape(-1) - rank * local
     # Rows of other ranks' experts, and of padding, come after the last of this rank's.
     chosen_R = torch.where((chosen_R >= 0) & (chosen_R < local), chosen_R, local)
     order_R = chosen_R.argsort(stable=True)
@@ -316,7 +295,7 @@ def gather_tokens(
     token_R = order_R // top_k
     out_RD = compute(all_TD[token_R], chosen_R[order_R]) * weights_R[order_R].unsqueeze(-1)
     sum_TD = out_RD.new_zeros(all_TD.shape[0], out_RD.shape[-1]).index_add(0, token_R, out_RD)
-    result: Tensor = _Summed.apply(sum_TD, group)[:num_tokens].to(hidden_TD.dtype)
+    result: Tensor = _Exchange.apply(sum_TD, scatter, gather)[:num_tokens].to(hidden_TD.dtype)
     return result
 
 
