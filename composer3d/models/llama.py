@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["AttentionKernel", "Llama", "LlamaConfig", "llama"]
+__all__ = ["AttentionKernel", "Decoder", "Llama", "LlamaConfig", "llama"]
 
 AttentionKernel = Literal["auto", "flash", "efficient", "math", "cudnn"]
 
@@ -279,14 +280,19 @@ class Block(nn.Module):
         return x_BSD + self.ffn_dropout(self.feed_forward(self.ffn_norm(x_BSD)))
 
 
-class Llama(nn.Module):
-    """Embedding, blocks, norm and output projection."""
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and output projection.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Args:
+        config: Sizes.
+        block: Makes the block of a number.
+    """
+
+    def __init__(self, config: LlamaConfig, block: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(block(number) for number in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -296,12 +302,19 @@ class Llama(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights: normal with standard deviation 0.02, less where they feed the residual stream."""
         nn.init.normal_(self.tok_embeddings.weight, std=_INIT_STD)
-        for layer in self.layers:
-            assert isinstance(layer, Block)
+        layers: Iterable[Any] = self.layers
+        for layer in layers:
             layer.reset_parameters()
         self.norm.reset_parameters()
         if not self.config.tie_embeddings:
             nn.init.normal_(self.output.weight, std=_INIT_STD)
+
+
+class Llama(Decoder):
+    """Blocks of attention and feed-forward."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, lambda number: Block(config))
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits_BSV of every next token.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer3d.models.llama import Attention, FeedForward, LlamaConfig
+from composer3d.models.llama import Attention, Decoder, FeedForward, LlamaConfig
 
 __all__ = ["Experts", "Mixture", "MoE", "MoEConfig", "Output", "moe"]
 
@@ -318,30 +318,13 @@ class Block(nn.Module):
         return x_BSD + self.ffn_dropout(out_BSD), auxiliary if loss is None else auxiliary + loss
 
 
-class MoE(nn.Module):
-    """Embedding, blocks, norm and output projection."""
+class MoE(Decoder):
+    """Blocks with routed experts, after those with one feed-forward."""
+
+    config: MoEConfig
 
     def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        dense = config.num_dense_layers
-        self.layers = nn.ModuleList(Block(config, is_dense=layer < dense) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new weights: normal with standard deviation 0.02, less where they feed the residual stream."""
-        nn.init.normal_(self.tok_embeddings.weight, std=_INIT_STD)
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            layer.reset_parameters()
-        self.norm.reset_parameters()
-        if not self.config.tie_embeddings:
-            nn.init.normal_(self.output.weight, std=_INIT_STD)
+        super().__init__(config, lambda number: Block(config, is_dense=number < config.num_dense_layers))
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Output | Tensor:
         """Return logits of every next token, with the routers' loss where there is one.
