@@ -1,4 +1,14 @@
-"""Pipeline parallelism: stages of any model, torch's schedules over them."""
+"""Pipeline parallelism: stages of any model, torch's schedules over them.
+
+The modules, in the order in which a composition uses them:
+
+`split_choice` divides the model: straight (`division`, from a `block_trace`) where its blocks are called once each and
+in order, else from a trace of its values (`tracer`, `traced_split`, at `split_places`), both on `tensor_origins`, which
+follow every tensor of a forward on meta (`values` has those that control flow reads). `balance` sets the boundaries,
+`schedule_rules` and `csv_schedule` say which rank has which stages. A `stage` or `traced_stage` is made of a copy of
+the model (`surgery`); what other stages compute is `absent` in it. `runtime` runs the stages by torch's schedules, and
+`shared_parameters` keeps tied parameters of several stages equal.
+"""
 
 from __future__ import annotations
 

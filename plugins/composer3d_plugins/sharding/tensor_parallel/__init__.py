@@ -1,4 +1,14 @@
-"""Tensor parallelism: linear layers sharded over ranks, as Megatron-LM does it."""
+"""Tensor parallelism: linear layers sharded over ranks, as Megatron-LM does it.
+
+The modules, in the order in which a composition uses them:
+
+`plan_sources` makes the plan: as stated and resolved (`plan_resolution`), as the model declares it (`declared`), or as
+`auto` derives it from a dry run of every block (`block_dry_run`, `module_roles`), with what lies outside of blocks
+(`embedding_and_head`), parameters that code multiplies (`multiplied_parameters`) and the sequence (`sequence_plan`).
+`block_code` finds the blocks whose own code has to be propagated, and `fitting` the least change under which it can be.
+`styles` applies the plan: to parameters (`weight_shards`, `fused_projections`, `tied_parameters`, `local_weights`), and
+to activations (`activation_layouts`, `region`, `attention`, `logits`). `boundary_calls` watches every forward.
+"""
 
 from __future__ import annotations
 
