@@ -304,40 +304,19 @@ def _padded(x: Tensor, length: int, value: float) -> Tensor:
     return x if not missing else torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
 
 
-class _Part(torch.autograd.Function):
-    """This rank's rows of tokens that all ranks have; their gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.num_rows = group, x.shape[0]
-        return x[_rows_of(x.shape[0], group)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_parts(grad, ctx.num_rows, ctx.group), None
-
-
-class _AllParts(torch.autograd.Function):
-    """Rows of all ranks, on all; of their gradients, which all ranks have, this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_rows: int, group: Any) -> Tensor:
-        ctx.group = group
-        return _all_parts(x, num_rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[_rows_of(grad.shape[0], ctx.group)], None, None
-
-
 def _rows_of(num_rows: int, group: Any) -> slice:
     length = -(-num_rows // dist.get_world_size(group))
     first = min(num_rows, dist.get_rank(group) * length)
     return slice(first, min(num_rows, first + length))
 
 
-def _all_parts(x: Tensor, num_rows: int, group: Any) -> Tensor:
-    return _all_gather(_padded(x, -(-num_rows // dist.get_world_size(group)), 0.0), group)[:num_rows]
+def _part(x: Tensor, *, group: Any) -> Tensor:
+    """Return this rank's rows of tokens that all ranks have."""
+    return x[_rows_of(x.shape[0], group)].clone()
+
+
+def _all_parts(x: Tensor, *, num_rows: int, group: Any) -> Tensor:
+    return _all_gather(_padded(x, -(-num_rows // dist.get_world_size(group)), 0.0), group=group)[:num_rows]
 
 
 def exchange_parts(
@@ -356,6 +335,9 @@ def exchange_parts(
     weights).
     """
     mine, num_rows = _rows_of(hidden_TD.shape[0], group), hidden_TD.shape[0]
-    out_TD = exchange(_Part.apply(hidden_TD, group), index_TK[mine], _Part.apply(weights_TK, group))
-    result: Tensor = _AllParts.apply(out_TD, num_rows, group)
+    part, gather = partial(_part, group=group), partial(_all_parts, num_rows=num_rows, group=group)
+    out_TD = exchange(
+        _Exchange.apply(hidden_TD, part, gather), index_TK[mine], _Exchange.apply(weights_TK, part, gather)
+    )
+    result: Tensor = _Exchange.apply(out_TD, gather, part)
     return result
