@@ -51,7 +51,7 @@ class Saved:
     """A checkpoint that was opened: its index was read and verified, its tensors were not.
 
     Args:
-        path: The checkpoint.
+        path: The folder `step-N`.
         entries: Its tensors by key.
         checksums: The digests of its files; None where it was saved without.
     """

@@ -58,7 +58,7 @@ def unpickle(data: bytes, *, allowed: Callable[[str, str], bool], refusal: Calla
     """Return what a pickle holds, with `Asked` and `Made` for whatever is no plain value.
 
     Args:
-        data: The pickle.
+        data: A whole pickle, of any protocol.
         allowed: Whether a name of a module may be in it.
         refusal: Makes the error for one that may not.
 

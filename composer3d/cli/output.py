@@ -66,7 +66,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table: drawn on a terminal, aligned plain text elsewhere.
 
     Args:
-        columns: The headings.
+        columns: Heading of each column.
         rows: One text a column.
     """
     if sys.stdout.isatty():

@@ -26,7 +26,7 @@ class Reached:
 
     Args:
         path: How it is reached: the module's FQN, and attributes, indices and names from there.
-        tensor: The tensor.
+        tensor: As it is held there.
         is_ordered: The path is the same in every process; sets have no order.
     """
 

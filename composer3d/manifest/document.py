@@ -144,7 +144,7 @@ def read_text(text: str, name: str = "<text>", overrides: Sequence[str] = ()) ->
     """Read a manifest from text; paths in it count from the working folder.
 
     Args:
-        text: TOML.
+        text: TOML of a manifest, as a file would have it.
         name: Stands in messages where the file would.
         overrides: As for `read`.
 

@@ -75,7 +75,7 @@ def validate(
         document: Knows the places.
         key_path: Where the table stands in the document.
         cls: A pydantic dataclass, see `table`.
-        value: The table.
+        value: The table, as read from TOML.
 
     Returns:
         The instance, or None and all problems.

@@ -29,7 +29,7 @@ class MergedWeights:
     """A checkpoint of adapters, read as if it held the model that they were trained on, merged.
 
     Args:
-        path: The checkpoint.
+        path: The folder `step-N` of a checkpoint that holds adapters alone.
         preparation: Its run's manifest, joined with its model.
     """
 

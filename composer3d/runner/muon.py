@@ -156,7 +156,7 @@ def matrices_of(run: Composition, expression: str | None) -> list[str]:
     """Return the FQNs of this rank's trained parameters that Muon steps: matrices, and stacks of those of experts.
 
     Args:
-        run: The composition.
+        run: Composed; its parts hold the parameters.
         expression: Searched in FQNs; None takes the matrices in blocks. Embeddings are none, wherever they are.
 
     Raises:

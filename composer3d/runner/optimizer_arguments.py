@@ -28,7 +28,7 @@ def refused_arguments(
 
     Args:
         table: `[optimizer]`; key paths begin inside it.
-        cls: The class.
+        cls: Of the optimizer.
         arguments: All that it is called with.
     """
     for key in ("lr", "weight_decay"):

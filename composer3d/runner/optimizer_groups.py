@@ -27,7 +27,7 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
     """Make the optimizer that `[optimizer]` describes.
 
     Args:
-        run: The composition.
+        run: Composed; its parameters are grouped.
         manifest: With the runner's tables.
         in_backward: Whether it steps in the backward; None is as the manifest says.
 

@@ -19,7 +19,7 @@ def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] |
     """Return what a plugin of the run that a checkpoint belongs to makes of its tensors, and of a `config.json`.
 
     Args:
-        path: The checkpoint.
+        path: The folder `step-N` of a checkpoint.
 
     Raises:
         CheckpointError: No plugin of the run states the form, or the run's manifest is missing.

@@ -57,7 +57,7 @@ def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
     """Return the checkpoint to start from, the same on all ranks; None starts at step 0.
 
     Args:
-        run: The composition.
+        run: Composed; rank 0 looks, and all ranks agree.
         output: The run's folder.
         how: `auto` takes the newest complete one of the run's own, `never` none, anything else is a path: a checkpoint,
             or the folder of a run.

@@ -296,7 +296,7 @@ def _train(
     """Run as one rank.
 
     Args:
-        source: The manifest.
+        source: Path of a manifest, or the name of a shipped one.
         overrides: As given to `--set`.
         resume: As given to `--resume`.
         strict: Whether a warning stops the run; None where the manifest was checked before the ranks were started.

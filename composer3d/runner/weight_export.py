@@ -140,7 +140,7 @@ def export(
     Files are written beside their names and renamed when they are whole, the index last.
 
     Args:
-        path: The checkpoint.
+        path: The folder `step-N` of a checkpoint.
         to: A folder, or a file that ends with `.safetensors`.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_bytes: Largest file; a single tensor may exceed it.

@@ -140,7 +140,7 @@ class StreamBatches:
     another number of ranks. The price is that each rank reads the whole stream.
 
     Args:
-        source: The stream.
+        source: Yields samples, the same in the same order on every rank.
         table: The manifest's `[data]`.
         rank: Data-parallel rank.
         degree: Data-parallel degree.

@@ -34,7 +34,7 @@ class MappedTokens:
     A worker that receives it maps the file again: a pickled `numpy.memmap` would carry the whole file.
 
     Args:
-        path: The file.
+        path: Of the file: a header, if any, and tokens of one dtype.
         dtype: Of one token.
         size: Number of tokens.
         offset: Bytes before the first token.
