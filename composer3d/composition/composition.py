@@ -250,7 +250,7 @@ class Composition(OwnLoop):
         plugin, optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=hooks)
         acts: Any = functools.partial(self._assembled.acting.named, plugin) if plugin else lambda inner: inner
         self._optimizer = self._engine.optimizer = compose_step(
-            optimizer, lambda inner: self._optimizer_step(acts(inner)), clear=self._clear_gradients
+            optimizer, lambda inner: self._optimizer_step(acts(inner)), clear=self._clear_gradients, added=self._added
         )
         refuse_saving(optimizer, of_stage=self._assembled.has_schedule)
         if in_backward:

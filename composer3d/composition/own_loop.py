@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.composition.assembling import Assembled
@@ -94,6 +94,7 @@ class OwnLoop:
                 "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
             )
         with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
+            self._engine.outside.look(loss)
             is_last = self._engine.accumulated.is_last if last is None else last
             return self._engine.backward(loss, last=is_last, reduction=reduction)
 
@@ -118,6 +119,12 @@ class OwnLoop:
         attached = self._persistence.attached
         with engine.accumulated.microbatch(num_microbatches, last=last, optimizer=engine.optimizer, attached=attached):
             yield
+
+    def _added(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take what the loop adds to the optimizer, of other modules than the model."""
+        stages = "a pipeline computes the loss on one stage; put them into the model" * self._assembled.has_schedule
+        in_backward = "in_backward=True steps the model's alone" * (self._engine.stepper is not None)
+        self._engine.outside.add(parameters, refused=stages or in_backward)
 
     def _clear_gradients(self) -> bool:
         """Give up an own step whose gradients the loop drops; return whether it drops them, and adds to none."""

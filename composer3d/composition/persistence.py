@@ -183,7 +183,8 @@ class Persistence:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return every parameter once, under its first name."""
-        return dict(self._assembled.context.named_parameters())
+        added = enumerate(self._assembled.engine.outside.parameters)
+        return {**dict(self._assembled.context.named_parameters()), **{f"added.{n}": value for n, value in added}}
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers, tied ones under the first name that the whole model has for them.

@@ -18,6 +18,7 @@ from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import Decided, LoopState
 from composer3d.step.microbatches import cut
 from composer3d.step.optimizer_in_backward import BackwardStepper
+from composer3d.step.outside_parameters import OutsideParameters
 from composer3d.step.own_forward import OwnForward
 from composer3d.step.own_steps import OwnSteps
 from composer3d.step.scaling import Scaling
@@ -58,7 +59,7 @@ class StepEngine:
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self.loop, self.criterion = LoopState(context), criterion
-        self.accumulated = AccumulatedSteps()
+        self.accumulated, self.outside = AccumulatedSteps(), OutsideParameters(context)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
@@ -324,6 +325,7 @@ class StepEngine:
             self.units.drop_unused()
         gradients.refuse_none(parameters, step=state.step)
         gradients.settle_partial(parameters)
+        self.outside.average()
         self._correct(parameters)
         self._at(StepPoint.GRADIENTS_REDUCED)
         self.scaling.unscale(self.optimizer)

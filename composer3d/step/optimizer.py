@@ -103,7 +103,11 @@ def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compose_step(
-    optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any], *, clear: Callable[[], bool]
+    optimizer: torch.optim.Optimizer,
+    run: Callable[[Callable[[], Any]], Any],
+    *,
+    clear: Callable[[], bool],
+    added: Callable[[Sequence[nn.Parameter]], None],
 ) -> torch.optim.Optimizer:
     """Give an optimizer a subclass whose `step` is run by the composition, and whose `zero_grad` may wait.
 
@@ -114,6 +118,7 @@ def compose_step(
         optimizer: Made, not yet stepped.
         run: Called with the optimizer's own step; decides whether and when it runs.
         clear: Called before gradients are cleared; returns whether they are to be.
+        added: Called with the parameters of a group that the loop adds.
     """
     cls = type(optimizer)
     inner = cls.step
@@ -127,11 +132,17 @@ def compose_step(
             raise StepError("an optimizer that calls a closure again, as LBFGS does, cannot run in a composed step")
         return run(lambda: inner(self))
 
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        cls.add_param_group(self, param_group)
+        added(self.param_groups[-1]["params"])
+
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]
     # Checkpoints unwrap `step` down to the bare one: initialising the state must not run hooks on steps.
     step.__wrapped__ = inner  # type: ignore[attr-defined]
     optimizer.__class__ = type(
-        cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad, "__module__": cls.__module__}
+        cls.__name__,
+        (cls,),
+        {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__module__": cls.__module__},
     )
     return optimizer
