@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.family_models import batch_of, class_loss
 from support.models import largest, mine, write_manifest
 from support.tensor_parallel import AUTO, built, reference, table
+from torch import nn
+from torch.nn.functional import mse_loss
 
 import composer3d
 from composer3d.testing import count_collectives, full, run_ranks
@@ -154,3 +158,48 @@ def test_each_rank_sends_its_own_part_of_a_sequence():
     assert [sent > 0 for sent in whole] == [sent > 0 for sent in cut] == [True, True, False, False]
     for all_of_it, part in zip(whole[:2], cut[:2], strict=True):
         assert part - header == (all_of_it - header) / 2
+
+
+class Coder(nn.Module):
+    """Two layers read one activation, which tensor parallelism shards: an autoencoder's mean and variance."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.mean, self.variance, self.leave = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        h = self.enter(x).relu()
+        return self.leave(self.mean(h) + self.variance(h).exp())
+
+
+def coded(place):
+    """Return on a rank the gradients of a step whose second stage begins at a module, by how far off they are."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    model = Coder()
+    mse_loss(model(x), y).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    text = f'split = {{ tracer = ["{place}"] }}\n[sharding.tensor_parallel]\n'
+    run = composer3d.compose(
+        copy.deepcopy(model),
+        write_manifest(layout(more="", microbatch=2) + text),
+        loss_fn=mse_loss,
+        example=((x[:2],), {}),
+    )
+    with run.step(0):
+        run.forward_backward(x, target=y)
+        found = {name: full(parameter.grad) for name, parameter in run.named_parameters() if parameter.grad is not None}
+    run.close()
+    return max(float((grad - wanted[name]).abs().max() / wanted[name].abs().max()) for name, grad in found.items())
+
+
+def test_modules_that_read_one_shard_are_in_one_stage():
+    assert largest(run_ranks(coded, 4, "leave")) < TIGHT
+    with pytest.raises(composer3d.RankError) as caught:
+        run_ranks(coded, 4, "variance")
+    assert (
+        'a stage stands in for "mean", which another stage runs, and what that returns does not follow from what '
+        "arrives, a shard perhaps (RuntimeError: "
+    ) in str(caught.value)

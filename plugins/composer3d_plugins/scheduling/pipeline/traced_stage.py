@@ -199,7 +199,15 @@ class TracedRunner:
         try:
             return _form_of(module, args, kwargs, draws=False)
         except Exception:  # code that needs sizes which add up, say
-            return _form_of(module, args, kwargs, draws=True)
+            try:
+                return _form_of(module, args, kwargs, draws=True)
+            except Exception as error:
+                text = str(error).splitlines()[0] if str(error) else ""
+                raise StepError(
+                    f'a stage stands in for "{self._trace.calls[index].name}", which another stage runs, and what that '
+                    f"returns does not follow from what arrives, a shard perhaps ({type(error).__name__}: {text}); "
+                    "begin no stage between modules that read one value: split = { tracer = [...] } states where"
+                ) from error
 
 
 def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> Any:
