@@ -128,7 +128,7 @@ def _items(value: Any, expected: Any, origin: Any, inner: tuple[Any, ...]) -> It
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return
     if is_dataclass(expected):
-        hints = _hints(expected)
+        hints = _hints(typing.cast(Any, expected))
         for each in fields(expected):
             yield each.name, getattr(value, each.name), hints[each.name]
     elif origin is not None and isinstance(value, Mapping):
@@ -191,7 +191,7 @@ def _alternatives(expected: Any) -> list[str]:
     if origin is Literal:
         return [f'"{each}"' for each in inner]
     if isinstance(expected, enum.EnumMeta):
-        return [f"{expected.__name__}.{member.name}" for member in expected]
+        return [f"{expected.__name__}.{member.name}" for member in typing.cast(type[enum.Enum], expected)]
     if origin is None:
         return [_allowed_class(expected)]
     if origin is collections.abc.Callable:

@@ -192,7 +192,8 @@ def _meaningless(annotation: Any, value: Any, path: KeyPath = ()) -> Iterable[_F
                 union=None,
             )
             # An empty FQN in a list is the model itself.
-            if item == "" and known and str in kinds and "" not in (*choices(inside), known[key].default):
+            default = known[str(key)].default if known else ""
+            if item == "" and str in kinds and "" not in (*choices(inside), default):
                 yield replace(fault, kind="string_too_short", context={"min_length": 1})
             elif (
                 type(item) is int and item > LARGEST and int in kinds and float not in kinds and not _is_bounded(inside)

@@ -197,6 +197,8 @@ class Router(nn.Module):
     """
 
     summed_buffers: tuple[str, ...] = ()
+    bias_N: Tensor
+    counts_N: Tensor
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

@@ -66,8 +66,8 @@ class OutsideParameters:
     def average(self) -> None:
         """Average gradients over the ranks that have other samples or positions."""
         if any(parameter.requires_grad for parameter in self.parameters):
-            axes = self._context.layout.names(Role.BATCH, Role.SEQUENCE)
-            axes = [axis for axis in axes if self._context.degrees[axis] > 1]
+            names = self._context.layout.names(Role.BATCH, Role.SEQUENCE)
+            axes = [axis for axis in names if self._context.degrees[axis] > 1]
             gradients.average_whole(self.parameters, axes=axes, context=self._context)
 
     def look(self, loss: Any) -> None:

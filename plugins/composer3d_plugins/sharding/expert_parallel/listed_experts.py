@@ -56,7 +56,7 @@ def shard_listed(
     Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
     backward.
     """
-    experts = block.get_submodule(name)
+    experts: Any = block.get_submodule(name)
     held = local_experts(len(experts), degree=mesh.size(), rank=mesh.get_local_rank())
     for index, expert in enumerate(_entries(experts)):
         if index not in held:

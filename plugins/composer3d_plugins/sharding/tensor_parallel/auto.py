@@ -212,8 +212,8 @@ def derive(
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
-        found, advice = (shown, "write it") if shown else _without_layers(model)
-        raise PluginError(f"no plan can be derived for this model: {found}", hint=advice)
+        why, advice = (shown, "write it") if shown else _without_layers(model)
+        raise PluginError(f"no plan can be derived for this model: {why}", hint=advice)
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
     sharded: frozenset[str] = frozenset()
