@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composer3d import patterns
 from composer3d.errors import TransformError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from composer3d.composition import Preparation
@@ -108,12 +109,33 @@ def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:
     if isinstance(output, torch.Tensor):
         last[0] = None
     elif isinstance(output, tuple | list):
-        last[0] = type(output), [None if isinstance(each, torch.Tensor) else each for each in output[1:]]
+        last[0] = type(output), [_like(each) if isinstance(each, torch.Tensor) else each for each in output[1:]]
+
+
+def _like(tensor: torch.Tensor) -> _Tensor:
+    return _Tensor(tuple(tensor.shape), tensor.dtype)
+
+
+class _Tensor(NamedTuple):
+    """A tensor that a block returns beside the first."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _empty(block: nn.Module, last: list[Any]) -> None:
-    def forward(hidden: Any, *_: Any, **__: Any) -> Any:
-        return hidden if last[0] is None else last[0][0]([hidden, *last[0][1]])
+    """Let a block return its input; of further results those that it was given in their places, as sums of losses."""
+
+    def forward(hidden: Any, *given: Any, **_: Any) -> Any:
+        if last[0] is None:
+            return hidden
+        kind, rest = last[0]
+        inputs = [*given, *(None for _ in rest)]
+        passed = [
+            (value if hasattr(value, "dtype") and _like(value) == each else None) if isinstance(each, _Tensor) else each
+            for each, value in zip(rest, inputs, strict=False)
+        ]
+        return kind([hidden, *passed])
 
     block._modules.clear()
     block._parameters.clear()

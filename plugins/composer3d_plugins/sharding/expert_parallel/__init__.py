@@ -168,11 +168,12 @@ class ExpertParallel:
             return []
         _write_starved(found, context, step)
         # On every rank, those of stages without experts among them.
-        loads = [rows for rows in found.loads.values() if sum(rows)]
+        loads = [(rows, sum(found.choices[fqn])) for fqn, rows in found.loads.items() if sum(found.choices[fqn])]
         entropies = [_entropy(rows) for rows in found.choices.values() if sum(rows)]
         found.loads, found.choices = {}, {}
-        fullest = max((max(rows) * len(rows) / sum(rows) for rows in loads), default=1.0)
-        starved = sum(rows.count(0) for rows in loads)
+        # Ranks choose as many rows each, so the mean over all experts is known without the others.
+        fullest = max((max(rows) * len(rows) / chosen for rows, chosen in loads), default=1.0)
+        starved = sum(rows.count(0) for rows, _ in loads)
         return [
             Metric(name="expert_load_max", value=fullest, reduction="max"),
             Metric(name="experts_without_tokens", value=float(starved), reduction="max"),
