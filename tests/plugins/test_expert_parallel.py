@@ -12,6 +12,7 @@ from support.mixtures import (
     Masked,
     MixtureNet,
     mixture_steps,
+    shipped,
     token_sum,
     tokens_and_targets,
 )
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composer3d
-from composer3d import DataDependent, PatternError, PluginError
+from composer3d import CheckpointError, DataDependent, PatternError, PluginError
 from composer3d.testing import fake_world, full, run_ranks
 
 EP = "[sharding.expert_parallel]\n"
@@ -119,6 +120,25 @@ def test_a_checkpoint_of_four_ranks_of_experts_is_loaded_by_two_and_by_one(tmp_p
         ranks = run_ranks(trained, world_size, tmp_path / "saved", ep(degree, f"dp_shard = {world_size}"))
         assert {fqn for held in ranks for fqn in held} == alone.keys()
         assert largest(float((p - alone[fqn]).abs().max()) for held in ranks for fqn, p in held.items()) < 1e-12
+
+
+def loaded(path, sizes):
+    """Save a checkpoint if there is none; else return what is said of one that is loaded."""
+    run = composer3d.compose(seeded(lambda: shipped(**sizes)), write_manifest(ep(2, "dp_shard = 2")), loss_fn=token_sum)
+    try:
+        if not path.exists():
+            return run.save(path)
+        with pytest.raises(CheckpointError) as caught:
+            run.load(path)
+        return str(caught.value)
+    finally:
+        run.close()
+
+
+def test_experts_of_another_checkpoint_are_refused_with_both_shapes(tmp_path):
+    run_ranks(loaded, 2, tmp_path / "saved", {})
+    for said in run_ranks(loaded, 2, tmp_path / "saved", {"num_experts": 8}):
+        assert "w1_NDF of shape [4, 8, 12], the model has [8, 8, 12]" in said
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

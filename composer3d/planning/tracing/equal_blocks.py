@@ -10,7 +10,6 @@ from composer3d import patterns
 from composer3d.errors import TransformError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from composer3d.composition import Preparation
@@ -109,18 +108,16 @@ def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:
     if isinstance(output, torch.Tensor):
         last[0] = None
     elif isinstance(output, tuple | list):
-        last[0] = type(output), [_like(each) if isinstance(each, torch.Tensor) else each for each in output[1:]]
-
-
-def _like(tensor: torch.Tensor) -> _Tensor:
-    return _Tensor(tuple(tensor.shape), tensor.dtype)
+        last[0] = (
+            type(output),
+            [_Tensor(tuple(each.shape)) if isinstance(each, torch.Tensor) else each for each in output[1:]],
+        )
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a block returns beside the first."""
+    """A tensor that a block returns beside the first; units of narrow dtypes take it as another dtype."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _empty(block: nn.Module, last: list[Any]) -> None:
@@ -132,7 +129,7 @@ def _empty(block: nn.Module, last: list[Any]) -> None:
         kind, rest = last[0]
         inputs = [*given, *(None for _ in rest)]
         passed = [
-            (value if hasattr(value, "dtype") and _like(value) == each else None) if isinstance(each, _Tensor) else each
+            (value if getattr(value, "shape", None) == each.shape else None) if isinstance(each, _Tensor) else each
             for each, value in zip(rest, inputs, strict=False)
         ]
         return kind([hidden, *passed])

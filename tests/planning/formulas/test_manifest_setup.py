@@ -49,7 +49,7 @@ def test_experts_stay_sharded_over_as_many_ranks_as_the_layout_allows():
     assert not any("ep" in change for change in changes[8])
     assert [change for change in changes[6] if "ep" in change] == ["mesh.ep=2"]
     assert [change for change in changes[2] if "ep" in change] == ["mesh.ep=2"]
-    assert [change for change in changes[1] if "ep" in change] == ["mesh.ep=1", "sharding.expert_parallel=false"]
+    assert [change for change in changes[1] if "ep" in change] == ["mesh.ep=1"]
 
 
 def test_nothing_said_is_one_device_in_float32():
