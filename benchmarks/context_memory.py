@@ -88,7 +88,8 @@ def _live_after_forward(path: Path, args: dict[str, Any], length: int) -> int:
             return NotImplemented
         result = operator(*args, **kwargs)
         for leaf in torch_compat.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            # Tensors on meta, which stand for global shapes, say that they have bytes.
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 sizes[storage.data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
         return result

@@ -32,7 +32,7 @@ class _Gathered:
 
     whole: Tensor
     placed: Placed
-    versions: tuple[int, int]
+    versions: tuple[int, ...]
 
 
 class SequenceOperands(Meeting):
@@ -61,7 +61,7 @@ class SequenceOperands(Meeting):
         if whole.requires_grad:
             return self.indexed(whole, dim, parts)
         kept = self._indexed_once.setdefault(whole, {})
-        key = (dim, parts, whole._version)
+        key = (dim, parts, *_versions(whole))
         if key not in kept:
             kept[key] = self.indexed(whole, dim, parts)
         # An alias: who marks it, or writes into what it got, has one of its own.
@@ -82,7 +82,7 @@ class SequenceOperands(Meeting):
         self.num_moves += 1
         self.lengths |= set(placed.parts)
         kept = self._kept.get(share)
-        if kept is not None and kept.placed == placed and kept.versions == (share._version, kept.whole._version):
+        if kept is not None and kept.placed == placed and kept.versions == _versions(share, kept.whole):
             if kept.whole.requires_grad or not (share.requires_grad and torch.is_grad_enabled()):
                 whole: Tensor = kept.whole
                 return whole
@@ -94,7 +94,7 @@ class SequenceOperands(Meeting):
 
     def keep(self, share: Tensor, whole: Tensor, placed: Placed) -> None:
         """Keep what was gathered from a shard: views of it are views of what the shard is a part of."""
-        self._kept[share] = _Gathered(whole=whole, placed=placed, versions=(share._version, whole._version))
+        self._kept[share] = _Gathered(whole=whole, placed=placed, versions=_versions(share, whole))
         self._shards[whole] = TensorWeakRef(share)
 
     def write_back(self, written: Tensor) -> None:
@@ -107,6 +107,11 @@ class SequenceOperands(Meeting):
         placed = self._kept[share].placed
         share.copy_(self.indexed(whole, placed.dim, placed.parts))
         self.keep(share, whole, placed)
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    """Return how often tensors were written into; those of inference mode do not count."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def gather_parts(share: Tensor, placed: Placed, rules: SequenceRules) -> Tensor:

@@ -404,6 +404,13 @@ def cast_by_autocast():
     return [x.dtype for x in found]
 
 
+def test_heads_are_put_side_by_side_without_a_copy():
+    # What attention keeps for its backward is then what the projection after it keeps.
+    q_BHSE, whole = torch.randn(2, 4, 16, 8), Positions.whole(16)
+    o_BHSE = local_attention(q_BHSE, q_BHSE, q_BHSE, Attention(), rows=whole, columns=whole, rank=0)
+    assert o_BHSE.transpose(1, 2).flatten(2).data_ptr() == o_BHSE.data_ptr()
+
+
 def test_autocast_casts_what_attention_is_given():
     assert run_ranks(cast_by_autocast, 2)[0] == [torch.bfloat16, *[torch.float32] * 3]
 

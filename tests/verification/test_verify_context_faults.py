@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,13 @@ from support.models import sum_loss, write_manifest
 from support.verification_cases import FSDP, assert_named, batch
 from torch import nn
 
-from composer3d import Batch, hookimpl
-from composer3d.propagation import PropagatedSequence, sequence_operands
+from composer3d import Batch, RankError, hookimpl
+from composer3d.propagation import PropagatedSequence, sequence_mode, sequence_operands
+from composer3d.step.guard import Guard
 from composer3d.testing import assert_parity
 
 CP = "[mesh]\ncp = 2\n"
+SHARDED = f"{CP}[sharding.fsdp2]\n"
 PP = '[mesh]\npp = 2\ncp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 
 
@@ -139,6 +143,17 @@ def drops_partial_gradients(patch):
     )
 
 
+def counts_its_own_tokens(patch):
+    """Let every rank divide by the valid tokens that it holds itself."""
+    agree = Guard.agree
+
+    def local(self, *, counts, **options):
+        found = agree(self, counts=counts, **options)
+        return replace(found, count=sum(counts) * 2)
+
+    patch.setattr(Guard, "agree", local)
+
+
 class ByHand(Attention):
     """Softmax by hand."""
 
@@ -165,6 +180,7 @@ FAULTS = {
     "a window ignored": (ignores_windows, context("ring"), masked, FIRST + r"layers.0.attention.o$"),
     "a second stage that is not sharded": (leaves_second_stage, context(mesh=PP), Model, FIRST + r"layers.1"),
     "gradients of gathered keys dropped": (drops_partial_gradients, context(), by_hand, r"layers.1.attention"),
+    "each rank's own count": (counts_its_own_tokens, context(), Model, r"the ranks together train on \d+ valid tokens"),
 }  # fmt: skip
 
 
@@ -173,6 +189,12 @@ def test_a_fault_is_named(name, monkeypatch):
     fault, text, factory, cause = FAULTS[name]
     fault(monkeypatch)
     assert_named(text, {"factory": factory, "microbatch": 6}, cause)
+
+
+def test_a_hook_on_a_gathered_copy_never_fires(monkeypatch):
+    monkeypatch.setattr(sequence_mode, "OBJECT", frozenset())
+    with pytest.raises(RankError, match="out of bounds for storage of size 0"):
+        assert_parity(Model, write_manifest(context("gather", SHARDED)), batch(), loss_fn=sum_loss, steps=1)
 
 
 @pytest.mark.parametrize("factory", [Model, masked, by_hand])

@@ -80,7 +80,7 @@ class ContextParallel:
         balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all.
         others: Whether what mixes positions and is no attention is gathered, or refused with its module's name.
         rowwise: Patterns of modules that do the same with every token, whatever their code, beside known experts.
-        sequence_dim: The dim of inputs and targets that is the sequence.
+        sequence_dim: The dim of inputs and targets that is the sequence; samples are dim 0.
     """
 
     method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = "auto"
@@ -89,7 +89,7 @@ class ContextParallel:
     balanced: bool = True
     others: Literal["gather", "refuse"] = "gather"
     rowwise: tuple[str, ...] = ()
-    sequence_dim: int = Field(default=1, ge=0, examples=[])
+    sequence_dim: int = Field(default=1, ge=1, examples=[])
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -47,7 +47,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_messages import (
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
 
-__all__ = ["Sharded", "backward_gathered", "backward_ring", "forward_gathered", "forward_ring"]
+__all__ = ["Sharded", "backward_gathered", "backward_ring", "by_position", "forward_gathered", "forward_ring"]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -156,6 +156,12 @@ def backward_ring(
     return Gradients(rows.d_q.to(q_BHLE.dtype), d_k, d_v)
 
 
+def by_position(q_BHLE: torch.Tensor, width: int) -> tuple[int, ...]:
+    """Return the shape [B, L, H, F] of an output whose heads stand side by side."""
+    batch, heads, length, _ = q_BHLE.shape
+    return batch, length, heads, width
+
+
 class _Forward:
     """Output and log-sum-exp of a rank's rows, as blocks are added."""
 
@@ -163,7 +169,8 @@ class _Forward:
         self._q, self._mask, self._call = q_BHLE, mask, call
         wide = torch.promote_types(q_BHLE.dtype, torch.float32)
         self._rows = Result(
-            q_BHLE.new_zeros((*q_BHLE.shape[:-1], width), dtype=wide),
+            # In memory as torch's own kernels return it: code that puts heads side by side then needs no second copy.
+            q_BHLE.new_zeros(by_position(q_BHLE, width), dtype=wide).transpose(1, 2),
             q_BHLE.new_full(q_BHLE.shape[:-1], float("-inf"), dtype=wide),
         )
         self._begun: list[Run] = []

@@ -23,6 +23,7 @@ from composer3d.propagation import (
     on_meta,
     patched,
     spec_of,
+    strip,
     trace,
     unseen,
 )
@@ -142,15 +143,24 @@ def dry_run(
         module: _tracked(fqn, forward if call.has_values or not fqn else unseen(forward), rules, found, set(blocks))
         for module, fqn, forward in sequence.forwards(model)
     }
+    if not call.has_values:
+        forwards |= {model.get_submodule(fqn): _without_values(model.get_submodule(fqn).forward) for fqn in rowwise}
     _run(model, call, sequence, forwards, rules)
+    found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
+    _summarise(found, rules)
+    _refuse(found, rules, context, Method(method), inner_degree)
+    found.unpadded = _unpadded(rules, outputs)
+    return found
+
+
+def _summarise(found: Found, rules: DryRules) -> None:
+    """Take over what was noted of functions and blocks."""
     for what, fqn, name in rules.notes:
         if what not in UNLISTED:
             found.rows.setdefault(what, []).append(fqn)
         found.has_flex |= name == "flex_attention"
-    found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
-    _refuse(found, rules, context, Method(method), inner_degree)
-    found.unpadded = _unpadded(rules, outputs)
-    return found
+    # Those that take shards never take a local shard for the whole: what a stage receives carries no mark.
+    found.begins = tuple(fqn for fqn in found.begins if not any(d is not None for d in found.blocks.get(fqn, ())))
 
 
 def _refuse_kernels(model: nn.Module) -> None:
@@ -263,6 +273,17 @@ def _narrowed(call: Call, found: Found, placement: Placement) -> Call:
         )
     batch, _ = placement.place(Batch(args=call.args, kwargs=call.kwargs))
     return replace(call, args=batch.args, kwargs=batch.kwargs)
+
+
+def _without_values(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of a rowwise module, whose code may look at values: its result is then as what it is given."""
+    answered = unseen(forward)
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        plain, options = torch_compat.tree_map(lambda x: strip(x) if isinstance(x, Tensor) else x, [list(args), kwargs])
+        return answered(*plain, **options)
+
+    return passed
 
 
 def _tracked(

@@ -21,6 +21,7 @@ from composer3d_plugins.sharding.context_parallel.block_attention import (
     Sharded,
     backward_gathered,
     backward_ring,
+    by_position,
     forward_gathered,
     forward_ring,
 )
@@ -128,7 +129,7 @@ def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+    return q.new_empty(by_position(q, v.shape[-1])).transpose(1, 2), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 def _attention_backward(
