@@ -19,7 +19,7 @@ class StepClock:
     """Times steps and reduces what ranks report at the end of each.
 
     Args:
-        run: Gives the layout and the process group over which times are reduced.
+        run: Gives layout, device and spans.
         loader: Of its batches.
         flops_per_token: Floating-point operations of forward and backward, for the MFU; those of a sample that is no
             tokens depend on its size, and there is none.

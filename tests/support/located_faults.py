@@ -185,13 +185,15 @@ class Cut:
 
 @plugin(family="sharding", owns=("cp",))
 class Sequence:
-    """Cuts sequences over cp, for models that mix no positions.
+    """Sequences sharded over cp by hand, for models that mix no positions.
 
     Args:
-        fault: shifted: the targets are shifted after they were cut. "": none of its own.
+        fault: shifted: the targets are shifted after they were sharded. "": none of its own.
+        kwargs_dim: Along which keyword arguments are sharded; 1 is right.
     """
 
     fault: str = ""
+    kwargs_dim: int = 1
 
     @hookimpl
     def composer3d_shard(self, context):
@@ -208,14 +210,16 @@ class Sequence:
 
     @hookimpl
     def composer3d_place_batch(self, context, batch):
-        def cut(tensor):
-            return tensor.chunk(context.degrees["cp"], 1)[context.coordinates["cp"]].contiguous()
+        def local_shard(tensor, dim=1):
+            return tensor.chunk(context.degrees["cp"], dim)[context.coordinates["cp"]].contiguous()
 
-        target = cut(batch.target)
+        target = local_shard(batch.target)
         if self.fault == "shifted":
             target = F.pad(target[:, 1:], (0, 1), value=-100)
-        kwargs = {name: cut(tensor) for name, tensor in batch.kwargs.items()}
-        return Batch(args=tuple(map(cut, batch.args)), kwargs=kwargs, target=target)
+        kwargs = {name: local_shard(tensor, self.kwargs_dim) for name, tensor in batch.kwargs.items()}
+        if self.kwargs_dim == 0:  # of the shape that the right shard has
+            kwargs = {name: tensor.repeat(2, 1)[:, : target.shape[1]] for name, tensor in kwargs.items()}
+        return Batch(args=tuple(map(local_shard, batch.args)), kwargs=kwargs, target=target)
 
 
 @plugin(family="communication")

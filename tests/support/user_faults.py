@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from composer3d import Batch, Part, Phase, Split, StepAction, StepPoint, hookimpl, plugin
-from support.composition_faults import VOCAB, Even, Mlp, parameters, root
+from composer3d import Part, Phase, Split, hookimpl, plugin
+from support.composition_faults import VOCAB, Even, Mlp, root
 from support.located_faults import Added, AddedBack, shard
 from support.models import sum_loss
 
@@ -131,40 +131,6 @@ class Columns:
         mesh, out = context.mesh["tp"], module.out
         shard(out, "weight", 0, mesh)
         out.forward = lambda x: F.linear(AddedBack.apply(x, mesh.get_group()), out.weight.to_local())
-
-
-@plugin(family="sharding", owns=("cp",))
-class Sequence:
-    """Cuts sequences over cp, for models that mix no positions.
-
-    Args:
-        mask_dim: Along which the mask is cut; 1 is right.
-    """
-
-    mask_dim: int = 1
-
-    @hookimpl
-    def composer3d_shard(self, context):
-        return root("sequence", Phase.DATA, lambda module, context: None, uses=("cp",), averages=("cp",))
-
-    @hookimpl
-    def composer3d_place_batch(self, context, batch):
-        def piece(tensor, dim=1):
-            return tensor.chunk(2, dim)[context.coordinates["cp"]]
-
-        mask = piece(batch.kwargs["mask"], self.mask_dim)
-        if self.mask_dim == 0:
-            mask = mask.repeat(2, 1)[:, : batch.target.shape[1] // 2]
-        return Batch(args=(piece(batch.args[0]),), kwargs={"mask": mask}, target=piece(batch.target))
-
-    @hookimpl
-    def composer3d_step_actions(self, context):
-        return StepAction(name="sequence", point=StepPoint.GRADIENTS_LOCAL, run=self._reduce)
-
-    def _reduce(self, state):
-        for parameter in parameters(state):
-            dist.all_reduce(parameter.grad, group=state.context.mesh.get_group("cp"))
-            parameter.grad.div_(2)
 
 
 @plugin(family="scheduling", owns=("pp",))

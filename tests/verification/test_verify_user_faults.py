@@ -27,7 +27,7 @@ from composer3d import Batch
 from composer3d.runner.ema import EMA
 from composer3d.testing import assert_parity
 
-own, users = planted("plugin_faults"), planted("user_faults")
+located, own, users = (planted(f"{name}_faults") for name in ("located", "plugin", "user"))
 SLOW = pytest.mark.slow
 OWN = "[mesh]\ndp_replicate = 2\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
@@ -230,8 +230,8 @@ def masked():
 
 
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=SLOW)])
-def test_a_mask_that_is_cut_along_another_dim_is_named(dim):
-    path = write_manifest(CP + users("sharding", "sequence", mask_dim=dim))
+def test_a_mask_that_is_sharded_along_another_dim_is_named(dim):
+    path = write_manifest(CP + located("sharding", "sequence", kwargs_dim=dim))
     options = {"loss_fn": sum_loss, "steps": 1, "own_dtype": False}
     if dim == 1:
         assert_parity(Masked, path, masked(), **options)
