@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from support.mixer_models import MIXERS, Staged
 from support.sequence_steps import context, padded_batch, sequence_steps
 
@@ -32,11 +33,18 @@ def test_every_mixer_equals_one_device():
     assert found["Recurrent"]["all_gather"][0] == 1 + attention[0] * layers
 
 
-def test_four_ranks_contiguous_or_balanced():
-    contiguous = context(degree=4, more="balanced = false\n")
-    names = ("Mamba", "Alone", "Conformer", "Subsampled", "InPlace", "Registers", "Grid")
-    assert_equal_to_one_device(4, [(name, context("ring", degree=4)) for name in names])
-    assert_equal_to_one_device(4, [(name, contiguous) for name in names])
+SOME, OTHERS = ("Mamba", "Registers", "Grid"), ("Alone", "Conformer", "Subsampled", "InPlace")
+
+
+@pytest.mark.parametrize(
+    ("balanced", "contiguous"),
+    [(SOME, OTHERS), pytest.param(OTHERS, SOME, marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_four_ranks_contiguous_or_balanced(balanced, contiguous):
+    cases = [(name, context("ring", degree=4)) for name in balanced]
+    cases += [(name, context(degree=4, more="balanced = false\n")) for name in contiguous]
+    assert_equal_to_one_device(4, cases)
 
 
 def test_bytes_of_a_convolution_are_those_of_its_neighbours():
@@ -49,9 +57,20 @@ def test_bytes_of_a_convolution_are_those_of_its_neighbours():
     assert balanced["all_to_all"] == (8, 2 * contiguous["all_to_all"][1])
 
 
-def test_mixers_beside_other_axes():
-    tensor = context(mesh="tp = 2", more="[sharding.tensor_parallel]\nsequence_parallel = true\n")
-    stages = context(mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
-    again = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
-    models = [functools.partial(Staged, MIXERS[name]) for name in ("Mamba", "Rwkv", "Conformer")]
-    assert_equal_to_one_device(4, [(model, text) for model in models for text in (stages, again, tensor)])
+TENSOR = context(mesh="tp = 2", more="[sharding.tensor_parallel]\nsequence_parallel = true\n")
+STAGES = context(mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
+RECOMPUTED = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
+LAYOUTS = {"stages": STAGES, "recomputed": RECOMPUTED, "tensor": TENSOR}
+FAST = {("Mamba", "recomputed"), ("Rwkv", "stages"), ("Conformer", "tensor")}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in FAST else [pytest.mark.slow])
+        for name in ("Mamba", "Rwkv", "Conformer")
+        for layout in LAYOUTS
+    ],
+)
+def test_mixers_beside_other_axes(name, layout):
+    assert_equal_to_one_device(4, [(functools.partial(Staged, MIXERS[name]), LAYOUTS[layout])])
