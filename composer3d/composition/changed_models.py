@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
@@ -80,17 +81,23 @@ def refuse_passed_parameters(module: nn.Module) -> Callable[[], None]:
     """
     import torch
 
-    places: list[tuple[Mapping[str, Any], str, str]] = [
-        (owner._parameters, name, f"{fqn}.{name}" if fqn else name)
+    places: list[tuple[Mapping[str, Any], str, str, int]] = [
+        (owner._parameters, name, f"{fqn}.{name}" if fqn else name, id(parameter))
         for fqn, owner in module.named_modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None
     ]
 
     def check() -> None:
-        for parameters, name, fqn in places:
+        gathered: set[int] | None = None
+        for parameters, name, fqn, own in places:
             found = parameters.get(name)
-            if found is not None and not isinstance(found, torch.nn.Parameter):
+            if found is None or id(found) == own:
+                continue
+            if gathered is None:
+                gathered = {id(t) for each in module.modules() for t in torch_compat.fsdp_buffers(each)}
+            is_plain = hasattr(module, "reshard") and not hasattr(found, "full_tensor")
+            if not isinstance(found, torch.nn.Parameter) or (is_plain and id(found) not in gathered):
                 raise StepError(
                     f'the forward is given a tensor for "{fqn}" (torch.func.functional_call), and would compute with '
                     "the composed parameter; to evaluate other weights load them with run.model.load_state_dict, or "

@@ -65,6 +65,8 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     refuse_passed = refuse_passed_parameters(module)
 
     def enter_normal_mode(owner: nn.Module, _: tuple[Any, ...]) -> None:
+        if owner is module and not engine.is_running:
+            refuse_passed()  # before units gather their own parameters over what was passed
         # FSDP2 makes the tensors that it gathers into at the first forward, and cannot train on inference tensors.
         if owner is module and torch.is_inference_mode_enabled():
             normal.append(contextlib.ExitStack())
@@ -74,8 +76,6 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if owner is not module:
             return None
-        if not engine.is_running:
-            refuse_passed()
         engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
         return None if engine.is_running else place(args, kwargs)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from support.models import composed, mean_loss, mine, seeded, unpadded
+from support.models import composed, mean_loss, mine, seeded, unpadded, write_manifest
 
+import composer3d
 from composer3d import StepError
 from composer3d.testing import run_ranks
 
@@ -68,4 +71,36 @@ def call_with_others(run):
 @pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
 def test_parameters_passed_for_a_call(text):
     for said in run_ranks(trained, 2, call_with_others, text):
-        assert said.startswith('the forward is given a tensor for "layers.0.up.weight" (torch.func.functional_call)')
+        assert said.startswith('the forward is given a tensor for "tok.weight" (torch.func.functional_call)')
+
+
+def passed_to_one_unit(text):
+    """Pass tensors for the parameters of a model that is one unit; return what is said, and how far a step is off."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x, said = torch.nn.Linear(3, 2), torch.randn(4, 3), []
+    reference = copy.deepcopy(model)
+    run = composer3d.compose(model, write_manifest(text))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    whole = {fqn: value * 2 for fqn, value in reference.state_dict().items()}
+    for others in (
+        {fqn: parameter * 2 for fqn, parameter in run.model.named_parameters()},
+        whole,
+        {fqn: torch.nn.Parameter(value) for fqn, value in whole.items()},
+    ):
+        with pytest.raises(StepError) as caught:
+            torch.func.functional_call(run.model, others, (x,))
+        said.append(str(caught.value)[:43])
+    reference(x).square().mean().backward()
+    run.backward(run.model(x).square().mean())
+    optimizer.step()
+    expected = reference.weight - 0.1 * reference.weight.grad
+    error = float((run.full_tensor("weight", run.model.weight) - expected).abs().max().detach())
+    run.close()
+    return said, error
+
+
+@pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
+def test_parameters_passed_for_a_call_of_one_unit_are_refused_and_leave_nothing_behind(text):
+    for said, error in run_ranks(passed_to_one_unit, 2, text):
+        assert said == ['the forward is given a tensor for "weight" '] * 3 and error < 1e-15
