@@ -46,7 +46,7 @@ class Fault:
 
 def fault_of(hook: str, answer: Any, arguments: Mapping[str, Any]) -> Fault | None:
     """Return what is wrong with the answer of a hook that was called with `arguments`; None where it is right."""
-    found = mismatch(answer, expected_of(hook))
+    found = None if _fitting(expected_of(hook))(answer) else mismatch(answer, expected_of(hook))
     if found is None and answer is not None and hook in _VALUES:
         found = next(iter(_VALUES[hook](answer, arguments)), None)
     return found
@@ -84,6 +84,39 @@ def mismatch(value: Any, expected: Any, at: tuple[str, ...] = ()) -> Fault | Non
         if found is not None:
             return found
     return None
+
+
+@functools.cache
+def _fitting(expected: Any) -> Callable[[Any], bool]:
+    """Return a quick predicate for answers in every step: whether a value is of a type all the way down.
+
+    False is not final: of subclasses, and of containers of other kinds, `mismatch` decides.
+    """
+    origin, inner = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any:
+        return lambda value: True
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_fitting(each) for each in inner]
+        return lambda value: any(fits(value) for fits in kinds)
+    if expected is float:
+        return lambda value: type(value) is float or type(value) is int
+    if is_dataclass(expected):
+        hints = _hints(expected)
+        parts = [(each.name, _fitting(hints[each.name])) for each in fields(expected) if hints[each.name] is not Any]
+        cls: Any = expected
+        return lambda value: isinstance(value, cls) and all(fits(getattr(value, name)) for name, fits in parts)
+    if origin in (tuple, collections.abc.Sequence):
+        fits_item = _fitting(inner[0])
+        kind = (tuple,) if origin is tuple else (list, tuple)
+        return lambda value: isinstance(value, kind) and (inner[0] is Any or all(map(fits_item, value)))
+    if origin is collections.abc.Mapping:
+        fits_key, fits_value = map(_fitting, inner)
+        return lambda value: (
+            isinstance(value, dict) and all(map(fits_key, value)) and all(map(fits_value, value.values()))
+        )
+    if origin is None and isinstance(expected, type) and not getattr(expected, "_is_protocol", False):
+        return lambda value: type(value) is expected
+    return functools.partial(_is_of, expected=expected)
 
 
 def _of_union(value: Any, expected: Any, at: tuple[str, ...]) -> Fault | None:
