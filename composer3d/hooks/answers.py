@@ -101,9 +101,9 @@ def _fitting(expected: Any) -> Callable[[Any], bool]:
     if expected is float:
         return lambda value: type(value) is float or type(value) is int
     if is_dataclass(expected):
-        hints = _hints(expected)
-        parts = [(each.name, _fitting(hints[each.name])) for each in fields(expected) if hints[each.name] is not Any]
         cls: Any = expected
+        hints = _hints(cls)
+        parts = [(each.name, _fitting(hints[each.name])) for each in fields(expected) if hints[each.name] is not Any]
         return lambda value: isinstance(value, cls) and all(fits(getattr(value, name)) for name, fits in parts)
     if origin in (tuple, collections.abc.Sequence):
         fits_item = _fitting(inner[0])
