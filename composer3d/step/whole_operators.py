@@ -154,7 +154,7 @@ def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    is_mixed = len(sharded) < len(tensors) or len({id(tensor.device_mesh) for tensor in sharded}) > 1
+    is_mixed = len(sharded) < len(tensors) or len({tensor.device_mesh for tensor in sharded}) > 1
     has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not is_mixed or (has_gradient and not _adds_numbers(operator, tensors)):
         return _by_torch(operator, args, kwargs)
@@ -188,7 +188,7 @@ def _compute_stack(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Stack numbers, norms for example, of which some are plain and others of sharded tensors, as plain ones."""
     from torch.distributed.tensor import DTensor
 
-    kinds = {id(t.device_mesh) if isinstance(t, DTensor) else None for t in args[0]}
+    kinds = {t.device_mesh if isinstance(t, DTensor) else None for t in args[0]}
     if len(kinds) == 1 or any(tensor.dim() for tensor in args[0]):
         return _by_torch(operator, args, kwargs)
     return operator([_whole(tensor) for tensor in args[0]], *args[1:], **kwargs)
@@ -199,7 +199,7 @@ def _fitting(value: Any, target: DTensor, operator: Any) -> Any:
     import torch
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and value.device_mesh is target.device_mesh):
+    if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and value.device_mesh == target.device_mesh):
         return value
     whole = _whole(value)
     if not whole.dim():
@@ -237,7 +237,7 @@ def _compute_lists(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for index, tensor in enumerate(tensors):
         kind = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         groups.setdefault(kind, []).append(index)
-    if len({None if kind is None else id(kind[0]) for kind in groups}) == 1:
+    if len({None if kind is None else kind[0] for kind in groups}) == 1:
         return _by_torch(operator, args, kwargs)
     others = args[1:]
     results: list[Any] = [None] * len(tensors)
