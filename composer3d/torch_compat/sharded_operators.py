@@ -34,7 +34,7 @@ def drawing_operators() -> list[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixableOperators:
+class _MixableOperators:
     """Operators of aten that loops apply to tensors of several kinds; operators have no public home.
 
     Attributes:
@@ -50,7 +50,7 @@ class MixableOperators:
     of_data: tuple[Any, ...]
 
 
-def mixable_operators() -> MixableOperators:
+def mixable_operators() -> _MixableOperators:
     """Return operators that are given plain tensors and DTensors at once."""
     import torch
 
@@ -59,7 +59,7 @@ def mixable_operators() -> MixableOperators:
         return tuple(getattr(getattr(torch.ops.aten, prefix + name), overload) for name, overload in pairs)
 
     in_place = [name.replace(".Tensor", "_.Tensor") for name in _MIXABLE if name.endswith(".Tensor")]
-    return MixableOperators(
+    return _MixableOperators(
         elementwise=found([*_MIXABLE, *in_place]),
         lists=found(_LISTS, "_foreach_"),
         stack=torch.ops.aten.stack.default,
@@ -86,9 +86,10 @@ def handle_operators(handlers: Mapping[Any, Handler], *, uncovered: Handler, mix
     """
     dispatcher = _dispatcher()
     dispatcher._custom_op_handlers.update(handlers)
-    if hasattr(dispatcher, "composer3d"):
+    is_extended = hasattr(dispatcher, "composer3d")
+    dispatcher.composer3d = uncovered, mixed
+    if is_extended:
         return
-    dispatcher.composer3d = True
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     replicate = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -96,11 +97,11 @@ def handle_operators(handlers: Mapping[Any, Handler], *, uncovered: Handler, mix
         try:
             return propagate(op_call, args, kwargs, *rest)
         except (RuntimeError, NotImplementedError):
-            return uncovered(op_call, tuple(args), dict(kwargs))
+            return dispatcher.composer3d[0](op_call, tuple(args), dict(kwargs))
 
     def replicated(op_call: Any, tensor: Any, mesh: Any) -> Any:
         if tensor.numel() != 1 and not dispatcher._allow_implicit_replication:
-            mixed(op_call)
+            dispatcher.composer3d[1](op_call)
         return replicate(op_call, tensor, mesh)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated

@@ -346,7 +346,9 @@ REFUSED = [
 
 
 def test_refusals():
-    cases = ((f'[sharding.nvme_offload]\nfolder = "{folder}"\n', options) for folder, options, _ in REFUSED)
+    lines = (f'folder = "{folder}"\n' if folder else "" for folder, *_ in REFUSED)
+    tables = (f"[sharding.nvme_offload]\n{line}" for line in lines)
+    cases = ((table, options) for table, (_, options, _) in zip(tables, REFUSED, strict=True))
     for (folder, _, message), (found,) in zip(REFUSED, in_one_world(refusal, 1, *cases), strict=True):
         end = "name another folder in [sharding.nvme_offload]" if folder else ""
         assert found.startswith(message) and found.endswith(end)
