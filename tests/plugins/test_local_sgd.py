@@ -214,6 +214,19 @@ def test_a_resumed_run_is_the_undisturbed_one(text, at, tmp_path):
         assert equal(whole[-1], one[-1]) and equal(whole[-1], other[-1])
 
 
+def doubled(num_sequences, seed):
+    """Return what gives two islands the same samples, and one island both."""
+    return tuple(torch.cat([tensor, tensor]) for tensor in unpadded(num_sequences=num_sequences // 2, seed=seed))
+
+
+def test_an_exchange_in_flight_goes_on_with_another_number_of_islands(tmp_path):
+    """Islands with the same samples are one: its parameters are their mean."""
+    text = table("streaming_diloco", every=4, overlap=1)
+    undisturbed = run_ranks(partial(trained, make=doubled, save=(tmp_path / "saved", 3)), 2, PLAIN + text)
+    (alone,) = run_ranks(partial(trained, make=doubled, load=tmp_path / "saved", first=4), 1, text)
+    assert distance(undisturbed[0][-1], alone[-1]) < 1e-13
+
+
 def counted(text):
     run = composed(text)
     optimizer = run.optimizer(torch.optim.SGD, lr=LR)

@@ -348,6 +348,7 @@ class Islands:
             "momentum": dict(self._momentum),
             "in_flight": dict(self._in_flight),
             "started": started,
+            "islands": self._context.degrees[AXIS],
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -359,11 +360,14 @@ class Islands:
             for fqn, tensor in held.items():
                 if state[name][fqn] is not tensor:
                     tensor.copy_(state[name][fqn])
+        islands = self._context.degrees[AXIS]
         for fragment, started in zip(self._parts(), state["started"], strict=True):
             if started >= 0:
                 fragment.started = int(started)
                 tensors = [_local(self._in_flight[fqn]).flatten() for fqn in fragment.fqns]
                 fragment.total_N = torch.cat(tensors) if tensors else None
+                if fragment.total_N is not None and state["islands"] != islands:  # it is the sum of others
+                    fragment.total_N *= islands / state["islands"]
         self._is_current = True
 
     def _pieces_in_flight(self, fragment: Fragment, total_N: Tensor) -> tuple[list[Tensor], list[Tensor]]:
