@@ -100,8 +100,6 @@ class Compression:
                 'rounding = "stochastic" is for integers, and none are on the wire',
                 hint='write gradients = "int8", or leave rounding out',
             )
-        if self.block % 2:
-            raise PluginError(f"block = {self.block} is odd, and two integers of 4 bits share a byte")
         if SHARDS not in context.owners:
             raise PluginError(
                 f"no plugin of this manifest shards parameters over {SHARDS}, whose exchanges are what is compressed",
