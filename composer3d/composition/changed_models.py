@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
+from composer3d.step.passed_parameters import refuse_passed
 
 if TYPE_CHECKING:
     import torch
@@ -98,10 +99,6 @@ def refuse_passed_parameters(module: nn.Module) -> Callable[[], None]:
                 gathered = {id(t) for each in module.modules() for t in torch_compat.fsdp_buffers(each)}
             is_plain = hasattr(module, "reshard") and not hasattr(found, "full_tensor")
             if not isinstance(found, torch.nn.Parameter) or (is_plain and id(found) not in gathered):
-                raise StepError(
-                    f'the forward is given a tensor for "{fqn}" (torch.func.functional_call), and would compute with '
-                    "the composed parameter; to evaluate other weights load them with run.model.load_state_dict, or "
-                    "use composer3d.runner.ema.EMA"
-                )
+                refuse_passed(fqn)
 
     return check

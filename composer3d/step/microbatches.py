@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer3d import torch_compat
 from composer3d.errors import BatchError
 from composer3d.interfaces import Batch
 
@@ -125,9 +126,11 @@ class Digest:
     def __call__(self, value: Any) -> int:
         """Return a number below 2^62 that differs, all but surely, between values whose tensors differ; 0 for none."""
         total = 0
-        for position, tensor in enumerate(tensors(value)):
-            shape = hash(tuple(tensor.shape))
-            total += (position + 1) * (self._dot(tensor.detach()) ^ shape)
+        with torch_compat.outside_transforms():
+            for position, each in enumerate(tensors(value)):
+                tensor = torch_compat.untransformed(each)
+                shape = hash(tuple(tensor.shape))
+                total += (position + 1) * (self._dot(tensor.detach()) ^ shape)
         return total % (1 << 62)
 
     def _dot(self, tensor: Tensor) -> int:

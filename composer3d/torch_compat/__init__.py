@@ -28,6 +28,7 @@ from composer3d.torch_compat.fake_tensors import (
     with_values,
 )
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
+from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
 from composer3d.torch_compat.group_calls import watch_group_collectives
 from composer3d.torch_compat.layouts import (
     ShardOf,
@@ -141,6 +142,7 @@ from composer3d.torch_compat.tensors import (
     written_tensors,
 )
 from composer3d.torch_compat.unit_entries import Entries, entries_of
+from composer3d.torch_compat.unit_places import Places
 from composer3d.torch_compat.units import Units, release_units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import whole_parameters
@@ -149,6 +151,7 @@ __all__ = [
     "drawing_operators",
     "handle_operators",
     "mixable_operators",
+    "outside_transforms",
     "torch_handled",
     "bounded_messages",
     "active_fake_mode",
@@ -160,6 +163,7 @@ __all__ = [
     "lone_buckets",
     "lone_pipeline",
     "on_state_dict",
+    "untransformed",
     "watched_reentrant_checkpoints",
     "watch_storages",
     "were_sizes_assumed",
@@ -174,6 +178,7 @@ __all__ = [
     "FlexCall",
     "ResultMemory",
     "Entries",
+    "Places",
     "ShardOf",
     "Units",
     "all_gather_single",

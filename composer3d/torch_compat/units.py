@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer3d.torch_compat.function_transforms import outside_transforms
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
 from composer3d.torch_compat.unit_entries import Entries, entries_of
+from composer3d.torch_compat.unit_places import Places
 
 __all__ = ["Units", "release_units", "watch_units"]
 
@@ -26,6 +28,7 @@ def watch_units(module: Any) -> Units:
     """
     root = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     units = Units(root)
+    names = {id(child): fqn for fqn, child in module.named_modules()}
     for child in module.modules():
         state = child._get_fsdp_state() if hasattr(child, "_get_fsdp_state") else None
         if state is None or hasattr(state, "watched"):
@@ -37,9 +40,8 @@ def watch_units(module: Any) -> Units:
         for group in state.watched:
             cls = type(group)
             group.__class__ = _watched_group(cls)
-            group.watch(
-                units, len(units.groups), entries_of(child, group, functools.partial(units.enter, state, child))
-            )
+            entries = entries_of(child, group, functools.partial(units.enter, state, child))
+            group.watch(units, len(units.groups), entries, Places(group, names))
             units.groups.append(group)
     return units
 
@@ -67,6 +69,7 @@ class Units:
         is_trained: Whether a backward that runs now is one whose gradients are used.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
+        passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
 
     Args:
         root: FSDP2's state of the part; None where it has none.
@@ -76,6 +79,7 @@ class Units:
         self.root, self.states, self.groups = root, list[Any](), list[Any]()
         self.is_trained = self.builds_graph = False
         self.left: Callable[[], None] | None = None
+        self.passed: Callable[[str], None] = lambda fqn: None
         self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
@@ -172,6 +176,13 @@ def _watched_state(cls: Any) -> Any:
         """A state that knows its groups when a backward ends."""
 
         def _lazy_init(self) -> None:
+            try:
+                for group in self.watched:  # every forward begins here
+                    group.places.verify(self.units.passed)
+            except BaseException:
+                for group in self.watched[:1]:  # else the next one would not begin
+                    self._training_state = type(group._training_state).IDLE
+                raise
             root = self.units.root
             if self._is_root is None and root is not self and root is not None:
                 root._lazy_init()  # a loop may call a unit before the model; torch takes the first for the root
@@ -239,8 +250,8 @@ class _WatchedGroup(_Group):
 
     reduce_grads: bool
 
-    def watch(self, units: Units, index: int, entries: Entries) -> None:
-        self._units, self._index, self._entries = units, index, entries
+    def watch(self, units: Units, index: int, entries: Entries, places: Places) -> None:
+        self._units, self._index, self._entries, self.places = units, index, entries, places
         self.is_held = False
         self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
         self.takes_turns = not self.is_gathered
@@ -267,7 +278,12 @@ class _WatchedGroup(_Group):
     def unshard(self, async_op: bool = False) -> None:
         if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
             self._units.send(2 * self._index)
-        super().unshard(async_op)
+        with outside_transforms():
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        with outside_transforms():
+            super().wait_for_unshard()
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
         import torch

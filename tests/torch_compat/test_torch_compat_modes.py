@@ -208,3 +208,16 @@ def test_reentrant_checkpoints_are_seen_and_run():
     checkpoint(layer, x, use_reentrant=True)
     assert seen == [1]
     assert torch.equal(x.grad, layer.weight.sum(0, keepdim=True))
+
+
+def test_transforms_of_functions_are_left_and_found_again():
+    seen = []
+
+    def square(x):
+        with torch_compat.outside_transforms():
+            seen.append(torch_compat.untransformed(x) * 2)
+        return x * x
+
+    x = torch.arange(3.0)
+    assert torch.vmap(torch.func.grad(square))(x).tolist() == [0, 2, 4]
+    assert seen[0].tolist() == [0, 2, 4] and torch_compat.untransformed(x) is x

@@ -81,3 +81,16 @@ def test_units_that_a_graph_has_saved_are_released():
 def test_operators_on_meta_are_those_that_are_given_tensors_there():
     assert torch_compat.works_on_meta((1, torch.ones(2, device="meta")))
     assert not torch_compat.works_on_meta((1, torch.ones(2)))
+
+
+def test_places_of_parameters_know_what_stands_there():
+    with fake_world(2):
+        model = fully_shard(Half())
+        group = next(torch_compat.fsdp_groups(model))[0]
+        places, others = torch_compat.Places(group, {id(model.used): "used", id(model.idle): "idle"}), []
+        places.verify(others.append)
+        model.unshard()
+        gathered, model.used._parameters["weight"] = model.used.weight, group.fsdp_params[0].sharded_param
+        model.idle._parameters["weight"] = torch.ones(4, 4)
+        places.verify(others.append)
+        assert others == ["idle.weight"] and model.used.weight is gathered

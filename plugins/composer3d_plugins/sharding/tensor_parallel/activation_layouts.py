@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import BatchError, map_tensors, torch_compat
+from composer3d import BatchError, TransformError, map_tensors, torch_compat
 from composer3d.propagation import strip
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ class Activations:
         import torch
         from torch.distributed.tensor import DTensor, Replicate
 
+        if not torch.compiler.is_compiling() and torch_compat.untransformed(x) is not x:
+            raise TransformError(
+                "a transform of torch.func (vmap, grad, jvp) goes through a layer that tensor parallelism shards, and "
+                "DTensor has no rule for it; call the model with the whole batch, and write torch.autograd.grad(...) "
+                "for gradients"
+            )
         if torch.compiler.is_compiling() and x.is_contiguous():
             # The stride of a batch of one is whatever made it, so the compiler takes it for a symbol, and torch looks
             # DTensors up by their strides (2.13). Seen anew, it follows from the shape.
