@@ -34,6 +34,7 @@ ABOVE_COMPOSITION = (
     "planning",
     "testing",
     "diagnostics",
+    "importing",
     "cli",
 )
 RESULT, README = ROOT / "benchmarks" / "results" / "house.json", ROOT / "benchmarks" / "README.md"

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.hookspecs import hookimpl
+    from composer3d.importing.importer import import_config
+    from composer3d.importing.verdicts import ImportResult, KeyVerdict
     from composer3d.initialisation import place, seed_of
     from composer3d.initialisation.parameter_order import StoredOrders
     from composer3d.interfaces import (
@@ -154,6 +156,8 @@ _MODULES = {
         "Units",
     ),
     "hookspecs": ("hookimpl",),
+    "importing.importer": ("import_config",),
+    "importing.verdicts": ("ImportResult", "KeyVerdict"),
     "initialisation": ("place", "seed_of"),
     "initialisation.parameter_order": ("StoredOrders",),
     "registry": ("plugin",),
@@ -185,7 +189,9 @@ __all__ = [
     "ForkError",
     "GradScaler",
     "GroupOptions",
+    "ImportResult",
     "InitialisationError",
+    "KeyVerdict",
     "Layout",
     "LayoutOffer",
     "LayoutTraits",
@@ -239,6 +245,7 @@ __all__ = [
     "compose",
     "has_stacked_experts",
     "hookimpl",
+    "import_config",
     "linear_layers",
     "load_manifest",
     "make_unit",

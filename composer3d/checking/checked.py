@@ -14,6 +14,8 @@ from composer3d.checking.check import Inspection, collected_rarely, device_of, i
 from composer3d.checking.fqn_ranges import compress
 from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.errors import HookError, ManifestError, OrderError, Problem
+from composer3d.manifest import CORE_TABLES, MeshTable, fields
+from composer3d.registry import FAMILIES
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -95,10 +97,26 @@ def _answer(found: Inspection, steps: Sequence[StepRow], *, strict: bool, with_g
 def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank: int) -> Inspection:
     try:
         inspected = open_manifest(source, overrides)
+        is_embedded = _is_of_a_loop(inspected.manifest.document.tables)
+        if is_embedded:
+            inspected = open_manifest(source, [*overrides, "train.steps=1"])
     except ManifestError as error:
         return Inspection(problems=list(error.problems))
     device = device_of(inspected.manifest)
-    return inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+    found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+    found.is_embedded = is_embedded
+    return found
+
+
+def _is_of_a_loop(tables: Mapping[str, Any]) -> bool:
+    """Return whether a manifest is one for `compose`: plugins, and nothing that only a run uses.
+
+    One of a run at least states its model or its data; a loop has these, and its number of steps, itself.
+    """
+    own = {name: set(table) for name, table in tables.items() if isinstance(table, Mapping) and name not in FAMILIES}
+    stated = {name: keys - set(fields(CORE_TABLES.get(name, MeshTable))) for name, keys in own.items()}
+    is_plugins = all(name in (*FAMILIES, *CORE_TABLES) for name in tables) and any(name in tables for name in FAMILIES)
+    return is_plugins and not any(keys for name, keys in stated.items() if name != "mesh")
 
 
 def _steps(found: Inspection) -> list[StepRow]:
@@ -159,6 +177,8 @@ def _shown(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) ->
         for axis, ranks in _groups(preparation).items():
             if len(ranks) > 1:
                 lines.append(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
+    if found.is_embedded:
+        lines.append("for compose(): the loop has the model; this plan is that of composer3d.models:llama")
     lines += [f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}" for row in preparation.plan]
     if steps:
         lines.append("in every step:")

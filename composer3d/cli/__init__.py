@@ -17,6 +17,7 @@ from composer3d.cli import (
     check,
     doctor,
     export,
+    import_command,
     init,
     plan,
     plugins,
@@ -33,7 +34,22 @@ from composer3d.processes import machine_error
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (run, check, plan, suggest, calibrate, verify, schedule, timeline, doctor, plugins, schema, init, export)
+COMMANDS = (
+    run,
+    check,
+    plan,
+    suggest,
+    calibrate,
+    verify,
+    schedule,
+    timeline,
+    doctor,
+    plugins,
+    schema,
+    init,
+    export,
+    import_command,
+)
 WRONG, FAILED = 2, 3
 
 
@@ -70,7 +86,7 @@ class _Version(argparse.Action):
 
 def _misspelt(argv: Sequence[str]) -> str | None:
     """Return the message for a first word that is no command; None where it is one, or an option."""
-    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    names = [getattr(command, "NAME", command.__name__.rpartition(".")[2]) for command in COMMANDS]
     if not argv or argv[0].startswith("-") or argv[0] in names:
         return None
     if argv[0].endswith(".toml"):

@@ -6,7 +6,7 @@ from composer3d.manifest.descriptions import describe_keys, fields, summary
 from composer3d.manifest.document import Document, Place, read, read_text
 from composer3d.manifest.load import InspectedManifest, Manifest, inspect_manifest, load_manifest, type_manifest
 from composer3d.manifest.positions import KeyPath, locate
-from composer3d.manifest.references import resolve_reference
+from composer3d.manifest.references import FILL_IN, resolve_reference
 from composer3d.manifest.regular_expressions import Expression, SlowExpression, search
 from composer3d.manifest.schema import json_schema
 from composer3d.manifest.secret import Secret, hide
@@ -30,6 +30,7 @@ __all__ = [
     "CORE_TABLES",
     "Document",
     "Expression",
+    "FILL_IN",
     "InspectedManifest",
     "KeyPath",
     "Manifest",

@@ -14,7 +14,9 @@ from typing import Any
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
 from composer3d.processes.foreign_code import running
 
-__all__ = ["resolve_reference"]
+__all__ = ["FILL_IN", "resolve_reference"]
+
+FILL_IN = "FILL_IN"  # module of references that an imported manifest leaves open
 
 _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -38,6 +40,10 @@ def resolve_reference(reference: str, folder: Path) -> Any:
     if match is None:
         raise ReferenceFailure(
             f'"{_shortened(reference)}" is not a reference', hint=_form_of(reference, folder.absolute())
+        )
+    if match[1] == FILL_IN:
+        raise ReferenceFailure(
+            f'"{reference}" is to be filled in', hint="an import leaves it where its source is silent"
         )
     folder = folder.absolute()
     if match[1].endswith(".py") and _files(match[1].split(".")[0], folder):

@@ -22,6 +22,7 @@ NAMES = (
     "schema",
     "init",
     "export",
+    "import",
 )
 HEAVY = ("torch", "pydantic", "numpy", "rich", "pluggy", "tomli")
 

@@ -16,6 +16,7 @@ DOCUMENTS = (
     "composer3d/README.md",
     "composer3d/cli/README.md",
     "composer3d/huggingface/README.md",
+    "composer3d/importing/README.md",
     "composer3d/manifest/README.md",
     "plugins/README.md",
     "tests/README.md",

@@ -1,0 +1,88 @@
+"""`composer3d import`: a configuration of another system becomes a manifest."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from composer3d.cli.options import Subparsers, add_json, positive
+from composer3d.cli.output import coloured, complain, print_problems, say, say_json
+
+__all__ = ["NAME", "add", "execute"]
+
+NAME = "import"  # no module can have it
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "import",
+        help="translate a configuration of another system into a manifest",
+        description="Translate a configuration of DeepSpeed or another system into a manifest, say what became of "
+        "every key, and check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or check "
+        "finds something, 2 if the source cannot be read.",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="the configuration")
+    parser.add_argument("--from", dest="system", metavar="SYSTEM", help="whose it is; default: recognised by its keys")
+    parser.add_argument(
+        "--for",
+        dest="target",
+        choices=("compose", "run"),
+        help="a manifest for a loop of your own, or of composer3d run; default: what such files describe",
+    )
+    parser.add_argument(
+        "--training-args",
+        metavar="FILE",
+        type=Path,
+        help='arguments of transformers\' Trainer, as JSON, YAML or a command line: they fill in "auto"',
+    )
+    parser.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run, where the file is silent")
+    parser.add_argument("--model", metavar="USE", help="module:callable, or a Hugging Face model's folder")
+    parser.add_argument("--data", metavar="USE", help="the data: a file, a folder, or module:callable")
+    parser.add_argument("--source-version", metavar="V", help="of the source system, where defaults differ")
+    parser.add_argument(
+        "--allow", metavar="KEY", action="append", default=[], help="go on without a key that is refused; repeatable"
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write the manifest; default: printed")
+    add_json(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Import, print the report and write the manifest; 1 where a key is refused or the manifest is wrong."""
+    from composer3d import import_config
+
+    output: Path | None = arguments.output
+    if output is not None and output.exists():
+        complain(f"{output} exists and is not overwritten; name another file with --output FILE")
+        return 2
+    result = import_config(
+        arguments.file,
+        system=arguments.system,
+        target=arguments.target,
+        training_args=arguments.training_args,
+        world_size=arguments.world_size,
+        model=arguments.model,
+        data=arguments.data,
+        source_version=arguments.source_version,
+        allow=arguments.allow,
+        name=None if output is None else str(output),
+    )
+    if result.manifest and output is not None:
+        try:
+            with output.open("x", encoding="utf-8") as file:
+                file.write(result.manifest)
+        except OSError as error:
+            complain(f"{output} cannot be written: {(error.strerror or str(error)).lower()}")
+            return 2
+    if arguments.json:
+        say_json(result.to_json())
+    else:
+        complain("\n".join(result.lines()))
+        if result.problems:
+            print_problems(result.problems)
+        if result.manifest and output is None:
+            say(result.manifest.rstrip("\n"))
+        elif result.manifest:
+            say(coloured(f"wrote {output}; next: composer3d check {output}", good=result.ok))
+    return 0 if result.ok else 1

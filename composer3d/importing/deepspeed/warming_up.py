@@ -1,0 +1,163 @@
+"""Learning-rate schedules of a DeepSpeed file, each with its formula.
+
+A schedule there is stepped behind the optimizer, so step s, from 0, has the rate of its iteration k = s - 1, and the
+first two have the lowest. Source: deepspeed/runtime/lr_schedules.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from composer3d.importing.automatic import argument, resolve
+from composer3d.importing.translation import Translation
+
+__all__ = ["multiple", "schedule"]
+
+_TYPE, _PARAMS = "scheduler.type", "scheduler.params"
+_NAMES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def schedule(translation: Translation) -> None:
+    """Carry the schedule: exactly into lines of a loop, nearly into a manifest of a run."""
+    t = translation
+    if not t.has_block("scheduler"):
+        if t.has_block("optimizer"):
+            t.put("lr_schedule.use", "constant", reason="DeepSpeed's default: no schedule")
+        return
+    name = t.text(_TYPE)
+    if name not in _NAMES:
+        note = "ranges and cycles of rates (F2)" if name in ("LRRangeTest", "OneCycle") else "no schedule of DeepSpeed"
+        t.judge_block("scheduler", "missing", note)
+        return
+    numbers = _numbers(t, name)
+    if numbers is None:
+        t.judge_block("scheduler", "missing", "the schedule is not known without its numbers")
+        return
+    if t.is_run:
+        _in_a_run(t, name, numbers)
+    else:
+        _in_a_loop(t, name, numbers)
+
+
+def _numbers(t: Translation, name: str) -> dict[str, Any] | None:
+    """Return the schedule's numbers; None where the trainer fills in one and its arguments are not given."""
+    arguments = t.options.arguments or {}
+    steps = int(argument(arguments, "max_steps"))
+    warmup = argument(arguments, "warmup_steps") or float(argument(arguments, "warmup_ratio")) * max(steps, 0)
+    warmup = round(warmup * max(steps, 0)) if 0 < warmup < 1 else int(warmup)
+    rate = float(argument(arguments, "learning_rate"))
+    filled = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, "warmup_num_steps": warmup, "total_num_steps": steps}
+    defaults: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000, "warmup_type": "log"}
+    if name == "WarmupCosineLR":
+        defaults |= {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4}
+    found = dict(defaults)
+    for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps", "warmup_type"):
+        full = f"{_PARAMS}.{key}"
+        if full in t:
+            value = resolve(t, full, value=filled.get(key))
+            if value is None:
+                return None
+            found[key] = value if key == "warmup_type" or t.get(full) == "auto" else t.number(full)
+    for key in ("warmup_min_ratio", "cos_min_ratio"):
+        if name == "WarmupCosineLR":
+            found[key] = t.number(f"{_PARAMS}.{key}", defaults[key])
+    return None if any(value is None for value in found.values()) else found
+
+
+def _warmup(numbers: dict[str, Any]) -> str:
+    length = max(2, int(numbers["warmup_num_steps"]))
+    if numbers["warmup_type"] == "linear":
+        return f"k / {length}"
+    return f"math.log(k + 1) / math.log({length})"
+
+
+def _formula(name: str, numbers: dict[str, Any]) -> str:
+    """Return the multiple of the highest rate at iteration k as a Python expression."""
+    length, total = max(2, int(numbers["warmup_num_steps"])), numbers.get("total_num_steps")
+    rising = _warmup(numbers)
+    if name == "WarmupLR":
+        after = "1.0"
+    elif name == "WarmupDecayLR":
+        after = f"max(0.0, ({int(total or 0)} - k) / max(1, {int(total or 0)} - {length}))"
+    else:
+        lowest = numbers["cos_min_ratio"]
+        done = f"min(1.0, (k - {length} + 1) / max(1, {int(total or 0)} - {length}))"
+        after = f"{lowest} + {1 - lowest} * 0.5 * (1 + math.cos(math.pi * {done}))"
+    first = numbers.get("warmup_min_ratio", 0.0) if name == "WarmupCosineLR" else _lowest(numbers)
+    if first:
+        rising = f"{first:.6g} + {1 - first:.6g} * {rising}"
+        if name == "WarmupDecayLR":
+            after = f"{first:.6g} + {1 - first:.6g} * {after}"
+    return f"{rising} if k < {length} else {after}"
+
+
+def _lowest(numbers: dict[str, Any]) -> float:
+    highest = numbers.get("warmup_max_lr")
+    return float(numbers["warmup_min_lr"]) / float(highest) if highest else 0.0
+
+
+def _in_a_loop(t: Translation, name: str, numbers: dict[str, Any]) -> None:
+    t.loop.append(f"def multiple(k):  # {name}, as DeepSpeed computes it")
+    t.loop.append(f"    return {_formula(name, numbers)}")
+    t.loop.append("schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: multiple(max(step - 1, 0)))")
+    if "optimizer.lr" not in t.settings and "warmup_max_lr" in numbers:
+        t.loop.append(f"# The highest rate is warmup_max_lr = {numbers['warmup_max_lr']}.")
+    t.judge_block("scheduler", "carried", "the loop's own: multiple(k) in the manifest's comments is this schedule")
+
+
+def _in_a_run(t: Translation, name: str, numbers: dict[str, Any]) -> None:
+    """Write the nearest schedule; steps that are at other rates are stated."""
+    length, total = max(2, int(numbers["warmup_num_steps"])), numbers.get("total_num_steps")
+    kind = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[name]
+    t.put("lr_schedule.use", kind, _TYPE)
+    t.put("lr_schedule.warmup", length, f"{_PARAMS}.warmup_num_steps")
+    note = (
+        f"rates of the first steps are {_samples(name, numbers)} of the highest there, 1/{length}, 2/{length}, ... here"
+    )
+    t.judge(_TYPE, "changed", note, to="lr_schedule.use")
+    t.judge(f"{_PARAMS}.warmup_num_steps", "carried", to="lr_schedule.warmup")
+    t.judge(f"{_PARAMS}.warmup_type", "changed" if numbers["warmup_type"] != "linear" else "equal", note)
+    if name != "WarmupLR":
+        floor = float(numbers.get("cos_min_ratio", _lowest(numbers)))
+        t.put("lr_schedule.min_ratio", floor, f"{_PARAMS}.cos_min_ratio", reason="DeepSpeed's")
+        t.judge(f"{_PARAMS}.cos_min_ratio", "carried", to="lr_schedule.min_ratio")
+    if total is not None and name != "WarmupLR" and int(total) > 0:
+        t.put("train.steps", int(total), f"{_PARAMS}.total_num_steps")
+        t.judge(f"{_PARAMS}.total_num_steps", "carried", "the schedule ends with the run", to="train.steps")
+    highest = numbers.get("warmup_max_lr")
+    if highest is not None:
+        t.put("optimizer.lr", float(highest), f"{_PARAMS}.warmup_max_lr")
+        t.judge(f"{_PARAMS}.warmup_max_lr", "carried", "the schedule sets the rate", to="optimizer.lr")
+    lowest = _lowest(numbers)
+    t.judge(
+        f"{_PARAMS}.warmup_min_lr", "changed" if lowest else "equal", "warm-up begins above 0 there" if lowest else ""
+    )
+    t.judge_block(_PARAMS, "changed", note)
+
+
+def _samples(name: str, numbers: dict[str, Any]) -> str:
+    return ", ".join(f"{multiple(name, numbers, max(step - 1, 0)):.3g}" for step in range(4))
+
+
+def multiple(name: str, numbers: dict[str, Any], k: int) -> float:
+    """Return the multiple of the highest rate at iteration k.
+
+    Args:
+        name: Of the schedule.
+        numbers: Its arguments.
+        k: From 0.
+    """
+    length, total = max(2, int(numbers["warmup_num_steps"])), int(numbers.get("total_num_steps") or 0)
+    cosine = name == "WarmupCosineLR"
+    first = float(numbers["warmup_min_ratio"]) if cosine else _lowest(numbers)
+    if k < length:
+        rising = k / length if numbers["warmup_type"] == "linear" else math.log(k + 1) / math.log(length)
+        return first + (1 - first) * rising
+    if name == "WarmupLR":
+        return 1.0
+    if name == "WarmupDecayLR":
+        return first + (1 - first) * max(0.0, (total - k) / max(1, total - length))
+    lowest = float(numbers["cos_min_ratio"])
+    done = min(1.0, (k - length + 1) / max(1, total - length))
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,194 @@
+"""`import_config`: a configuration of another system as a manifest, with a verdict for every key."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from composer3d.errors import ManifestError, Problem, did_you_mean
+from composer3d.importing.commented_manifest import fill_in, write_manifest
+from composer3d.importing.key_tables import load_key_table, systems
+from composer3d.importing.leaves import SourceTree, UnreadableSource
+from composer3d.importing.recognition import form_of, recognise
+from composer3d.importing.source_file import parse, read_source_text
+from composer3d.importing.translation import AUTO, Options, Translation, translate
+from composer3d.importing.verdicts import ImportResult, Verdict
+from composer3d.manifest import FILL_IN
+
+__all__ = ["import_config", "read_translation"]
+
+# What stands in for what is to be filled in, so that the rest of a manifest is checked.
+_STAND_INS = {
+    "model": 'model.use="composer3d.models:llama"',
+    "data": 'data.use="synthetic"',
+    "steps": "train.steps=100000",
+}
+
+
+def import_config(
+    file: str | Path,
+    *,
+    system: str | None = None,
+    target: Literal["compose", "run"] | None = None,
+    training_args: str | Path | None = None,
+    world_size: int | None = None,
+    model: str | None = None,
+    data: str | None = None,
+    source_version: str | None = None,
+    allow: Sequence[str] = (),
+    name: str | None = None,
+) -> ImportResult:
+    """Translate a configuration of another system into a manifest, and check that.
+
+    Nothing of the source is imported, executed, unpickled or fetched.
+
+    Args:
+        file: The source.
+        system: Whose it is; default: recognised.
+        target: A manifest for `compose`, or of `composer3d run`; default: what such files describe.
+        training_args: Arguments of transformers' Trainer, as JSON, YAML or a command line: they fill in "auto".
+        world_size: Ranks of the run, where the file does not say.
+        model: `module:callable`, or a Hugging Face model's folder.
+        data: `data.use` of the manifest.
+        source_version: Of the source system, where defaults differ between versions.
+        allow: Keys whose refusal is overruled, or blocks of such keys; `auto` is all that a trainer fills in.
+        name: Of the manifest in problems; default: the source's with `.toml`.
+
+    Raises:
+        ManifestError: The source cannot be read, or is of no system that is known.
+    """
+    try:
+        arguments = None if training_args is None else _arguments(Path(training_args))
+    except UnreadableSource as error:
+        raise ManifestError([error.problem]) from None
+    options = Options(
+        target=target,
+        world_size=world_size,
+        arguments=arguments,
+        model=model,
+        data=data,
+        version=source_version,
+        allowed=tuple(allow),
+    )
+    return _result(read_translation(Path(file), options, system=system), name or f"{Path(file).stem}.toml")
+
+
+def read_translation(path: Path, options: Options, *, system: str | None = None) -> Translation:
+    """Read a file and translate it; see `import_config`, which checks the result too.
+
+    Raises:
+        ManifestError: The source cannot be read, or is of no system that is known.
+    """
+    try:
+        text = read_source_text(path)
+        found, tree = _read(path, text, system)
+    except UnreadableSource as error:
+        raise ManifestError([error.problem]) from None
+    table = load_key_table(found)
+    if options.target is None:
+        options = replace(options, target="run" if table.target == "run" else "compose")
+    translation = Translation(tree=tree, table=table, options=options)
+    translate(translation, import_module(f"composer3d.importing.{found}").RULES)
+    fill_in(translation)
+    _check_allowed(translation)
+    return translation
+
+
+def _read(path: Path, text: str, system: str | None) -> tuple[str, SourceTree]:
+    if system is not None:
+        if system not in systems():
+            hint = did_you_mean(system, systems())
+            raise UnreadableSource(Problem(message=f'there is no importer for "{system}"', hint=hint))
+        return system, parse(text, str(path), form=form_of(path, text))
+    found, tree = recognise(path, text)
+    if found is None:
+        hint = f"say whose it is with --from: {', '.join(systems())}"
+        raise UnreadableSource(Problem(message="no system is recognised by its keys", file=str(path), hint=hint))
+    return found, tree
+
+
+def _arguments(path: Path) -> dict[str, Any]:
+    """Read training arguments: a file of keys, or a command line with `--name value`."""
+    text = read_source_text(path)
+    if path.suffix.lower() in (".json", ".yaml", ".yml", ".toml") or text.lstrip()[:1] == "{":
+        return parse(text, str(path), form=form_of(path, text)).values()
+    from composer3d.importing.command_lines import read_flags
+
+    return read_flags(text, str(path))
+
+
+def _check_allowed(translation: Translation) -> None:
+    """Report allowed keys that nothing refused: a slip, or a file that was mended since."""
+    refused = [entry.key for entry in translation.verdicts.values() if entry.verdict is Verdict.REFUSED]
+    for allowed in translation.options.allowed:
+        if allowed != AUTO and not any(key == allowed or key.startswith(f"{allowed}.") for key in refused):
+            hint = did_you_mean(allowed, refused) or "leave --allow out"
+            message = f"--allow {allowed}: no such key is refused"
+            translation.problems.append(Problem(message=message, severity="error", hint=hint))
+
+
+def _result(translation: Translation, name: str) -> ImportResult:
+    tree, table = translation.tree, translation.table
+    problems = [*tree.problems, *translation.problems]
+    keys = tuple(translation.verdicts[key] for key in tree.leaves)
+    refused = [entry for entry in keys if entry.verdict is Verdict.REFUSED and not entry.is_allowed]
+    at_places = {(problem.line, problem.key) for problem in problems if problem.severity == "error"}
+    for entry in refused:
+        last = tree.leaves[entry.key].path[-1]
+        if (entry.line, last) not in at_places:
+            problems.append(_refusal(translation, entry.key, entry.line, entry.note))
+    is_good = not refused and not any(problem.severity == "error" for problem in problems)
+    manifest = write_manifest(translation) if is_good else ""
+    if is_good:
+        found = _checked(manifest, name, translation)
+        problems += found
+        is_good = not any(problem.severity == "error" for problem in found)
+    return ImportResult(
+        ok=is_good,
+        system={"system": table.name, "version": translation.options.version or table.version},
+        keys=keys,
+        manifest=manifest,
+        problems=tuple(problems),
+    )
+
+
+def _refusal(translation: Translation, key: str, line: int, note: str) -> Problem:
+    leaf = translation.tree.leaves[key]
+    return Problem(
+        message=f"{key} is refused: {note}",
+        file=translation.tree.file,
+        line=line,
+        column=leaf.column,
+        table=".".join(leaf.path[:-1]) or None,
+        key=leaf.path[-1],
+        hint=f"--allow {key} imports the file without it",
+    )
+
+
+def _checked(manifest: str, name: str, translation: Translation) -> list[Problem]:
+    """Return what `check` finds in the manifest; what is to be filled in is a warning at its line."""
+    from composer3d import check
+
+    lines = manifest.splitlines()
+    places = {
+        what: next((number for number, line in enumerate(lines, 1) if f'"{FILL_IN}:{what}"' in line), None)
+        for what in _STAND_INS
+    }
+    overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
+    with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
+        file = Path(folder, Path(name).name)
+        file.write_text(manifest, encoding="utf-8")
+        found = check(file, world_size=translation.options.world_size, overrides=overrides)
+        problems = [
+            replace(problem, file=name if problem.file == str(file) else problem.file) for problem in found.problems
+        ]
+    for what, line in places.items():
+        if line is not None:
+            message = f'"{FILL_IN}:{what}" is to be filled in before check passes'
+            hint = f"write it there, or import with --{what}" if what != "steps" else "write it there"
+            problems.append(Problem(message=message, file=name, line=line, severity="warning", hint=hint))
+    return problems

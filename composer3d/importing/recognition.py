@@ -1,0 +1,66 @@
+"""The system that a file belongs to, told by its form and by the keys that only one system has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from composer3d.importing.leaves import SourceTree
+from composer3d.importing.source_file import parse
+
+__all__ = ["form_of", "recognise"]
+
+_FORMS = {".json": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+
+# Keys at the top of a file that are a system's own; the system with most of them is taken.
+_OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "deepspeed": frozenset(
+            "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+            " zero_optimization fp16 bf16 bfloat16 optimizer scheduler steps_per_print wall_clock_breakdown"
+            " prescale_gradients communication_data_type zero_allow_untested_optimizer activation_checkpointing"
+            " flops_profiler tensorboard csv_monitor aio elasticity sparse_attention amp data_types comms_logger"
+            " tensor_parallel pipeline checkpoint compile torch_autocast".split()
+        ),
+        "accelerate": frozenset(
+            "compute_environment distributed_type mixed_precision num_processes num_machines machine_rank use_cpu"
+            " fsdp_config deepspeed_config megatron_lm_config main_training_function rdzv_backend same_network"
+            " downcast_bf16 dynamo_config parallelism_config fp8_config".split()
+        ),
+        "torchtitan": frozenset(
+            "job model training parallelism optimizer lr_scheduler checkpoint activation_checkpoint profiling metrics"
+            " float8 comm experimental validation quantize compile fault_tolerance debug memory_estimation mx".split()
+        ),
+    }
+)
+_BY_FORM = {
+    "json": ("deepspeed", "accelerate"),
+    "yaml": ("accelerate", "deepspeed"),
+    "toml": ("torchtitan",),
+}
+
+
+def form_of(path: Path, text: str) -> str:
+    """Return `json`, `yaml` or `toml`: by the file's ending, else by its text."""
+    form = _FORMS.get(path.suffix.lower())
+    if form is not None:
+        return form
+    start = text.lstrip()[:1]
+    if start == "{":
+        return "json"
+    return "toml" if any(line.strip().startswith("[") for line in text.splitlines()) else "yaml"
+
+
+def recognise(path: Path, text: str) -> tuple[str | None, SourceTree]:
+    """Return the system of a file, or None, and its leaves.
+
+    Raises:
+        UnreadableSource: It cannot be parsed in its form.
+    """
+    form = form_of(path, text)
+    tree = parse(text, str(path), form=form)
+    tops = {leaf.path[0] for leaf in tree.leaves.values()}
+    counts = {name: len(tops & _OWN_KEYS[name]) for name in _BY_FORM[form]}
+    best = max(counts, key=lambda name: counts[name], default=None)
+    return (best if best is not None and counts[best] else None), tree

@@ -1,0 +1,125 @@
+"""`composer3d import`: what it prints and writes, and what it refuses to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import composer3d
+from composer3d.cli import main
+from composer3d.importing.commented_manifest import write_manifest
+from composer3d.importing.importer import read_translation
+from composer3d.importing.translation import Options
+
+SMALL = """{ // comments are legal there
+  "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4,
+  "zero_optimization": {"stage": 2, "overlap_comm": true}, "zero_optimisation": {"stage": 3} }
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_manifest_is_written_and_checked(folder, capsys):
+    (folder / "ds.json").write_text(SMALL)
+    assert main(["import", "ds.json", "--output", "m.toml", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["composer3d", "ok", "source", "keys", "manifest", "problems"]
+    assert report["ok"] and report["source"] == {"system": "deepspeed", "version": "0.19"}
+    assert report["keys"][0] == {
+        "key": "train_batch_size",
+        "line": 2,
+        "value": 32,
+        "verdict": "carried",
+        "to": "train.global_batch",
+        "note": "",
+    }
+    assert report["manifest"] == (folder / "m.toml").read_text()
+    (problem,) = report["problems"]
+    assert (problem["severity"], problem["line"], problem["hint"]) == (
+        "warning",
+        3,
+        'did you mean "zero_optimization"?',
+    )
+    assert main(["check", "m.toml", "--world-size", "2"]) == 0
+    assert "for compose(): the loop has the model" in capsys.readouterr().out
+    assert main(["import", "ds.json", "--output", "m.toml"]) == 2
+    assert "exists and is not overwritten" in capsys.readouterr().err
+
+
+def test_a_run_has_its_model_and_data_filled_in(folder, capsys):
+    (folder / "ds.json").write_text(SMALL)
+    result = composer3d.import_config("ds.json", target="run", name="run.toml")
+    assert result.ok
+    lines = result.manifest.splitlines()
+    for problem, what in zip(result.problems[1:], ("model", "data", "steps"), strict=True):
+        assert f'"FILL_IN:{what}" is to be filled in' in problem.message
+        assert f'"FILL_IN:{what}"' in lines[problem.line - 1]
+    (folder / "run.toml").write_text(result.manifest)
+    assert main(["check", "run.toml"]) == 2
+    said = capsys.readouterr().err
+    assert 'run.toml:5:1: [model] "FILL_IN:model" is to be filled in' in said
+    assert 'run.toml:8:1: [data] "FILL_IN:data" is to be filled in' in said
+    filled = composer3d.import_config("ds.json", target="run", model="composer3d.models:llama", data="synthetic")
+    assert "FILL_IN:model" not in filled.manifest and 'use = "synthetic"  # from --data' in filled.manifest
+
+
+def test_a_refusal_writes_nothing_unless_it_is_allowed(folder, capsys):
+    (folder / "ds.json").write_text('{"train_batch_size": 8,\n "msamp": {"enabled": true}}')
+    assert main(["import", "ds.json", "--output", "m.toml"]) == 1
+    assert not (folder / "m.toml").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("refused (1):\n  line 2: msamp.enabled = true: ")
+    assert "ds.json:2:12: [msamp] msamp.enabled is refused" in said and "--allow msamp.enabled" in said
+    assert main(["import", "ds.json", "--output", "m.toml", "--allow", "msamp"]) == 0
+    assert (folder / "m.toml").exists()
+    assert main(["import", "ds.json", "--allow", "msmp"]) == 1
+    assert "--allow msmp: no such key is refused" in capsys.readouterr().err
+
+
+def test_secrets_are_not_copied(folder):
+    (folder / "ds.json").write_text('{"train_batch_size": 8, "comet": {"enabled": true, "api_key": "abcd1234"}}')
+    translation = read_translation(Path("ds.json"), Options())
+    assert translation.verdicts["comet.api_key"].verdict == "missing"
+    assert "abcd1234" not in json.dumps([entry.to_json() for entry in translation.verdicts.values()])
+    assert "abcd1234" not in write_manifest(translation)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.json", None, 'there is no file "missing.json"'),
+        (".", None, "cannot be read: it is a folder"),
+        ("nul.json", b'{"a":\n "\0"}', "nul.json:2: holds a NUL, so it is no text"),
+        ("latin.json", b'{"a": "\xe9"}', "latin.json:1: is not UTF-8: byte 0xe9"),
+        ("large.json", b" " * 300_000, "it is larger than 256 KiB"),
+        ("other.json", b'{"a": 1}', "no system is recognised by its keys"),
+        ("deep.json", b'{"train_batch_size": ' + b"[" * 100_000, "nested deeper than 32 levels"),
+    ],
+)
+def test_what_cannot_be_read_is_told_at_once(folder, capsys, name, content, said):
+    if content is not None:
+        (folder / name).write_bytes(content)
+    before = time.process_time()
+    assert main(["import", name]) == 2
+    assert said in capsys.readouterr().err
+    assert time.process_time() - before < 1
+
+
+def test_a_pipe_is_not_waited_for(folder, capsys):
+    os.mkfifo(folder / "pipe.json")
+    assert main(["import", "pipe.json"]) == 2
+    assert "it is a FIFO" in capsys.readouterr().err
+
+
+def test_a_system_is_misspelt(folder, capsys):
+    (folder / "ds.json").write_text(SMALL)
+    assert main(["import", "ds.json", "--from", "deepsped"]) == 2
+    assert 'there is no importer for "deepsped"; did you mean "deepspeed"?' in capsys.readouterr().err
