@@ -104,6 +104,11 @@ def test_the_verbs_are_functions(folder):
     assert names["layouts"].ok
 
 
+def test_an_import_in_python_is_as_shown(folder):
+    names = runpy.run_path("imports.py")
+    assert names["changed"] == {} and "zero = 3" in names["result"].manifest
+
+
 def own_forward():
     names = runpy.run_path("own_forward.py")
     return float(names["loss"]), float(names["norm"])
