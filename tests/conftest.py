@@ -17,6 +17,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 # Whether there is a GPU is asked without CUDA's driver: ranks forked from a process that used it could not.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# Where nothing may write bytecode, every process that a test starts would compile composer3d anew, 0.9 s each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -43,6 +46,24 @@ PLUGINS = (
     "sharding.tensor_parallel.plan_sources",
     "sharding.tensor_parallel.styles",
 )
+# The children of check and verify, and the ranks of a run, would import these.
+COMMANDS = (
+    "composer3d.checking.called",
+    "composer3d.checking.first_forward",
+    "composer3d.checking.layout_problems",
+    "composer3d.checking.rules",
+    "composer3d.checking.sizes",
+    "composer3d.composition.compose",
+    "composer3d.huggingface.export",
+    "composer3d.models",
+    "composer3d.planning.hardware.cluster",
+    "composer3d.runner.optimizer_arguments",
+    "composer3d.runner.optimizer_groups",
+    "composer3d.runner.trainer",
+    "composer3d.verification.session",
+    "rich.progress",
+    "torch.distributed.tensor.debug",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,8 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _prewarmed() -> Iterator[None]:
     torch.set_num_threads(1)
     prewarm()
-    core = ("composer3d.composition.compose", "composer3d.planning.hardware.cluster")
-    prewarm((*core, *(f"composer3d_plugins.{name}" for name in PLUGINS)))
+    prewarm((*COMMANDS, *(f"composer3d_plugins.{name}" for name in PLUGINS)))
     with leaving_nothing():
         yield
 

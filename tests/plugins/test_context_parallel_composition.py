@@ -45,12 +45,12 @@ def assert_equal_to_one_device(world_size, cases):
 
 
 def test_data_parallelism_accumulation_and_nobody_else():
-    cases = [
-        cp("ring", "", train="microbatch = 16"),
-        cp("gather", FSDP + "zero = 1\n", train="microbatch = 16"),
-        cp("ulysses", "[sharding.ddp]\n"),
-    ]
-    assert_equal_to_one_device(2, cases)
+    assert_equal_to_one_device(2, [cp("ring", "", train="microbatch = 16"), cp("ulysses", "[sharding.ddp]\n")])
+
+
+@pytest.mark.slow
+def test_sharded_data_parallelism_and_accumulation():
+    assert_equal_to_one_device(2, [cp("gather", FSDP + "zero = 1\n", train="microbatch = 16")])
 
 
 def test_recomputed_and_offloaded_activations():

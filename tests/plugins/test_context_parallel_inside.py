@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.family_models import VOCAB, ViT
@@ -109,23 +110,41 @@ def test_images_whose_sequence_is_made_by_the_model():
     assert (counted["all_gather"][0], counted["reduce_scatter"][0]) == (5, 3)
 
 
-def test_197_positions_on_four_ranks():
-    assert_equal_to_one_device(
-        4, [(standard, context(method, degree=4), images(224, 224)) for method in ("ring", "usp")]
-    )
+@pytest.mark.parametrize("method", ["ring", pytest.param("usp", marks=pytest.mark.slow)])
+def test_197_positions_on_four_ranks(method):
+    assert_equal_to_one_device(4, [(standard, context(method, degree=4), images(224, 224))])
 
 
-def test_unequal_shards_beside_other_axes():
-    tensor = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
-    stages = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
-    again = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
-    assert_equal_to_one_device(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, again)])
+TENSOR = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
+STAGES = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
+AGAIN = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
 
 
-def test_windows_of_neighbours_are_sharded_where_ranks_hold_them():
-    balanced, contiguous = context(), context(more="balanced = false\n")
-    names = [(Windows, balanced), (WideWindows, contiguous), (WrittenOut, contiguous)]
-    gathered = [(WideWindows, balanced), (WrittenOut, balanced), (Merging, balanced)]
-    counted = assert_equal_to_one_device(2, [(factory, text, padded_batch) for factory, text in (*names, *gathered)])
-    assert [each["all_gather"][0] for each in counted[:3]] == [4, 4, 4]
-    assert all(each["all_gather"][0] > 4 for each in counted[3:])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(TENSOR, marks=pytest.mark.slow), STAGES, pytest.param(AGAIN, marks=pytest.mark.slow)],
+    ids=["tensor", "stages", "recomputed"],
+)
+def test_unequal_shards_beside_other_axes(text):
+    assert_equal_to_one_device(4, [(uneven, text, images(12, 16))])
+
+
+BALANCED, CONTIGUOUS = context(), context(more="balanced = false\n")
+
+
+@pytest.mark.parametrize(
+    ("held", "gathered"),
+    [
+        ([(WideWindows, CONTIGUOUS)], [(WideWindows, BALANCED)]),
+        pytest.param(
+            [(Windows, BALANCED), (WrittenOut, CONTIGUOUS)],
+            [(WrittenOut, BALANCED), (Merging, BALANCED)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["wide windows", "others"],
+)
+def test_windows_of_neighbours_are_sharded_where_ranks_hold_them(held, gathered):
+    counted = assert_equal_to_one_device(2, [(factory, text, padded_batch) for factory, text in (*held, *gathered)])
+    assert [each["all_gather"][0] for each in counted[: len(held)]] == [4] * len(held)
+    assert all(each["all_gather"][0] > 4 for each in counted[len(held) :])

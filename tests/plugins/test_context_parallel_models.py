@@ -42,8 +42,19 @@ def assert_equal_to_one_device(degree, cases):
     return [each[3] for each in results[0]]
 
 
-def test_every_kind_equals_one_device():
-    names = [*LANGUAGES.values(), TwoLengths]
+# Of these the rings and exchanged heads below are compared too.
+OFTEN = (Window, ByHand, TrainedBias, Alibi, MultiQuery, TwoLengths)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [factory for factory in LANGUAGES.values() if factory not in OFTEN],
+        pytest.param(OFTEN, marks=pytest.mark.slow),
+    ],
+    ids=["gathered alone", "by other methods too"],
+)
+def test_every_kind_equals_one_device(names):
     for factory, counted in zip(
         names, assert_equal_to_one_device(2, [(factory, "gather") for factory in names]), strict=True
     ):

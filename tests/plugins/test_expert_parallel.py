@@ -43,7 +43,8 @@ def assert_equal_to_one_device(world_size, cases):
 
 
 def test_collectives_and_gradients_of_mixtures_as_people_write_them():
-    cases = [(name, ep(2, "dp_shard = 2", table="[train]\nmicrobatch = 2\n")) for name in MIXTURES]
+    names = [name for name in MIXTURES if name not in ("looped starved", "stacked starved", "shipped of four heads")]
+    cases = [(name, ep(2, "dp_shard = 2", table="[train]\nmicrobatch = 2\n")) for name in names]
     for (name, _), (first, second) in zip(cases, assert_equal_to_one_device(2, cases), strict=True):
         if name == "stacked of three":  # more experts a token than ranks: all of them gather the tokens
             assert (first["all_gather", "ep"][0], first["reduce_scatter", "ep"][0]) == (5 * LAYERS * 2, 3 * LAYERS * 2)
@@ -73,18 +74,23 @@ def test_layouts(mesh, more, degree):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more", "degree"),
+    ("name", "mesh", "more", "degree"),
     [
-        ("dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
-        ("dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 4),
-        ("dp_replicate = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
-        ("dp_shard = 1\ntp = 4", f"{FSDP}[sharding.tensor_parallel]\n[scheduling.activation_checkpoint]\n", 4),
+        ("dense", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
+        ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
+        ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 4),
+        ("shipped", "dp_replicate = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
+        (
+            "shipped of four heads",
+            "dp_shard = 1\ntp = 4",
+            f"{FSDP}[sharding.tensor_parallel]\n[scheduling.activation_checkpoint]\n",
+            4,
+        ),
     ],
-    ids=["dp and tp", "sequence_parallel", "tp alone", "four of tp"],
+    ids=["products of all", "dp and tp", "sequence_parallel", "tp alone", "four of tp"],
 )
-def test_ranks_of_tp_hold_experts_too(mesh, more, degree):
-    case = ("shipped of four heads" if "tp = 4" in mesh else "shipped", ep(degree, mesh, more))
-    for first, *_ in assert_equal_to_one_device(4, [case]):
+def test_ranks_of_tp_hold_experts_too(name, mesh, more, degree):
+    for first, *_ in assert_equal_to_one_device(4, [(name, ep(degree, mesh, more))]):
         assert first["all_to_all", "ep"][0] == (8 if "activation_checkpoint" in more else 5) * LAYERS
 
 
@@ -113,13 +119,13 @@ def trained(path, text):
     return held
 
 
-def test_a_checkpoint_of_four_ranks_of_experts_is_loaded_by_two_and_by_one(tmp_path):
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_four_ranks_of_experts_is_loaded_by_two_and_by_one(tmp_path, world_size):
     run_ranks(trained, 4, tmp_path / "saved", ep(4, "dp_shard = 4"))
     (alone,) = run_ranks(trained, 1, tmp_path / "saved", FSDP)
-    for world_size, degree in ((4, 4), (2, 2)):
-        ranks = run_ranks(trained, world_size, tmp_path / "saved", ep(degree, f"dp_shard = {world_size}"))
-        assert {fqn for held in ranks for fqn in held} == alone.keys()
-        assert largest(float((p - alone[fqn]).abs().max()) for held in ranks for fqn, p in held.items()) < 1e-12
+    ranks = run_ranks(trained, world_size, tmp_path / "saved", ep(world_size, f"dp_shard = {world_size}"))
+    assert {fqn for held in ranks for fqn in held} == alone.keys()
+    assert largest(float((p - alone[fqn]).abs().max()) for held in ranks for fqn, p in held.items()) < 1e-12
 
 
 def loaded(path, sizes):

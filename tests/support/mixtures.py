@@ -119,10 +119,20 @@ class Stack(nn.Module):
         return out_TD
 
 
+class DenseStack(Stack):
+    """All experts compute all tokens, weighted by zero where a token is not theirs."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights=None):
+        zeros_TN = hidden_states.new_zeros(len(hidden_states), self.num_experts)
+        weights_TN = zeros_TN.scatter_add(1, top_k_index, top_k_weights)
+        up_TNF = torch.tanh(torch.einsum("td,nfd->tnf", hidden_states, self.up_NFD) + self.up_NF)
+        return (torch.einsum("tnf,ndf->tnd", up_TNF, self.down_NDF) * weights_TN[..., None]).sum(1)
+
+
 class Stacked(nn.Module):
-    def __init__(self, starved=False, top_k=2):
+    def __init__(self, starved=False, top_k=2, stack=Stack):
         super().__init__()
-        self.gate, self.experts, self.top_k = Looped(starved).gate, Stack(), top_k
+        self.gate, self.experts, self.top_k = Looped(starved).gate, stack(), top_k
 
     def forward(self, x_BSD):
         x_TD = x_BSD.flatten(0, 1)
@@ -161,6 +171,7 @@ MIXTURES = {
     "stacked": lambda: MixtureNet(Stacked),
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),
+    "dense": lambda: MixtureNet(Stacked, stack=DenseStack),
     "shipped": shipped,
     "shipped of four heads": lambda: shipped(num_heads=4),
 }
