@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
+from composer3d.step.divided_sums import is_times_zero
 from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
 from composer3d.step.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.step.microbatches import tensors
@@ -99,12 +101,12 @@ class Criterion:
             value = self._loss_fn(torch_compat.tree_map(_with_graph, output), target)
             self._learn(value)
             loss = self._as_loss(value, target, equal)
-        return Loss(sum=_detached(loss.sum), count=loss.count, auxiliary=_detached(loss.auxiliary))
+        return replace(loss, sum=_detached(loss.sum), auxiliary=_detached(loss.auxiliary))
 
     def _as_loss(self, value: Any, target: Any, equal: bool) -> Loss:
         import torch
 
-        if self._padding is not None and isinstance(value, torch.Tensor):
+        if self._padding is not None and isinstance(value, torch.Tensor) and not is_times_zero(value):
             if self._reduction == "sum" or divisor_of_mean(value) is None:
                 raise LossError(_OTHER_PADDING.format(number=self._padding))
             equal = False
@@ -119,6 +121,8 @@ class Criterion:
 
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             self._says_divisor = False
+            return
+        if is_times_zero(value):
             return
         if self._reduction is None:
             self._reduction = reduction_of(value)

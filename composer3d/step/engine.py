@@ -269,6 +269,7 @@ class StepEngine:
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
         self._agree([self._own.count], identity)
+        self._own.total = self._ledger.divisor or 1
 
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""

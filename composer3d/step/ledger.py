@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
+from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step import gradients
+from composer3d.step.divided_sums import DividedSum
+from composer3d.step.loss import DividedLoss, Nothing
+from composer3d.step.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Ledger"]
 
+_NUMBERS = 6
 _SPREAD = 1e-2  # of the loss; what ranks along tp compute alike differs by roundings at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    loss: Tensor
+    count: Tensor | int | float
+    auxiliary: Tensor | None
+    divided: DividedSum | None
+    factor: float
+    is_nothing: bool
+
+    def part(self) -> Part:
+        assert self.divided is not None
+        return self.divided.part(self.factor)
 
 
 class Ledger:
@@ -47,7 +67,7 @@ class Ledger:
         self.auxiliary = 0.0
         self.added: list[float] = []
         self._count = 0.0
-        self._entries: list[tuple[Tensor, Tensor | int | float, Tensor | None]] = []
+        self._entries: list[_Entry] = []
 
     def announce(self, count: int) -> None:
         """Set the divisor from the global batch's count of valid tokens, in the step's first batch alone."""
@@ -62,7 +82,16 @@ class Ledger:
     def record(self, loss: Loss) -> Tensor:
         """Record a micro-batch's loss and return its objective, not divided by anything."""
         auxiliary = None if loss.auxiliary is None else loss.auxiliary * loss.count
-        self._entries.append((loss.sum.detach(), loss.count, None if auxiliary is None else auxiliary.detach()))
+        self._entries.append(
+            _Entry(
+                loss=loss.sum.detach(),
+                count=loss.count,
+                auxiliary=None if auxiliary is None else auxiliary.detach(),
+                divided=loss.divided if isinstance(loss, DividedLoss) else None,
+                factor=loss.factor if isinstance(loss, DividedLoss) else 1.0,
+                is_nothing=isinstance(loss, Nothing),
+            )
+        )
         return loss.sum if auxiliary is None else loss.sum + auxiliary
 
     def forget(self) -> None:
@@ -81,7 +110,8 @@ class Ledger:
 
         The first pipeline step calls the loss once more than there are micro-batches, to infer shapes; that call comes
         first, so only the last `num_microbatches` entries count.
-        Collectives: one all-reduce of four numbers, and of those in `also`.
+        Collectives: one all-reduce of six numbers, and of those in `also`. Where a loss divides a sum by another number
+        than what it is seen to add up, two all-gathers of these.
 
         Args:
             num_microbatches: On this rank.
@@ -90,7 +120,7 @@ class Ledger:
             own: Whether a loop has computed the losses of what it called itself, a shard of a block's inside maybe.
 
         Raises:
-            LossError: A loop's losses differ along tp.
+            LossError: A loop's losses differ along tp, or what a mean was divided by has two readings.
         """
         import torch
         import torch.distributed as dist
@@ -98,21 +128,24 @@ class Ledger:
         entries, self._entries = self._entries[-num_microbatches:], []
         # The fourth tells ranks without losses (other stages) that the loss is of double precision.
         compares = own and self._spread != 0.0
-        numbers = [0.0] * 4 + list(also) + [0.0] * compares
-        own_entries = entries if self._contributes else ()
-        numbers[1] = float(sum(count for _, count, _ in own_entries if not isinstance(count, torch.Tensor)))
-        numbers[3] = float(sum(loss.dtype is torch.float64 for loss, _, _ in own_entries))
+        numbers = [0.0] * _NUMBERS + list(also) + [0.0] * compares
+        own_entries = entries if self._contributes else []
+        numbers[1] = float(sum(entry.count for entry in own_entries if not isinstance(entry.count, torch.Tensor)))
+        numbers[3] = float(sum(entry.loss.dtype is torch.float64 for entry in own_entries))
+        parts = [entry.part() for entry in own_entries if entry.divided is not None]
+        numbers[4] = float(sum(not part.is_exact for part in parts))
+        numbers[5] = float(sum(entry.is_nothing for entry in own_entries))
         total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        for loss, _, _ in entries if compares else ():
-            total[-1] += gradients.local(loss).to(self._device) * self._spread
-        for loss, count, auxiliary in own_entries:
-            total[0] += gradients.local(loss).to(self._device)
-            if isinstance(count, torch.Tensor):
-                total[1] += count.to(self._device)
-            if auxiliary is not None:
-                total[2] += gradients.local(auxiliary).to(self._device)
+        for entry in entries if compares else ():
+            total[-1] += gradients.local(entry.loss).to(self._device) * self._spread
+        for entry in own_entries:
+            total[0] += gradients.local(entry.loss).to(self._device)
+            if isinstance(entry.count, torch.Tensor):
+                total[1] += entry.count.to(self._device)
+            if entry.auxiliary is not None:
+                total[2] += gradients.local(entry.auxiliary).to(self._device)
         dist.all_reduce(total, group=self._group)
-        added_up, count, auxiliary_sum, is_double, *others = total.tolist()
+        added_up, count, auxiliary_sum, is_double, is_divided, num_nothing, *others = total.tolist()
         self.added = others[: len(also)]
         if compares and abs(others[-1]) > _SPREAD * abs(added_up):
             raise LossError(
@@ -121,10 +154,21 @@ class Ledger:
                 "or reads there, is a rank's shard: call the model, or its blocks as a whole, and compute the loss of "
                 "what these return"
             )
+        if is_divided:
+            count = total_divisor(self._gathered(own_entries, parts))
         if has_gradient:
             self._count += count
             self.auxiliary = auxiliary_sum / count if count else 0.0
-        return (total[0] / total[1]).to(torch.float64 if is_double else torch.float32), count
+        mean = total[0] / (1.0 if num_nothing and not count else count)
+        return mean.to(torch.float64 if is_double else torch.float32), count
+
+    def _gathered(self, entries: Sequence[_Entry], parts: Sequence[Part]) -> list[Part]:
+        """Return the parts of all ranks: what each divided, or else counted."""
+        counted = [float(entry.count) for entry in entries if entry.divided is None and not entry.is_nothing]
+        own = [astuple(part) for part in (*parts, *(Part(divisor=count, count=count) for count in counted))]
+        names = [field.name for field in fields(Part)]
+        everything = all_gather_json(own, group=self._group)
+        return [Part(**dict(zip(names, each, strict=True))) for rank in everything for each in rank]
 
     @property
     def correction(self) -> float:

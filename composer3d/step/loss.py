@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
+from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
 from composer3d.step.loss_graph import (
     RETURN_A_SUM,
     Reduction,
@@ -23,9 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE_INDEX",
     "PENALTY",
+    "DividedLoss",
+    "Nothing",
     "as_loss",
     "count_provisionally",
     "count_valid",
+    "divided_loss",
     "loss_of_model",
     "other_padding",
 ]
@@ -36,6 +41,27 @@ PENALTY = (
     "rank, and ranks that weigh their losses differently have one penalty: add its gradient after the backward "
     "(p.grad.add_(p.detach(), alpha=0.02) for 0.01 * p.pow(2).sum()), or set the optimizer's weight_decay"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedLoss(Loss):
+    """A mean as a sum and its divisor, which may be another number than its targets.
+
+    Args:
+        divided: Evidence of what it adds up; None where the divisor is that.
+        factor: By which a loop has multiplied its count.
+    """
+
+    divided: DividedSum | None = None
+    factor: float = 1.0
+
+    def times(self, factor: float) -> DividedLoss:
+        """Return the loss with its count multiplied."""
+        return replace(self, count=self.count * factor, factor=self.factor * factor)
+
+
+class Nothing(Loss):
+    """Something times 0, as loops write for a rank without targets."""
 
 
 def count_valid(target: Any) -> int:
@@ -122,6 +148,16 @@ def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: 
     return _plain(_as_loss(value, count=count, equal=equal, reduction=reduction))
 
 
+def divided_loss(mean: Tensor, divisor: Tensor | int) -> DividedLoss:
+    """Return a scalar mean as a sum, given what it was divided by; a mean over nothing is 0, of the count 0."""
+    import torch
+
+    plain: Tensor = mean.full_tensor() if hasattr(mean, "full_tensor") else mean
+    if isinstance(divisor, torch.Tensor) or not divisor:
+        plain = without_nothing(plain, mean, torch.as_tensor(divisor))
+    return DividedLoss(sum=plain * divisor, count=divisor, divided=divided_sum(mean))
+
+
 def _plain(loss: Loss) -> Loss:
     """Convert DTensors, as vocab-parallel cross-entropy returns them, to plain tensors, which ranks sum."""
     if not any(hasattr(value, "full_tensor") for value in (loss.sum, loss.count, loss.auxiliary)):
@@ -130,7 +166,7 @@ def _plain(loss: Loss) -> Loss:
     def plain(value: Any) -> Any:
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 
-    return Loss(sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
+    return replace(loss, sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
 
 
 def _as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: Reduction | None) -> Loss:
@@ -149,13 +185,14 @@ def _as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction:
         shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise LossError(f"the loss is a {type(value).__name__}{shape}, not a scalar; " + RETURN_A_SUM)
     scalar = value.reshape(())
+    if is_times_zero(scalar):
+        return Nothing(sum=scalar, count=0)
     if (reduction or reduction_of(scalar)) == "sum":
         return Loss(sum=scalar, count=count)
     if not equal or has_other_divisor(scalar):
         divisor = divisor_of_mean(scalar)
         if divisor is not None:
-            plain = scalar.full_tensor() if hasattr(scalar, "full_tensor") else scalar
-            return Loss(sum=plain * divisor, count=divisor)
+            return divided_loss(scalar, divisor)
     if not equal:
         raise LossError(
             "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "

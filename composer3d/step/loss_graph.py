@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 __all__ = [
     "RETURN_A_SUM",
     "Reduction",
+    "divisions_of",
     "divisor_of_mean",
     "divisors_of_terms",
-    "has_parameter_terms",
     "has_other_divisor",
+    "has_parameter_terms",
+    "number",
+    "past_multiples",
+    "past_views",
     "reduction_of",
     "refuse_unknown_terms",
     "without_factors",
@@ -33,12 +37,13 @@ RETURN_A_SUM = (
 )
 
 # What changes neither a loss nor its reduction but for its form and sign.
-_VIEWS = ("ToCopy", "View", "Squeeze", "Reshape", "Alias", "Clone", "Neg")
+_VIEWS = ("ToCopy", "View", "Squeeze", "Reshape", "Alias", "Clone", "Neg", "NanToNum")
 # Of what penalties are made.
 _ELEMENTARY = frozenset(
     "Abs Add Alias Clamp ClampMin Clone Div Exp Expand LinalgVectorNorm Log Mean Mul Neg Norm Pow Reshape Select "
     "Sigmoid Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Unsqueeze UnsafeView View".split()
 )
+_OF_ELEMENTS = _ELEMENTARY | {"Gather", "HuberLoss", "LogSigmoid", "LogSoftmax", "MseLoss", "Relu", "SmoothL1Loss"}
 _LAST_OPERATION = (
     "cannot tell whether the loss is a mean over this rank's samples: {}. Ranks average means, which is no loss of the "
     "global batch where samples are mixed before (a root, a maximum, a ratio of sums); if it is a mean, or is meant to "
@@ -52,10 +57,11 @@ def reduction_of(loss: Tensor) -> Reduction:
     Raises:
         LossError: The last operation is neither.
     """
-    return _reduction_at(_past_views(loss.grad_fn))
+    return _reduction_at(past_views(loss.grad_fn))
 
 
-def _past_views(node: Any) -> Any:
+def past_views(node: Any) -> Any:
+    """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
     while node is not None and type(node).__name__.startswith(_VIEWS):
         node = node.next_functions[0][0] if node.next_functions else None
     return node
@@ -79,7 +85,7 @@ def _is_mean_of_samples(node: Any) -> bool:
     """Return whether a node sums up means over the first dim: `kl.mean(0).sum()`."""
     if not type(node).__name__.startswith("SumBackward"):
         return False
-    inner = _past_views(node.next_functions[0][0])
+    inner = past_views(node.next_functions[0][0])
     if type(inner).__name__ != "MeanBackward1":
         return False
     num_dims = len(inner._saved_self_sym_sizes)
@@ -110,7 +116,7 @@ def _terms(node: Any) -> tuple[Any, ...]:
 def _all_terms(node: Any) -> list[Any]:
     found, pending = [], _summands(node)
     while pending:
-        term = _past_factors(_past_views(pending.pop()))[1]
+        term = _past_factors(past_views(pending.pop()))[1]
         if parts := _summands(term):
             pending += parts
         else:
@@ -121,7 +127,7 @@ def _all_terms(node: Any) -> list[Any]:
 def has_parameter_terms(loss: Any) -> bool:
     """Return whether a loss adds terms of parameters alone; every rank has them whole, whatever its samples."""
     node = getattr(loss, "grad_fn", None)
-    return any(_is_of_parameters(term) for term in _all_terms(_past_factors(_past_views(node))[1]))
+    return any(_is_of_parameters(term) for term in _all_terms(_past_factors(past_views(node))[1]))
 
 
 def _is_of_parameters(node: Any) -> bool:
@@ -152,7 +158,7 @@ def refuse_unknown_terms(loss: Tensor) -> None:
     Raises:
         LossError: With the operation.
     """
-    node = _past_factors(_past_views(loss.grad_fn))[1]
+    node = _past_factors(past_views(loss.grad_fn))[1]
     terms = _terms(node) or (node,)
     for term in terms:
         if not _is_known(term):
@@ -169,7 +175,7 @@ def _is_known(node: Any) -> bool:
     name = type(node).__name__
     operands = [operand for operand, _ in node.next_functions if operand is not None]
     if name.startswith(("MulBackward", "DivBackward")) and len(operands) == 2:
-        first, second = (_past_factors(_past_views(operand))[1] for operand in operands)
+        first, second = (_past_factors(past_views(operand))[1] for operand in operands)
         if _is_of_parameters(second):
             return _is_known(first)
         return name.startswith("Mul") and _is_of_parameters(first) and _is_known(second)
@@ -197,7 +203,7 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
     Returns:
         A number without a gradient; None where the graph does not say, or the divisor has a gradient itself.
     """
-    return _divisor(_past_factors(_past_views(loss.grad_fn))[1])
+    return _divisor(_past_factors(past_views(loss.grad_fn))[1])
 
 
 def _divisor(node: Any) -> Tensor | int | None:
@@ -212,36 +218,40 @@ def _divisor(node: Any) -> Tensor | int | None:
         return int(node._saved_self_sym_numel)
     if name.startswith("DivBackward"):
         divided, *divisors = (operand for operand, _ in node.next_functions)
-        is_sum = not any(divisors) and _known_reduction(_past_views(divided)) == "sum"
+        is_sum = not any(divisors) and _known_reduction(past_multiples(past_views(divided))) == "sum"
         if is_sum and not divisors:
             return int(node._saved_other)
-        return _number(node._saved_other) if is_sum else None
+        return number(node._saved_other) if is_sum else None
     if _known_reduction(node) != "mean":
         return None
     if name.startswith("NllLoss"):
-        return _number(node._saved_total_weight)
+        return number(node._saved_total_weight)
     return int(node._saved_self.numel()) if name.startswith(_ELEMENTWISE) else None
 
 
 def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
-    """Return the divisors of means over targets that may be padding, of every term of a loss that its graph shows."""
-    return list(_counted_divisors(_past_factors(_past_views(loss.grad_fn))[1]))
+    """Return the divisors of all terms of a loss, of means over samples or targets, that its graph shows."""
+    return list(_divisors(_past_factors(past_views(loss.grad_fn))[1]))
 
 
-def _counted_divisors(node: Any) -> Iterator[Tensor | int]:
-    if terms := _terms(node):
-        for term in terms:
-            yield from _counted_divisors(term)
-        return
-    counts = type(node).__name__.startswith("NllLoss") and _known_reduction(node) == "mean"
-    found = _divisor(node) if counts or _is_other(node) else None
-    if found is not None:
-        yield found
+def _divisors(node: Any) -> Iterator[Tensor | int]:
+    for term in _terms(node) or (node,):
+        found = _divisor(term)
+        if found is not None:
+            yield found
+
+
+def divisions_of(loss: Tensor) -> list[Any]:
+    """Return the nodes by which the terms of a mean divide their sums; torch's own means have none."""
+    node = _past_factors(past_views(loss.grad_fn))[1]
+    if _divisor(node) is None:
+        return []
+    return [term for term in _terms(node) or (node,) if type(term).__name__.startswith("DivBackward")]
 
 
 def has_other_divisor(loss: Tensor) -> bool:
     """Return whether a mean may be divided by another number than that of its targets, and its graph says by which."""
-    return _is_other(_past_factors(_past_views(loss.grad_fn))[1])
+    return _is_other(_past_factors(past_views(loss.grad_fn))[1])
 
 
 def _is_other(node: Any) -> bool:
@@ -250,12 +260,27 @@ def _is_other(node: Any) -> bool:
         return any(_is_other(term) for term in terms) and _divisor(node) is not None
     if name.startswith("NllLoss"):
         return node._saved_weight is not None
-    if name.startswith("MeanBackward"):
-        return type(_past_views(node.next_functions[0][0])).__name__.startswith(("IndexBackward", "MaskedSelect"))
+    if name.startswith(("MeanBackward", *_ELEMENTWISE)):
+        return any(_selects(operand) for operand, _ in node.next_functions)
     return name.startswith("DivBackward") and _divisor(node) is not None
 
 
-def _number(value: Any) -> Tensor | None:
+def _selects(node: Any) -> bool:
+    """Return whether elements are selected from the model's, as many as a mask says, before they make a mean."""
+    seen, pending = set(), [past_views(node)]
+    while pending:
+        each = pending.pop()
+        name = type(each).__name__
+        if name.startswith(("IndexBackward", "MaskedSelect")):
+            return True
+        if each is not None and each not in seen and name.partition("Backward")[0] in _OF_ELEMENTS:
+            seen.add(each)
+            pending += [operand for operand, _ in each.next_functions]
+    return False
+
+
+def number(value: Any) -> Tensor | None:
+    """Return a tensor of one element as a scalar without a gradient; None for anything else."""
     import torch
 
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -270,7 +295,7 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
     then, is a mean.
     """
-    factor, node = _past_factors(_past_views(loss.grad_fn))
+    factor, node = _past_factors(past_views(loss.grad_fn))
     return factor, _known_reduction(node)
 
 
@@ -278,10 +303,17 @@ def _past_factors(node: Any) -> tuple[float, Any]:
     factor = 1.0
     while (found := _constant_factor(node)) is not None:
         is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")
-        if is_own and _known_reduction(found[1]) == "sum":
+        if is_own and _known_reduction(past_multiples(found[1])) == "sum":
             break  # the loop's own factor may make it a mean, and torch divides sums over soft targets
         factor, node = factor * found[0], found[1]
     return factor, node
+
+
+def past_multiples(node: Any) -> Any:
+    """Return the node before products with constant scalars."""
+    while type(node).__name__.startswith("MulBackward") and (found := _constant_factor(node)) is not None:
+        node = found[1]
+    return node
 
 
 def _constant_factor(node: Any) -> tuple[float, Any] | None:
@@ -293,7 +325,7 @@ def _constant_factor(node: Any) -> tuple[float, Any] | None:
         return None
     if len(node.next_functions) == 1:  # torch's own, by a number
         value = float(node._saved_other)
-        return (value if name.startswith("Mul") else 1.0 / value), _past_views(node.next_functions[0][0])
+        return (value if name.startswith("Mul") else 1.0 / value), past_views(node.next_functions[0][0])
     (first, _), (second, _) = node.next_functions
     if (first is None) == (second is None) or (first is None and name.startswith("Div")):
         return None
@@ -303,4 +335,4 @@ def _constant_factor(node: Any) -> tuple[float, Any] | None:
     value = float(constant)
     if not value:
         return None
-    return (value if name.startswith("Mul") else 1.0 / value), _past_views(first if second is None else second)
+    return (value if name.startswith("Mul") else 1.0 / value), past_views(first if second is None else second)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.mesh import Role
+from composer3d.step.divided_sums import is_times_zero
 from composer3d.step.gradients import add_up
-from composer3d.step.loss import PENALTY, as_loss
+from composer3d.step.loss import PENALTY, DividedLoss, Nothing, as_loss, divided_loss
 from composer3d.step.loss_graph import (
     Reduction,
     divisor_of_mean,
-    divisors_of_terms,
     has_other_divisor,
     has_parameter_terms,
     reduction_of,
-    refuse_unknown_terms,
     without_factors,
 )
 from composer3d.step.microbatches import tensors
+from composer3d.step.rank_weights import RankWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +43,12 @@ class OwnForward:
         target: Of the step, where the loop announces it.
         count: Its valid tokens.
         num_ranks: Ranks that have other samples or positions.
-        total: Adds up a tensor over them.
-    Collectives: without a target, one all-reduce an axis of two numbers a backward of a mean over targets.
+        weights: Weighs their losses where no target is announced.
+    Collectives: without a target, those of `RankWeights`.
 
     Attributes:
-        count: Valid tokens of the step's target.
+        count: Valid tokens of the step's target, 1 without one.
+        total: The same of all ranks.
         calls: Backwards so far.
         is_scaled: Whether the loop divides its losses itself: gradients are then their plain sum.
     """
@@ -59,10 +59,11 @@ class OwnForward:
         target: Any = None,
         count: int = 1,
         num_ranks: int = 1,
-        total: Callable[[Tensor], None] = lambda numbers: None,
+        weights: RankWeights | None = None,
     ) -> None:
         self.count = count
-        self._num_ranks, self._total = num_ranks, total
+        self.total = count * num_ranks
+        self._num_ranks, self._weights = num_ranks, weights or RankWeights()
         self.calls = 0
         self._told = target is not None
         self._padded = self._told and any(count != t.numel() for t in tensors(target))
@@ -72,11 +73,14 @@ class OwnForward:
     @classmethod
     def announced(cls, target: Any, *, criterion: Criterion, context: RunContext) -> OwnForward:
         """Begin a step with its target, or without one."""
+        num_ranks, index = context.layout.degree(Role.BATCH, Role.SEQUENCE), 0
+        for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
+            index = index * context.degrees[axis] + context.coordinates[axis]
         return cls(
             target=target,
             count=1 if target is None else criterion.count(target),
-            num_ranks=context.layout.degree(Role.BATCH, Role.SEQUENCE),
-            total=partial(add_up, context=context),
+            num_ranks=num_ranks,
+            weights=RankWeights(num_ranks, index, partial(add_up, context=context)),
         )
 
     def handed(self) -> float:
@@ -94,11 +98,14 @@ class OwnForward:
             return as_loss(value, count=self.count, equal=is_even, reduction=reduction)
         factor, known = without_factors(value)
         if not self._told:
-            if reduction is None and self._num_ranks > 1 and value.numel() == 1 and value.requires_grad:
-                refuse_unknown_terms(value)
-            share = self._share(value, is_sum=(reduction or known) == "sum")
-            # A sum of one: its count is not to be read from its graph, by which ranks are weighed already.
-            return self._scaled(as_loss(value * share, count=1, equal=True, reduction="sum"), factor)
+            if value.numel() != 1:
+                return as_loss(value, count=1, equal=True, reduction="sum")  # which says what is wrong
+            return self._weighted(value, reduction, known, factor)
+        is_nothing = is_times_zero(value)
+        if factor != 1.0 and (is_nothing or (reduction or known) == "mean") and self._num_ranks > 1:
+            return self._weighted(value, reduction, known, factor)  # of each backward by itself, as written
+        if is_nothing:
+            return self._scaled(Nothing(sum=value.reshape(()), count=0), factor)
         if (reduction or known or reduction_of(value)) == "sum":
             # The target's count belongs to all backwards together.
             return Loss(sum=value, count=self.count if self.calls == 1 else 0)
@@ -107,7 +114,7 @@ class OwnForward:
         if divisor is not None:
             if self._num_ranks > 1 and has_parameter_terms(value):
                 raise LossError(PENALTY)
-            return self._scaled(as_loss(value, count=divisor, equal=True, reduction="mean"), factor)
+            return self._scaled(divided_loss(value.reshape(()), divisor), factor)
         if self._padded and (self.calls > 1 or not last):
             raise LossError(
                 "several means over parts of a padded target cannot be put together; "
@@ -115,38 +122,11 @@ class OwnForward:
             )
         return self._scaled(as_loss(value, count=self.count, equal=equal, reduction="mean"), factor)
 
-    def _share(self, value: Tensor, *, is_sum: bool) -> Tensor | float:
-        """Return this rank's weight in the mean of all ranks' losses, 1 where all weigh the same.
-
-        Raises:
-            LossError: A mean over other numbers of targets than on other ranks is one of several terms.
-        """
-        import torch
-
-        if self._num_ranks == 1 or not value.requires_grad:
-            return 1.0
-        if is_sum:
-            if has_parameter_terms(value):
-                raise LossError(PENALTY)
-            return float(self._num_ranks)  # the mean of all ranks' is to be their sum
-        divisors = divisors_of_terms(value)
-        if not divisors:
-            return 1.0
-        own = torch.as_tensor(divisors[0], dtype=torch.float64, device=value.device)
-        numbers = torch.stack([own, own.square()])
-        self._total(numbers)
-        if divisor_of_mean(value) is not None and not has_parameter_terms(value):
-            return (own * self._num_ranks / numbers[0].clamp(min=torch.finfo(torch.float64).tiny)).to(value.dtype)
-        is_even = torch_compat.active_fake_mode() is not None or bool(
-            (numbers[1] * self._num_ranks - numbers[0].square()).abs() <= 1e-9 * numbers[1]
-        )
-        if not is_even:
-            raise LossError(
-                f"a term of the loss is a mean over {float(own):g} targets on this rank, and over others elsewhere "
-                f"({float(numbers[0]):g} in all), so ranks do not weigh the same; write run.step(n, target=target), or "
-                "give backward (sum, count)"
-            )
-        return 1.0
+    def _weighted(self, value: Tensor, reduction: Reduction | None, known: Reduction | None, factor: float) -> Loss:
+        weighted = self._weights.weighted(value, reduction=reduction, known=known, factor=factor)
+        # Its count is not to be read from its graph, by which ranks are weighed already.
+        count = self.total / self._num_ranks
+        return self._scaled(Loss(sum=weighted.loss.reshape(()) * count, count=count), weighted.factor)
 
     def _scaled(self, loss: Loss, factor: float) -> Loss:
         """Return a mean that the loop has multiplied by a factor with its count reduced to match."""
@@ -160,4 +140,4 @@ class OwnForward:
                 "weigh the same"
             )
         self._factors += factor
-        return Loss(sum=loss.sum, count=loss.count * factor, auxiliary=loss.auxiliary)
+        return loss.times(factor) if isinstance(loss, DividedLoss) else replace(loss, count=loss.count * factor)

@@ -1,0 +1,211 @@
+"""Sums that a loss divides itself: what each was divided by, and how many targets it adds up, from its autograd graph.
+
+A clamp of a count leaves no trace in the graph, nor does any other arithmetic without gradients. What the sum adds up
+does: the mask that losses were multiplied by, what was selected, and targets that are not padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.step.loss_graph import divisions_of, number, past_multiples, past_views
+from composer3d.step.total_divisors import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DividedSum", "divided_sum", "is_times_zero", "without_nothing"]
+
+# Of elements, each of which is 0 where its operand is 0.
+_ZERO_STAYS = ("Abs", "Pow", "Sqrt", "Relu", "Clamp", "Sum", "Mean", "Expand", "Squeeze", "Unsqueeze", "Transpose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedSum:
+    """A sum and its divisor.
+
+    Args:
+        divisor: Scalar without a gradient.
+        counts: Scalars, any of which may be the number of targets that the sum adds up; none where it is not seen.
+        numel: Elements that it adds up, padding included.
+        is_zero: Scalar, whether the loss is 0.
+    """
+
+    divisor: Tensor
+    counts: tuple[Tensor, ...]
+    numel: int
+    is_zero: Tensor
+
+    def part(self, factor: float = 1.0) -> Part:
+        """Return it in numbers, which waits for the device.
+
+        Args:
+            factor: By which a loop has multiplied its divisor.
+        """
+        import torch
+
+        divisor, is_zero, *counts = torch.stack([each.double() for each in self._scalars()]).tolist()
+        found = min(counts, key=lambda count: (abs(count - divisor), -count)) if counts else None
+        if self.numel == divisor and (found is None or divisor > 1):
+            found = divisor
+        return Part(
+            divisor=divisor * factor,
+            count=None if found is None else found * factor,
+            is_zero=bool(is_zero),
+            numel=self.numel,
+        )
+
+    def _scalars(self) -> tuple[Tensor, ...]:
+        device = self.divisor.device
+        return (self.divisor, *(each.to(device) for each in (self.is_zero, *self.counts)))
+
+
+def divided_sum(loss: Tensor) -> DividedSum | None:
+    """Return the sum that a mean divides itself; None for torch's own means, whose divisor is their count.
+
+    Memory: none. The device is not waited for.
+    """
+    if torch_compat.active_fake_mode() is not None or not (nodes := divisions_of(loss)):
+        return None
+    node = nodes[0]
+    divisor = number(node._saved_other)
+    if divisor is None:
+        return None
+    whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    summed = past_multiples(past_views(node.next_functions[0][0]))
+    counts, numel = _counts(summed)
+    return DividedSum(divisor=divisor, counts=counts, numel=numel, is_zero=whole.detach().reshape(()) == 0)
+
+
+def _counts(node: Any) -> tuple[tuple[Tensor, ...], int]:
+    """Return what may be the number of targets that a sum adds up, and its elements."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:
+        own = getattr(node, "_saved_target", None)
+        sizes = () if own is None else own.shape
+        start = node
+    else:
+        start = node.next_functions[0][0]
+    numel = math.prod(sizes)
+    found = _masks(start, numel)
+    return (() if found is None else tuple(found)), _with_padding(past_views(start), numel)
+
+
+def _with_padding(node: Any, numel: int) -> int:
+    """Return the elements that a selection was made from, or else `numel`."""
+    name = type(node).__name__
+    if name.startswith("MaskedSelect"):
+        return int(node._saved_mask.numel())
+    return math.prod(node._saved_self_sym_sizes) if name.startswith(("IndexBackward", "IndexSelect")) else numel
+
+
+def _masks(node: Any, numel: int) -> list[Tensor] | None:
+    """Return counts of a node's elements that are no padding; None where it does not say."""
+    import torch
+
+    node = past_multiples(past_views(node))
+    name = type(node).__name__
+    if node is None or name == "AccumulateGrad":
+        return None
+    if name.startswith(("IndexBackward", "MaskedSelect", "IndexSelect")):
+        return [torch.tensor(numel)]
+    if name.startswith("WhereBackward"):
+        first, second = (operand for operand, _ in node.next_functions)
+        if (first is None) == (second is None):
+            return None
+        condition = node._saved_condition
+        return [(condition if second is None else ~condition).sum()]
+    if name.startswith("MaskedFill"):
+        return [(~node._saved_mask).sum()]
+    if name.startswith("NllLoss"):
+        valid = node._saved_target != node._saved_ignore_index
+        return [valid.sum()]
+    if name.startswith("BinaryCrossEntropy"):
+        return None if node._saved_weight is None else _of_mask(node._saved_weight)
+    if name.startswith("MulBackward"):
+        return _of_product(node, numel)
+    operands = [operand for operand, _ in node.next_functions if operand is not None]
+    if name.startswith(("SumBackward", "MeanBackward")):
+        numel = math.prod(node._saved_self_sym_sizes)
+    if name.startswith(("AddBackward", "SubBackward", "RsubBackward")) and len(operands) == len(node.next_functions):
+        several = [_masks(operand, numel) for operand in operands]
+        return several[0] if several and all(each is not None for each in several) else None
+    return _masks(operands[0], numel) if name.startswith(_ZERO_STAYS) and len(operands) == 1 else None
+
+
+def _of_product(node: Any, numel: int) -> list[Tensor] | None:
+    import torch
+
+    found: list[Tensor] = []
+    saved = (node._saved_other, getattr(node, "_saved_self", None))  # beside each operand, the other one
+    for (operand, _), other in zip(node.next_functions, saved, strict=False):
+        if operand is None:
+            continue
+        whole = other.full_tensor() if hasattr(other, "full_tensor") else other
+        is_constant = len([each for each, _ in node.next_functions if each is not None]) == 1
+        if is_constant and isinstance(whole, torch.Tensor):
+            found += _of_mask(whole)
+        found += _masks(operand, numel) or []
+    return found or None
+
+
+def _of_mask(mask: Tensor) -> list[Tensor]:
+    mask = mask.detach()
+    return [mask.sum(), mask.count_nonzero()]
+
+
+def is_times_zero(loss: Tensor) -> bool:
+    """Return whether a loss is something times 0, as loops write for a rank without targets: `logits.sum() * 0.0`."""
+    return _is_times_zero(loss.grad_fn)
+
+
+def _is_times_zero(node: Any) -> bool:
+    node = past_views(node)
+    name = type(node).__name__
+    operands = [operand for operand, _ in node.next_functions if operand is not None] if node is not None else []
+    if name.startswith("MulBackward") and len(operands) == 1:
+        constants = [getattr(node, "_saved_self", None), node._saved_other]
+        return any(_is_zero(each) for each in constants) or _is_times_zero(operands[0])
+    if name.startswith(("SumBackward", "MeanBackward", "DivBackward")) and len(operands) == 1:
+        return _is_times_zero(operands[0])
+    return name.startswith("AddBackward") and bool(operands) and all(_is_times_zero(each) for each in operands)
+
+
+def _is_zero(value: Any) -> bool:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int | float) and not value
+    is_number = not value.dim() and not value.requires_grad and value.device.type == "cpu"
+    return is_number and not float(value)
+
+
+def without_nothing(value: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
+    """Return a mean as 0, without a gradient, where its divisor is 0: a mean over nothing is NaN, and weighs nothing.
+
+    Args:
+        value: Scalar, plain.
+        loss: The mean as computed, of which it is the value.
+        divisor: Scalar; 0 where the rank has no targets.
+    """
+    import torch
+
+    _settle_empty(loss, divisor)
+    return torch.where(divisor.to(value.device) == 0, torch.zeros_like(value), value)
+
+
+def _settle_empty(loss: Tensor, divisor: Tensor) -> None:
+    """Let nothing divided by 0 have no gradient, where it would be NaN."""
+    import torch
+
+    def zeros(gradients: Any, _: Any) -> Any:
+        return tuple(
+            None if each is None else torch.where(divisor.to(each.device) == 0, torch.zeros_like(each), each)
+            for each in gradients
+        )
+
+    for node in divisions_of(loss):
+        node.register_hook(zeros)

@@ -1,0 +1,204 @@
+"""Weights of ranks' losses in the loss of a global batch, for a loop that announces no target.
+
+Every rank writes what its loss is into slots of its own of one vector, so that a rank whose samples have no targets,
+and whose loop computes another loss then, takes part like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from composer3d import torch_compat
+from composer3d.errors import LossError
+from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
+from composer3d.step.loss import PENALTY
+from composer3d.step.loss_graph import (
+    Reduction,
+    divisor_of_mean,
+    divisors_of_terms,
+    has_parameter_terms,
+    refuse_unknown_terms,
+)
+from composer3d.step.total_divisors import Part, total_divisor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RankWeights", "Weighted"]
+
+_SLOTS = 7
+_SAME = 1e-9
+
+
+class _Kind(IntEnum):
+    NOTHING = 1  # something times 0
+    SUM = 2
+    MEAN = 3  # its divisor is known
+    TERMS = 4  # of several divisors, or beside a penalty
+    OTHER = 5  # no divisor is known
+    REFUSED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """A rank's loss, weighted.
+
+    Args:
+        loss: Scalar, of which the mean over ranks is the global batch's.
+        factor: By which the loop has scaled the losses of this backward; other ranks' where this one's is nothing.
+    """
+
+    loss: Tensor
+    factor: float
+
+
+class RankWeights:
+    """Weighs the losses of one backward each.
+
+    Args:
+        num_ranks: Ranks that have other samples or positions.
+        index: This one's, among them.
+        total: Adds up a tensor over them.
+    Collectives: one all-reduce an axis a backward, of seven numbers a rank.
+    """
+
+    def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._num_ranks, self._index, self._total = num_ranks, index, total
+
+    def weighted(
+        self, value: Tensor, *, reduction: Reduction | None, known: Reduction | None, factor: float
+    ) -> Weighted:
+        """Return a rank's loss times its weight.
+
+        Args:
+            value: Scalar with a graph.
+            reduction: As the loop states it; None reads it from the graph.
+            known: As its graph shows it.
+            factor: By which the loop has scaled it.
+
+        Raises:
+            LossError: Ranks cannot be weighed; on all of them.
+        """
+        import torch
+
+        if self._num_ranks == 1 or not value.requires_grad or value.numel() != 1:
+            return Weighted(loss=value, factor=factor)
+        plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        kind, refusal = self._kind(value, reduction, known)
+        own, divided = self._described(value, kind, factor)
+        vector = torch.zeros(self._num_ranks, _SLOTS, dtype=torch.float64, device=value.device)
+        vector[self._index] = own
+        self._total(vector)
+        if refusal is not None:
+            raise refusal
+        if torch_compat.active_fake_mode() is not None:
+            return Weighted(loss=plain * float(self._num_ranks) if kind is _Kind.SUM else plain, factor=factor)
+        if kind is _Kind.MEAN and divided is None and value.device.type != "cpu":
+            return Weighted(loss=self._by_divisors(value, plain, vector), factor=factor)  # the device is not waited for
+        return self._weighted(value, plain, vector.tolist(), kind, factor)
+
+    def _kind(
+        self, value: Tensor, reduction: Reduction | None, known: Reduction | None
+    ) -> tuple[_Kind, LossError | None]:
+        try:
+            if is_times_zero(value):
+                return _Kind.NOTHING, None
+            if reduction is None:
+                refuse_unknown_terms(value)
+            if (reduction or known) == "sum":
+                if has_parameter_terms(value):
+                    raise LossError(PENALTY)
+                return _Kind.SUM, None
+        except LossError as refusal:
+            return _Kind.REFUSED, refusal
+        if divisor_of_mean(value) is None:
+            return (_Kind.TERMS if divisors_of_terms(value) else _Kind.OTHER), None
+        return (_Kind.TERMS if has_parameter_terms(value) else _Kind.MEAN), None
+
+    def _described(self, value: Tensor, kind: _Kind, factor: float) -> tuple[Tensor, DividedSum | None]:
+        import torch
+
+        own = torch.zeros(_SLOTS, dtype=torch.float64, device=value.device)
+        own[0], own[5] = float(kind), factor
+        if kind not in (_Kind.MEAN, _Kind.TERMS):
+            return own, None
+        divisors = [
+            torch.as_tensor(each, dtype=torch.float64, device=value.device) for each in divisors_of_terms(value)
+        ]
+        own[1] = own[2] = divisors[0]
+        # Alike where the terms' divisors are: a number that two different lists hardly share.
+        own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
+        divided = divided_sum(value) if kind is _Kind.MEAN else None
+        if divided is not None:
+            part = divided.part()
+            count = float("nan") if part.count is None else part.count
+            own[2:5] = torch.tensor([count, float(part.is_zero), float(part.numel)], dtype=torch.float64)
+        return own, divided
+
+    def _by_divisors(self, value: Tensor, plain: Tensor, vector: Tensor) -> Tensor:
+        """Weigh a mean of torch's own by its divisor."""
+        import torch
+
+        own, whole = vector[self._index, 1], vector[:, 1].sum()
+        weight = torch.where(whole == 0, 1.0, own * self._num_ranks / whole.clamp(min=torch.finfo(torch.float64).tiny))
+        settled = without_nothing(plain, value, torch.where(whole == 0, 1.0, own))
+        return settled * weight.to(plain.dtype)
+
+    def _weighted(self, value: Tensor, plain: Tensor, ranks: list[list[float]], kind: _Kind, factor: float) -> Weighted:
+        import torch
+
+        there = [rank for rank in ranks if rank[0] != _Kind.NOTHING]
+        if not there:
+            return Weighted(loss=plain, factor=factor)
+        self._compare(ranks)
+        if kind is _Kind.NOTHING:
+            return Weighted(loss=plain, factor=there[0][5])
+        if kind is _Kind.SUM:
+            return Weighted(loss=plain * float(self._num_ranks), factor=factor)
+        if kind is _Kind.MEAN:
+            whole = total_divisor([_part(rank) for rank in there])
+            own = ranks[self._index][1]
+            if whole:
+                plain = without_nothing(plain, value, torch.tensor(own)) * (own * self._num_ranks / whole)
+            return Weighted(loss=plain, factor=factor)
+        if kind is _Kind.TERMS:
+            if len(there) < self._num_ranks or any(abs(r[6] - there[0][6]) > _SAME * abs(r[6]) for r in there):
+                raise LossError(_uneven(ranks[self._index][1], sum(rank[1] for rank in there)))
+        return Weighted(loss=plain, factor=factor)
+
+    def _compare(self, ranks: list[list[float]]) -> None:
+        """Raise where ranks' losses are not of one kind."""
+        kinds = [_Kind(int(rank[0])) for rank in ranks]
+        if _Kind.REFUSED in kinds:
+            where = kinds.index(_Kind.REFUSED)
+            raise LossError(f"the loss of data-parallel rank {where} was refused, which says why")
+        found = {kind for kind in kinds if kind is not _Kind.NOTHING}
+        if len(found) > 1:
+            first, other = sorted(found)[:2]
+            raise LossError(
+                f"the loss is {_NAMES[first]} on data-parallel rank {kinds.index(first)} and {_NAMES[other]} on rank "
+                f"{kinds.index(other)}: compute the same loss on all ranks, or give backward (sum, count)"
+            )
+
+
+_NAMES = {
+    _Kind.SUM: "a sum",
+    _Kind.MEAN: "a mean",
+    _Kind.TERMS: "a sum of means over different numbers",
+    _Kind.OTHER: "a loss of unknown normalisation",
+}
+
+
+def _part(rank: list[float]) -> Part:
+    count = None if rank[2] != rank[2] else rank[2]
+    return Part(divisor=rank[1], count=count, is_zero=bool(rank[3]), numel=int(rank[4]))
+
+
+def _uneven(own: float, whole: float) -> str:
+    return (
+        f"a term of the loss is a mean over {own:g} targets on this rank, and over others elsewhere ({whole:g} in "
+        "all), so ranks do not weigh the same; write run.step(n, target=target), or give backward (sum, count)"
+    )

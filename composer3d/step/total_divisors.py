@@ -1,0 +1,114 @@
+"""Divisor of the mean over a global batch, from what its parts' sums were divided by and what those sums count.
+
+A loop divides its sum by `mask.sum().clamp(min=1)`, by `n + 1e-8` or by the number of its samples. One device divides
+the sum over all parts once, so a bound that a part without targets meets, and a constant that is added, count once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from composer3d.errors import LossError
+
+__all__ = ["Part", "total_divisor"]
+
+_CONSTANT = 1e-3  # what is added to counts against a division by zero is less
+_NO_COUNT = 1e-6  # a bound that weighs nothing beside a count of 1
+_WHAT_TO_WRITE = (
+    "give backward the sum and its count, or return both from loss_fn, and no clamp is needed: "
+    "run.backward(((loss * mask).sum(), mask.sum()))"
+)
+_UNSEEN = (
+    "a part of the global batch has the loss 0, divided by {divisor:g}, and its graph does not show whether it has "
+    "that many targets or none and a divisor that is clamped; " + _WHAT_TO_WRITE
+)
+_EITHER = (
+    "the sums of the loss are divided by {divisor:g} everywhere, and add up {least:g} to {most:g} targets: whether "
+    "that is their number, as clamp or a constant beside it leaves it, or a number of samples cannot be told; "
+    + _WHAT_TO_WRITE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A sum of a rank's micro-batch, which was divided.
+
+    Args:
+        divisor: What it was divided by.
+        count: Targets that it adds up, None where its graph does not say.
+        is_zero: Whether the loss is 0.
+        numel: Elements that it adds up, padding included.
+    """
+
+    divisor: float
+    count: float | None
+    is_zero: bool = False
+    numel: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divisor is the count, to the rounding of float32 or better."""
+        return self.count is not None and math.isclose(self.divisor, self.count, rel_tol=1e-12)
+
+
+def total_divisor(parts: Sequence[Part]) -> float:
+    """Return what one device divides the sum of all parts by.
+
+    Args:
+        parts: Of all ranks and micro-batches that make one mean.
+
+    Raises:
+        LossError: Two readings give different means.
+    """
+    added = sum(part.divisor for part in parts)
+    if all(part.is_exact for part in parts) or all(part.is_zero for part in parts) or len(parts) == 1:
+        return added
+    if any(part.count is None for part in parts):
+        return _unseen(parts, added)
+    constant = min(_excess(part) for part in parts)
+    if 0 < constant < _CONSTANT:
+        without = [_changed(part, part.divisor - constant) for part in parts]
+        return total_divisor(without) + constant
+    return _seen(parts, added)
+
+
+def _excess(part: Part) -> float:
+    return part.divisor - (part.count or 0.0)
+
+
+def _changed(part: Part, divisor: float) -> Part:
+    count = part.count
+    if count is not None and math.isclose(divisor, count, rel_tol=1e-9, abs_tol=1e-12):
+        divisor = count  # the constant was rounded when it was added
+    return Part(divisor=divisor, count=count, is_zero=part.is_zero, numel=part.numel)
+
+
+def _unseen(parts: Sequence[Part], added: float) -> float:
+    for part in parts:
+        if part.count is None and part.is_zero and _NO_COUNT < part.divisor <= 1:
+            raise LossError(_UNSEEN.format(divisor=part.divisor))
+    return added
+
+
+def _seen(parts: Sequence[Part], added: float) -> float:
+    counts = [part.count or 0.0 for part in parts]
+    exact = [part.divisor for part in parts if part.is_exact]
+    above = [part for part in parts if not part.is_exact]
+    if any(_excess(part) < 0 for part in above):
+        return added  # the divisor is no number of targets
+    if not exact:
+        excesses = {round(_excess(part), 9) for part in above}
+        if len(excesses) > 1:
+            return added
+        if len(set(counts)) == 1 and excesses == {1.0}:
+            raise LossError(_EITHER.format(divisor=above[0].divisor, least=counts[0], most=counts[0]))
+        return added if len(set(counts)) == 1 else sum(counts) + excesses.pop()
+    bounds = {part.divisor for part in above}
+    bound = max(bounds)
+    if len(bounds) > 1 or min(exact) < bound or (bound > 1 and max(exact) == bound):
+        return added
+    if max(exact) == bound and all(part.numel <= 1 for part in parts):
+        raise LossError(_EITHER.format(divisor=bound, least=min(counts), most=max(counts)))
+    return max(sum(counts), bound)

@@ -1,0 +1,266 @@
+"""Losses that a loop divides itself, on ranks with many targets, with one and with none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import write_manifest
+from torch import nn
+
+import composer3d
+from composer3d import LossError
+from composer3d.step.divided_sums import divided_sum, is_times_zero
+from composer3d.step.total_divisors import Part, total_divisor
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+NUM_SAMPLES, SEQ_LEN, WIDTH, VOCAB = 2, 6, 4, 5  # samples of a rank and backward
+LAYOUTS = {
+    "fsdp2": "[sharding.fsdp2]\n",
+    "ddp": "[sharding.ddp]\n[mesh]\ndp_replicate = -1\n",
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def losses_of(logits, targets):
+    """Return the loss of every token, padding included, and where targets are valid; BS."""
+    each = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
+    return each.view(targets.shape), targets != -100
+
+
+def divided(divide):
+    """Return the masked mean with a divisor made from the number of targets."""
+
+    def loss(logits, targets):
+        each, mask = losses_of(logits, targets)
+        return (each * mask).sum() / divide(mask.sum())
+
+    return loss
+
+
+def summed(add_up):
+    """Return a clamped mean of a sum that is made from losses and mask."""
+
+    def loss(logits, targets):
+        each, mask = losses_of(logits, targets)
+        return add_up(each, mask) / mask.sum().clamp(min=1)
+
+    return loss
+
+
+def selected(logits, targets):
+    chosen = logits[targets != -100]
+    return F.mse_loss(chosen, torch.ones_like(chosen))
+
+
+def branching(logits, targets):
+    return selected(logits, targets) if (targets != -100).any() else logits.sum() * 0.0
+
+
+def two_terms(logits, targets):
+    each, mask = losses_of(logits, targets)
+    squares, num = logits.square().sum(-1), mask.sum().clamp(min=1)
+    return (each * mask).sum() / num + 0.1 * (squares * mask).sum() / num
+
+
+def policy(logits, targets):
+    """A policy's gradient: advantages beside the mask."""
+    mask = targets != -100
+    ratio = logits.log_softmax(-1)[..., 0].exp()
+    return -((ratio * (1 + targets.clamp(min=0))) * mask).sum() / mask.sum().clamp(min=1)
+
+
+LOSSES = {
+    "sum / n": divided(lambda n: n),
+    "clamp": divided(lambda n: n.clamp(min=1)),
+    "clamp of floats": divided(lambda n: n.double().clamp(min=1.0)),
+    "maximum": divided(lambda n: torch.maximum(n, torch.tensor(1))),
+    "max of items": divided(lambda n: max(n.item(), 1)),
+    "n + 1e-8": divided(lambda n: n + 1e-8),
+    "n + 1": divided(lambda n: n + 1),
+    "selected": summed(lambda each, mask: each[mask].sum()),
+    "masked_select": summed(lambda each, mask: each.masked_select(mask).sum()),
+    "where": summed(lambda each, mask: torch.where(mask, each, 0.0).sum()),
+    "masked_fill": summed(lambda each, mask: each.masked_fill(~mask, 0.0).sum()),
+    "squares": summed(lambda each, mask: (each * mask).square().sum()),
+    "hinge": summed(lambda each, mask: (F.relu(each - 1.5) * mask).sum()),
+    "sum of cross entropy": lambda x, y: (
+        F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().clamp(min=1)
+    ),
+    "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "cross entropy without nan": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()).nan_to_num(),
+    "selected mse": selected,
+    "0 times the logits": branching,
+    "two terms": two_terms,
+    "policy": policy,
+    "by samples": lambda x, y: (losses_of(x, y)[0] * (y != -100)).sum() / len(y),
+    "by rows": lambda x, y: ((losses_of(x, y)[0] * (y != -100)).sum(1) / (y != -100).sum(1).clamp(min=1)).mean(),
+}
+
+
+def batch_of(counts, seed):
+    """Return inputs and targets, of which rank r has counts[r] valid ones."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(len(counts) * NUM_SAMPLES, SEQ_LEN, WIDTH, generator=generator)
+    targets = torch.full((len(counts), NUM_SAMPLES * SEQ_LEN), -100)
+    for rank, count in enumerate(counts):
+        places = torch.randperm(NUM_SAMPLES * SEQ_LEN, generator=generator)[:count]
+        targets[rank, places] = torch.randint(0, VOCAB, (count,), generator=generator)
+    return inputs, targets.view(-1, SEQ_LEN)
+
+
+def part_of(rank, tensors):
+    return [tensor[rank * NUM_SAMPLES : (rank + 1) * NUM_SAMPLES] for tensor in tensors]
+
+
+def step_of(run, way, loss_fn, batches):
+    """Run a step; return the loss that it returns."""
+    mine = [part_of(run.context.data_parallel_rank, batch) for batch in batches]
+    inputs, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    if way == "loss_fn":
+        return run.forward_backward(inputs, target=targets)
+    for index, (x, y) in enumerate(mine, 1):
+        loss = loss_fn(run.model(x), y)
+        found = run.backward(loss if way == "target" else loss / len(mine), last=index == len(mine))
+    return found
+
+
+def errors(path, way, names, counts):
+    """Return by loss how far a step's loss, and gradients, are from one device's."""
+    torch.set_default_dtype(torch.float64)
+    batches, found = [batch_of(each, seed) for seed, each in enumerate(counts)], {}
+    for name in names:
+        torch.manual_seed(0)
+        model = Net()
+        reference, loss_fn = copy.deepcopy(model), LOSSES[name]
+        if way in ("loss_fn", "target"):  # one mean over everything
+            expected = loss_fn(reference(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
+        else:
+            expected = sum(loss_fn(reference(x), y) / len(batches) for x, y in batches)
+        expected.backward()
+        run = composer3d.compose(model, path, **({"loss_fn": loss_fn} if way == "loss_fn" else {}))
+        run.optimizer(torch.optim.SGD, lr=0.1)
+        mine = [part_of(run.context.data_parallel_rank, batch)[1] for batch in batches]
+        with run.step(0, target=torch.cat(mine) if way.startswith("target") else None):
+            loss = step_of(run, way, loss_fn, batches)
+            run.clip_grad_norm_(float("inf"))
+            gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters()}
+        run.close()
+        wanted = {fqn: p.grad for fqn, p in reference.named_parameters()}
+        error = max(float((gradients[fqn] - wanted[fqn]).abs().max()) for fqn in wanted)
+        found[name] = max(error, abs(float(loss) - float(expected.detach())))
+    return found
+
+
+def assert_one_device(layout, way, counts, names=None):
+    text = LAYOUTS[layout] + (f"[train]\nmicrobatch = {NUM_SAMPLES}\n" if way == "loss_fn" else "")
+    names = list(LOSSES) if names is None else names
+    for found in run_ranks(errors, len(counts[0]), write_manifest(text), way, names, counts):
+        assert {name: error for name, error in found.items() if not error <= TIGHT} == {}
+
+
+@pytest.mark.parametrize("way", ["loss_fn", "target", "loop"])
+def test_a_rank_without_targets_weighs_nothing(way):
+    names = ["clamp", "max of items", "n + 1e-8", "cross entropy", "0 times the logits"]
+    assert_one_device("fsdp2", way, [[0, 5]], names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[[0, 1, 7]], [[0, 3, 2], [4, 0, 6]], [[3, 0, 2], [0, 1, 0]]])
+@pytest.mark.parametrize("way", ["loss_fn", "target", "target, divided", "loop"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_that_a_loop_divides_are_those_of_one_device(layout, way, counts):
+    assert_one_device(layout, way, counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["loss_fn", "target", "loop"])
+def test_micro_batches_of_one_rank_without_targets(way):
+    assert_one_device("fsdp2", way, [[0], [5], [2]] if way != "loop" else [[3], [5], [2]])
+
+
+def parts(*pairs, numel=12, zero=()):
+    return [Part(divisor=d, count=n, is_zero=not n or index in zero, numel=numel) for index, (d, n) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("given", "total"),
+    [
+        (parts((3, 3), (5, 5)), 8),
+        (parts((1, 0), (5, 5)), 5),
+        (parts((1, 0), (1, 1)), 1),
+        (parts((1, 0), (1, 0)), 2),  # of a loss that is 0
+        (parts((1, 0)), 1),
+        (parts((8, 3), (8, 5), (9, 9)), 17),
+        (parts((8, 3), (8, 8)), 16),  # samples, of which some have no target
+        (parts((8, 3), (8, 5)), 16),
+        (parts((4, 3), (6, 5)), 9),
+        (parts((1e-8, 0), (5 + 1e-8, 5)), 5 + 1e-8),
+        (parts((1 + 1e-8, 0), (5 + 1e-8, 5)), 5 + 1e-8),
+        (parts((1e-8, 0), (5, 5)), 5),
+        (parts((2, 5), (3, 7)), 5),
+        (parts((2, None), (3, None)), 5),
+        (parts((1, 1), (1, 1), zero=[0]), 2),
+        (parts((1, 1), (7, 7), zero=[0]), 8),  # one target, whose loss is 0
+    ],
+)
+def test_the_divisor_of_all_parts_is_one_devices(given, total):
+    assert total_divisor(given) == pytest.approx(total, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (parts((1, None), (5, None), zero=[0]), "a part of the global batch has the loss 0, divided by 1, and its"),
+        (parts((1, 0), (1, 1), numel=1), "the sums of the loss are divided by 1 everywhere, and add up 0 to 1 targets"),
+        (parts((8, 7), (8, 7)), "the sums of the loss are divided by 8 everywhere, and add up 7 to 7 targets"),
+    ],
+)
+def test_divisors_with_two_readings_are_refused_with_what_to_write(given, said):
+    with pytest.raises(LossError) as caught:
+        total_divisor(given)
+    assert str(caught.value).startswith(said)
+    assert str(caught.value).endswith(": run.backward(((loss * mask).sum(), mask.sum()))")
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if "cross entropy" not in name or name.startswith("sum")])
+def test_graphs_show_how_many_targets_a_sum_adds_up(name):
+    logits, targets = batch_of([5], 0)
+    logits = torch.randn(NUM_SAMPLES, SEQ_LEN, VOCAB, requires_grad=True)
+    found = divided_sum(LOSSES[name](logits, targets))
+    assert (found is None) == (name in ("selected mse", "0 times the logits", "by rows"))
+    assert found is None or found.part().count == 5
+
+
+def test_zero_times_anything_is_nothing():
+    x = torch.randn(3, requires_grad=True)
+    for nothing in (x.sum() * 0.0, 0 * x.sum(), (x * 0.0).mean(), 0.0 * x.sum() / 4, x.sum() * torch.tensor(0.0)):
+        assert is_times_zero(nothing)
+    for something in (x.sum(), 2.0 * x.mean(), (x * torch.zeros(3)).sum(), x.sum() * 0.0 + x.mean()):
+        assert not is_times_zero(something)
+
+
+def refused_unseen():
+    """Return what is said to a loss of 0 of which nobody sees how many targets it has."""
+    run = composer3d.compose(Net(), write_manifest(LAYOUTS["fsdp2"]))
+    rank = run.context.data_parallel_rank
+    with pytest.raises(LossError) as caught, run.step(0):
+        rest = run.model(torch.randn(3, WIDTH)).clamp(5, 6).sub(0 if rank else 5)  # 0 on the first rank
+        run.backward(rest.cumsum(0).sum() / torch.tensor(5 if rank else 1))
+    return str(caught.value)
+
+
+def test_a_zero_of_unknown_origin_is_refused_on_all_ranks():
+    for said in run_ranks(refused_unseen, 2):
+        assert said.startswith("a part of the global batch has the loss 0, divided by 1, and its graph does not show")
