@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -182,7 +183,7 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)
         file.write_text(manifest, encoding="utf-8")
-        found = check(file, world_size=translation.options.world_size, overrides=overrides)
+        found = check(file, world_size=_world(translation), overrides=overrides)
         problems = [
             replace(problem, file=name if problem.file == str(file) else problem.file) for problem in found.problems
         ]
@@ -192,3 +193,12 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
             hint = f"write it there, or import with --{what}" if what != "steps" else "write it there"
             problems.append(Problem(message=message, file=name, line=line, severity="warning", hint=hint))
     return problems
+
+
+def _world(translation: Translation) -> int | None:
+    """Return the world that is checked: the user's, else the least that shares experts; None is what degrees say."""
+    stated = translation.options.world_size
+    mesh = {path[5:]: setting.value for path, setting in translation.settings.items() if path.startswith("mesh.")}
+    if stated is not None or mesh.get("dp_shard", -1) != -1 or mesh.get("ep", 1) == 1:
+        return stated
+    return math.prod(mesh.get(axis, 1) for axis in ("pp", "tp", "cp", "ep") if mesh.get(axis, 1) > 0)

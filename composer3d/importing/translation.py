@@ -194,6 +194,11 @@ class Translation:
             self.put(to, value, key)
             self.judge(key, verdict, note, to=to)
 
+    def state(self, key: str, to: str, value: Any, note: str = "") -> None:
+        """Set a key of the manifest from one of the source, or from the source's default where that is not there."""
+        self.put(to, value, key, reason=None if key in self else f"{self.table.title}'s default")
+        self.judge(key, "carried", note, to=to)
+
     def wrong(self, key: str, message: str, *, hint: str | None = None) -> None:
         """Report a mistake of the source at a key, which is refused."""
         leaf = self.tree.leaves[key]
@@ -209,6 +214,15 @@ class Translation:
             )
         )
         self.judge(key, Verdict.REFUSED, message)
+
+    def refuse(self, key: str, note: str) -> None:
+        """Refuse a key, whatever its verdict was before."""
+        self.verdicts.pop(key, None)
+        self.judge(key, Verdict.REFUSED, note)
+
+    def stated_as(self, to: str) -> str:
+        """Return the key of the source that a setting of the manifest comes from."""
+        return next(entry.key for entry in self.verdicts.values() if entry.to == self.path_of(to))
 
     def is_allowed(self, key: str) -> bool:
         """Return whether the user overruled the refusal of a key."""

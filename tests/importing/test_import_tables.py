@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli
 from support.documents import code, read, table
 from support.imported import translated, verdicts_of
 
 import composer3d.importing
 from composer3d.cli.schema import schema_text
 from composer3d.importing import Verdict, systems
+from composer3d.importing.commented_manifest import write_manifest
 from composer3d.importing.key_tables import load_key_table, plugin_words
+from composer3d.manifest import inline
 
 FOLDER = Path(composer3d.importing.__file__).parent
 
@@ -129,7 +132,72 @@ DEEPSPEED = {
     "nebula": "enabled",
     "expert_parallel": "autoep_size",
 }
-SCHEMAS = {"deepspeed": DEEPSPEED}
+ACCELERATE = {
+    "": "compute_environment distributed_type mixed_precision use_cpu debug num_processes num_machines machine_rank"
+    " main_process_ip main_process_port main_training_function rdzv_backend same_network gpu_ids downcast_bf16"
+    " tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands enable_cpu_affinity"
+    " dynamo_backend fp16 monitor_interval max_restarts ec2_instance_type iam_role_name image_uri profile region"
+    " base_job_name py_version pytorch_version transformers_version sagemaker_inputs_file sagemaker_metrics_file",
+    "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic"
+    " dynamo_use_regional_compilation",
+    "fsdp_config": "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_offload_params"
+    " fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_backward_prefetch"
+    " fsdp_forward_prefetch fsdp_state_dict_type fsdp_use_orig_params fsdp_sync_module_states"
+    " fsdp_cpu_ram_efficient_loading fsdp_activation_checkpointing",
+    "deepspeed_config": "zero_stage gradient_accumulation_steps gradient_clipping offload_optimizer_device"
+    " offload_param_device offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
+    " deepspeed_moe_layer_cls_names deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"
+    " seq_parallel_communication_data_type",
+    "parallelism_config": " ".join(
+        f"parallelism_config_{name}"
+        for name in "dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend"
+        " sp_seq_length sp_seq_length_is_variable sp_attn_implementation".split()
+    ),
+    "megatron_lm_config": " ".join(
+        f"megatron_lm_{name}"
+        for name in "tp_degree pp_degree num_micro_batches sequence_parallelism recompute_activations"
+        " use_distributed_optimizer gradient_clipping expert_model_parallel_size context_parallel_size".split()
+    ),
+    "fp8_config": "backend enable_fsdp_float8_all_gather pad_inner_dim margin interval amax_history_len"
+    " amax_compute_algo fp8_format override_linear_precision use_autocast_during_eval use_mxfp8_block_scaling"
+    " opt_level",
+}
+TORCHTITAN = {
+    "job": "config_file dump_folder description print_config custom_config_module",
+    "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup"
+    " enable_memory_snapshot save_memory_snapshot_folder",
+    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb",
+    "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
+    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
+    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor lr_min",
+    "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload"
+    " dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug seed deterministic compile batch_size"
+    " warmup_steps data_parallel_shard_degree tensor_parallel_degree",
+    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward"
+    " tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree"
+    " pipeline_parallel_split_points module_fqns_per_model_part pipeline_parallel_first_stage_less_layers"
+    " pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_schedule"
+    " pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size context_parallel_degree"
+    " context_parallel_rotate_method expert_parallel_degree expert_tensor_parallel_degree",
+    "checkpoint": "enable folder interval initial_load_path initial_load_model_only initial_load_in_hf"
+    " last_save_model_only last_save_in_hf export_dtype async_mode keep_latest_k load_step exclude_from_loading"
+    " enable_first_step_checkpoint create_seed_checkpoint load_only enable_checkpoint",
+    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop"
+    " memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
+    "compile": "enable components backend",
+    "quantize.linear.float8": "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name"
+    " filter_fqns emulate",
+    "float8": "enable_fsdp_float8_all_gather filter_fqns",
+    "quantize.linear.mx": "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns",
+    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix",
+    "memory_estimation": "enable disable_fake_mode",
+    "fault_tolerance": "enable process_group process_group_timeout_ms replica_id group_size min_replica_size"
+    " semi_sync_method sync_steps",
+    "experimental": "custom_import custom_args_module",
+    "validation": "enable dataset dataset_path local_batch_size seq_len freq steps",
+    "debug": "seed deterministic deterministic_warn_only",
+}
+SCHEMAS = {"deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "torchtitan": TORCHTITAN}
 
 
 def test_the_readme_names_every_system_and_verdict():
@@ -151,14 +219,30 @@ VALUES = (True, False, 1, 3, "auto", "text", [], {}, None, 0.5)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_any_value_at_any_key_ends_in_one_verdict(tmp_path, value):
-    content = {}
-    for block, keys in DEEPSPEED.items():
-        inner = content
-        for part in filter(None, block.split(".")):
-            inner = inner.setdefault(part, {})
-            inner = inner if isinstance(inner, dict) else {}
-        inner.update({key: value for key in keys.split() if not isinstance(inner.get(key), dict)})
+@pytest.mark.parametrize("system", systems())
+def test_any_value_at_any_key_ends_in_one_verdict(tmp_path, system, value):
+    keys = [key for key in load_key_table(system).entries if not key.endswith("*")]
+    blocks = {key.rpartition(".")[0] for key in keys}
+    leaves = [key for key in keys if key not in blocks]
+    if system == "torchtitan" and value is None:  # TOML has none
+        return
+    if system == "torchtitan":
+        name, text = "run.toml", "".join(f"{key} = {inline(value)}\n" for key in leaves)
+    else:
+        name, text = "run.json", json.dumps(nested({key: value for key in leaves}))
     for target in ("compose", "run"):
-        translation = translated(tmp_path, "ds.json", json.dumps(content), target=target)
-        assert verdicts_of(translation).keys() == translation.tree.leaves.keys()
+        translation = translated(tmp_path, name, text, system=system, target=target)
+        assert verdicts_of(translation).keys() == translation.tree.leaves.keys() != set()
+        written = tomli.loads(write_manifest(translation))
+        assert written["composer3d"] == 1
+
+
+def nested(values):
+    result = {}
+    for key, value in values.items():
+        inner = result
+        *parents, last = key.split(".")
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return result
