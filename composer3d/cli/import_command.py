@@ -18,7 +18,7 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "import",
         help="translate a configuration of another system into a manifest",
-        description="Translate a configuration of DeepSpeed or another system into a manifest, say what became of "
+        description="Translate a configuration of DeepSpeed, Accelerate or torchtitan into a manifest, say what became of "
         "every key, and check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or check "
         "finds something, 2 if the source cannot be read.",
     )
