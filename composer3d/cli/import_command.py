@@ -18,9 +18,9 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "import",
         help="translate a configuration of another system into a manifest",
-        description="Translate a configuration of DeepSpeed, Accelerate or torchtitan into a manifest, say what became of "
-        "every key, and check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or check "
-        "finds something, 2 if the source cannot be read.",
+        description="Translate a configuration of DeepSpeed, Accelerate or torchtitan into a manifest, say what became "
+        "of every key, and check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or "
+        "check finds something, 2 if the source cannot be read.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the configuration")
     parser.add_argument("--from", dest="system", metavar="SYSTEM", help="whose it is; default: recognised by its keys")

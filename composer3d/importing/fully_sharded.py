@@ -56,7 +56,7 @@ def fully_sharded(t: Translation, key_of: Callable[[str], str], *, machines: int
         t.judge(key_of(name), "equal", note)
     t.judge(key_of("cpu_offload_pin_memory"), "meaningless", "speed")
     t.judge(key_of("mixed_precision_policy"), "missing", "a policy besides mixed_precision; write [precision.mixed]")
-    t.judge(key_of("ignored_modules"), "missing", "name them in sharding.fsdp2.ignored")
+    t.judge(key_of("ignored_modules"), "missing", "modules that stay replicated are patterns in the key ignored")
 
 
 def _strategy(t: Translation, key_of: Callable[[str], str], machines: int, world: int | None) -> None:
