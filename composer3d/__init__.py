@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from composer3d import propagation as propagation
     from composer3d import torch_compat as torch_compat
     from composer3d.checking.checked import CheckResult, check
-    from composer3d.communication import Codec, CodedCollectives, CodedExchange
+    from composer3d.communication import Codec, CodedCollectives, CodedExchange, GroupOptions, NCCLOptions
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.expert_contract import has_stacked_experts
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from composer3d.linear_selection import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
-    from composer3d.mesh import Axis, GroupOptions, Layout, Role
+    from composer3d.mesh import Axis, Layout, Role
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
@@ -96,7 +96,7 @@ _MODULES = {
     "runner.run": ("RunResult", "run"),
     "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
-    "communication": ("Codec", "CodedCollectives", "CodedExchange"),
+    "communication": ("Codec", "CodedCollectives", "CodedExchange", "GroupOptions", "NCCLOptions"),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
     "context": ("RunContext",),
@@ -126,7 +126,7 @@ _MODULES = {
     "step.own_meshes": ("own_meshes",),
     "linear_selection": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
-    "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
+    "mesh": ("Axis", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
     "composition.expert_contract": ("has_stacked_experts",),
@@ -203,6 +203,7 @@ __all__ = [
     "Metric",
     "Microbatches",
     "ModelError",
+    "NCCLOptions",
     "OrderError",
     "ParameterMesh",
     "Part",

@@ -129,10 +129,16 @@ class PatternError(ComposerError):
 
 
 class PluginError(ComposerError):
-    """A plugin cannot be found, imported or registered, or contests an axis."""
+    """A plugin cannot be found, imported or registered, contests an axis, or refuses what its table says.
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
-        self.message, self.hint = message, hint
+    Args:
+        message: What is wrong.
+        hint: How to mend it.
+        keys: Path inside the plugin's table to the key at fault; none is the whole table.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, keys: Sequence[str | int] = ()) -> None:
+        self.message, self.hint, self.keys = message, hint, tuple(keys)
         super().__init__(message + (f"; {hint}" if hint else ""))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from composer3d.communication import GroupOptions
     from composer3d.context import RunContext
     from composer3d.interfaces import (
         Action,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         Split,
         Stateful,
     )
-    from composer3d.mesh import GroupOptions
     from composer3d.transform import StepAction, Transform
 
 __all__ = ["HookSpecs", "hookimpl"]

@@ -105,13 +105,17 @@ class Unit:
         written_class: The module's class before the plugin put one of its own in its place.
         gather: Gathers its parameters, where that would be too late in a backward.
         set_all_gather: Takes another all-gather in place of the plugin's, with `allocate` and `__call__` as torch's.
-        set_reduce_scatter: The same of the reduce-scatter.
+        set_reduce_scatter: The same of the reduce-scatter. What has a method `travelling(output, input, group)` returns
+            there the collective that it issues and the bytes of its payload, for spans.
+        register_buffers: Takes the buffers of its collectives from the process group, which has them registered with
+            the network; sums are divided afterwards. Not beside another all-gather or reduce-scatter.
     """
 
     written_class: type
     gather: Callable[[], Any]
     set_all_gather: Callable[[Any], None]
     set_reduce_scatter: Callable[[Any], None]
+    register_buffers: Callable[[], None]
 
 
 @dataclass(kw_only=True, eq=False)

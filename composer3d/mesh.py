@@ -9,17 +9,17 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from composer3d.communication.group_options import GroupOptions, override_of, set_timeout_of
 from composer3d.errors import MeshError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "Axis", "GroupOptions", "Layout", "MeshViews", "Role", "arrange", "build", "crossings", "resolve"]
+__all__ = ["AXES", "Axis", "Layout", "MeshViews", "Role", "arrange", "build", "crossings", "resolve"]
 
 
 _LARGEST_WORLD = 1 << 20
@@ -61,20 +61,6 @@ AXES = (
     Axis(name="tp", role=Role.TENSOR),
     Axis(name="ep", role=Role.EXPERT),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """How the process group of one axis is made.
-
-    Args:
-        backend: For example `nccl` or `gloo`; None keeps the default group's.
-        timeout_s: After which a collective of this group fails, in seconds; None takes the
-            default group's.
-    """
-
-    backend: str | None = None
-    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,25 +252,16 @@ def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOption
     from torch.distributed.device_mesh import init_device_mesh
 
     names = tuple(axis.name for axis in layout.dense_axes)
-    override = {name: option.backend for name, option in options.items() if option.backend is not None}
+    override = {name: override_of(option) for name, option in options.items()}
     mesh = init_device_mesh(
         device_type,
         tuple(layout.degrees[name] for name in names),
         mesh_dim_names=names,
-        backend_override=override or None,  # type: ignore[arg-type]
+        backend_override={name: value for name, value in override.items() if value is not None} or None,
     )
     for name in names:
-        _set_timeout(mesh.get_group(name), options.get(name, GroupOptions()))
+        set_timeout_of(mesh.get_group(name), options.get(name, GroupOptions()))
     return mesh
-
-
-def _set_timeout(group: Any, options: GroupOptions) -> None:
-    from composer3d import torch_compat
-
-    if options.timeout_s is None:
-        torch_compat.inherit_timeouts(group)
-    else:
-        torch_compat.set_group_timeout(group, timedelta(seconds=options.timeout_s))
 
 
 class MeshViews:
@@ -306,6 +283,7 @@ class MeshViews:
     def __init__(self, root: DeviceMesh, layout: Layout, options: Mapping[str, GroupOptions]) -> None:
         self._root, self._layout, self._options = root, layout, options
         self._made: dict[tuple[str, ...], DeviceMesh] = {}
+        self._timed = {name for name, option in options.items() if option.timeout_s is not None}
         self.groups: dict[str, Any] = {}
         self.shards: list[DeviceMesh] = []
         self._experts = [self.carved(axis) for axis in layout.names(Role.EXPERT) if layout.degrees[axis] > 1]
@@ -374,27 +352,30 @@ class MeshViews:
             axes = self._layout.carved_from(axis)
             whole, degree = self.joined(axes), self._layout.degrees[axis]
             dims = {_BESIDE_EXPERTS: whole.size() // degree, axis: degree}
-            carved = torch_compat.unflatten(whole, dims, own_group=axis)
+            override = {axis: override_of(self._options[axis])} if axis in self._options else {}
+            carved = torch_compat.unflatten(whole, dims, own_group=axis, override=override)
             for name in dims:
                 self._add(name, carved.get_group(name), (axis, *axes))
             self._made["carved", axis] = self.beside(self._root["dp_replicate"], carved)
         return self._made["carved", axis]
 
-    def all_groups(self) -> list[Any]:
-        """Return the process groups of all axes and views."""
-        return [*map(self._root.get_group, self._root.mesh_dim_names or ()), *self.groups.values()]
+    def untimed_groups(self) -> list[Any]:
+        """Return the process groups of all axes and views, but for those whose options have a timeout."""
+        found = {name: self._root.get_group(name) for name in self._root.mesh_dim_names or ()} | self.groups
+        return [group for name, group in found.items() if name not in self._timed]
 
     def _flattened(self, mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         from composer3d import torch_compat
 
         name = "+".join(names)
         if ("flattened", name) not in self._made:
-            backend = next((o.backend for n in names if (o := self._options.get(n)) and o.backend is not None), None)
-            self._made["flattened", name] = torch_compat.flatten(mesh, name, backend=backend)
+            override = next((override_of(self._options[axis]) for axis in names if axis in self._options), None)
+            self._made["flattened", name] = torch_compat.flatten(mesh, name, override=override)
             self._add(name, self._made["flattened", name].get_group(), names)
         return self._made["flattened", name]
 
     def _add(self, name: str, group: Any, axes: Sequence[str]) -> None:
         options = next((self._options[axis] for axis in axes if axis in self._options), GroupOptions())
         self.groups[name] = group
-        _set_timeout(group, options)
+        self._timed |= {name} if options.timeout_s is not None else set()
+        set_timeout_of(group, options)

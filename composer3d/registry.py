@@ -36,9 +36,22 @@ TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=T
 C = TypeVar("C", bound=type)
 # Effects of a plugin on a step; only one plugin may have each of those in `_OF_ONE`.
 Claim = Literal[
-    "optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth", "samples", "all_gather"
+    "optimizer",
+    "grad_scaler",
+    "gradients",
+    "moved_gradients",
+    "first_step",
+    "depth",
+    "samples",
+    "all_gather",
+    "reduce_scatter",
 ]
-_OF_ONE = {"optimizer": "make the optimizer", "grad_scaler": "scale the loss", "all_gather": "replace the all-gather"}
+_OF_ONE = {
+    "optimizer": "make the optimizer",
+    "grad_scaler": "scale the loss",
+    "all_gather": "replace the all-gather",
+    "reduce_scatter": "replace the reduce-scatter of gradients",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,7 +198,9 @@ def build_mesh(preparation: Preparation) -> None:
     """Make the mesh, with the options plugins give for each axis."""
     context = preparation.context
     options = {}
-    for axis in context.layout.dense_axes:
+    for axis in context.layout.axes:
+        if axis.role is Role.EXPERT and context.degrees[axis.name] == 1:
+            continue  # it has no group
         answer = preparation.hooks.group_options(context, axis.name)
         if answer is not None:
             options[axis.name] = answer

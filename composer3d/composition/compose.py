@@ -81,5 +81,5 @@ def compose(
         timeout_s=timeout_s,
     )
     if timeout_s is not None:
-        set_timeouts(assembled.context.views.all_groups(), timeout_s)
+        set_timeouts(assembled.context.views.untimed_groups(), timeout_s)
     return Composition(assembled)

@@ -351,6 +351,8 @@ def _at_plugin(registered: Registered, context: RunContext, error: ComposerError
     path: tuple[Any, ...] = (registered.info.family, registered.name)
     if isinstance(error, PatternError):
         path = _path_of_value(document.get(path), error.pattern, path) or path
+    if isinstance(error, PluginError):
+        path = (*path, *error.keys)
     whole = len(path) == 2
     if isinstance(error, PluginError):
         return document.problem(path, error.message, hint=error.hint, whole_table=whole)

@@ -5,6 +5,7 @@ Nothing here is prepared, and nothing costs anything, where no plugin records sp
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -227,17 +228,22 @@ def _watch_group(group: Any, all_gather: Any, reduce_scatter: Any, *, unit: str,
     shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
     if shard is not None:
         for comm, op in ((all_gather, "all_gather"), (reduce_scatter, "reduce_scatter")):
-            # It keeps a class of which torch asks whether it is one of its own; only calling it is wrapped.
-            comm.__class__ = _spanned(type(comm), op, span, {"axis": names[shard], "unit": unit})
+            # It keeps a class of which torch asks whether it is one of its own; only calling it is wrapped. One that a
+            # plugin gave may be that of several units, and frozen.
+            own = copy.copy(comm)
+            object.__setattr__(own, "__class__", _spanned(type(comm), op, span, {"axis": names[shard], "unit": unit}))
+            torch_compat.replace_collective(group, op, own)
     if replicate is not None and info.mesh.size(replicate) > 1:
         group.post_backward = _spanned_reduce(group, span, {"axis": names[replicate], "unit": unit})
 
 
 def _spanned(cls: Any, op: str, span: Span, attributes: dict[str, str]) -> Any:
-    def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        num_bytes = (output_tensor if op == "all_gather" else input_tensor).nbytes
-        with span(op, bytes=num_bytes, **attributes):
-            return cls.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+    def call(self: Any, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        name, num_bytes = op, (output_tensor if op == "all_gather" else input_tensor).nbytes
+        if hasattr(self, "travelling"):
+            name, num_bytes = self.travelling(output_tensor, input_tensor, group)
+        with span(name, bytes=num_bytes, **attributes):
+            return cls.__call__(self, output_tensor, input_tensor, group, *args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call})
 

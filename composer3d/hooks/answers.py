@@ -262,6 +262,8 @@ def _group_options(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]
         real = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         there = [name for name in real if dist.is_backend_available(name)]
         yield Fault(found=f"{_quoted(answer.backend)} as backend", allowed=_either([f'"{name}"' for name in there]))
+    if answer.nccl is not None and names and "nccl" not in names:
+        yield Fault(found=f"{_quoted(answer.backend)} as backend beside options of NCCL", allowed='"nccl"')
     if answer.timeout_s is not None and not 0 < answer.timeout_s <= _LONGEST_TIMEOUT_S:
         yield Fault(
             found=f"{answer.timeout_s!r} as timeout_s", allowed=f"seconds above 0, at most {_LONGEST_TIMEOUT_S:,}"

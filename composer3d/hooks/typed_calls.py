@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from composer3d.communication import GroupOptions
     from composer3d.context import RunContext
     from composer3d.interfaces import (
         Action,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         Schedule,
         Split,
     )
-    from composer3d.mesh import GroupOptions
 
 __all__ = ["Bound", "Hooks"]
 

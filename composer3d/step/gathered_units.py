@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -43,4 +44,10 @@ def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: Run
         gather=module.unshard,
         set_all_gather=module.set_custom_all_gather,
         set_reduce_scatter=module.set_custom_reduce_scatter,
+        register_buffers=partial(_register_buffers, module),
     )
+
+
+def _register_buffers(module: Any) -> None:
+    module.set_force_sum_reduction_for_comms(True)  # NCCL sums registered buffers without a copy, and nothing else
+    module.set_allocate_memory_from_process_group_for_comm(True)

@@ -30,6 +30,7 @@ from composer3d.torch_compat.fake_tensors import (
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
 from composer3d.torch_compat.group_calls import watch_group_collectives
+from composer3d.torch_compat.group_overrides import backend_of, group_override, nccl_fields, nccl_options
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -39,6 +40,7 @@ from composer3d.torch_compat.layouts import (
     fsdp_groups,
     held_tensor,
     mark_unsharded,
+    replace_collective,
     replicate_buckets,
     replicate_units,
     shard_integers,
@@ -112,6 +114,7 @@ from composer3d.torch_compat.processes import (
     set_group_timeout,
 )
 from composer3d.torch_compat.recomputed import recomputed_tensors
+from composer3d.torch_compat.replaced_sums import replace_operator_sums
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,
@@ -153,7 +156,11 @@ __all__ = [
     "mixable_operators",
     "outside_transforms",
     "torch_handled",
+    "backend_of",
     "bounded_messages",
+    "group_override",
+    "nccl_fields",
+    "nccl_options",
     "active_fake_mode",
     "assumed_share",
     "assumed_size_of",
@@ -241,6 +248,8 @@ __all__ = [
     "pipeline_schedule",
     "process_group",
     "ranks_of_group",
+    "replace_collective",
+    "replace_operator_sums",
     "replicate_buckets",
     "release_units",
     "replicate_units",

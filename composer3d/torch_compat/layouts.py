@@ -28,12 +28,20 @@ __all__ = [
 ]
 
 
-def flatten(mesh: Any, name: str, *, backend: str | None = None) -> Any:
-    """Return several axes of a mesh as one; public only as an underscore method (torch 2.11-2.15)."""
-    return mesh._flatten(name, backend)
+def flatten(mesh: Any, name: str, *, override: Any = None) -> Any:
+    """Return several axes of a mesh as one; public only as an underscore method (torch 2.11-2.15).
+
+    Args:
+        mesh: Its axes.
+        name: Of the one.
+        override: From `group_override`.
+    """
+    return mesh._flatten(name, override)
 
 
-def unflatten(mesh: Any, degrees: Mapping[str, int], *, own_group: str) -> Any:
+def unflatten(
+    mesh: Any, degrees: Mapping[str, int], *, own_group: str, override: Mapping[str, Any] | None = None
+) -> Any:
     """Return a mesh of one dim with several; public only as an underscore method (torch 2.11-2.15).
 
     Args:
@@ -41,12 +49,14 @@ def unflatten(mesh: Any, degrees: Mapping[str, int], *, own_group: str) -> Any:
         degrees: By the name of the dim, outermost first.
         own_group: The dim that has a process group of its own where it has all ranks of the world: torch would take the
             world's, whose collectives nobody could tell from others.
+        override: From `group_override`, by dim.
     """
     import torch.distributed as dist
 
     whole = degrees[own_group] == dist.get_world_size() > 1
-    override = {own_group: str(dist.get_backend())} if whole else None
-    return mesh._unflatten(0, tuple(degrees.values()), tuple(degrees), override)
+    stated = {name: value for name, value in (override or {}).items() if value is not None}
+    overrides = ({own_group: str(dist.get_backend())} if whole else {}) | stated
+    return mesh._unflatten(0, tuple(degrees.values()), tuple(degrees), overrides or None)
 
 
 def concatenate(meshes: Sequence[Any]) -> Any:
@@ -143,6 +153,19 @@ def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         if group is not None:
             yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def replace_collective(group: Any, op: str, collective: Any) -> None:
+    """Put another all-gather or reduce-scatter into one of FSDP2's groups; the public setters refuse those of several.
+
+    Attributes of a private class (torch 2.11-2.15).
+
+    Args:
+        group: From `fsdp_groups`.
+        op: `all_gather` or `reduce_scatter`.
+        collective: With the methods of the one that is there.
+    """
+    setattr(group, {"all_gather": "_all_gather_comm", "reduce_scatter": "_reduce_scatter_comm"}[op], collective)
 
 
 def unify_gradients(module: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from composer3d.torch_compat.processes import group_timeout, process_group
 
-__all__ = ["bounded_messages", "wait_for_message", "watch_operator_collectives", "watching_messages"]
+__all__ = ["bounded_messages", "group_among", "wait_for_message", "watch_operator_collectives", "watching_messages"]
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -71,7 +71,7 @@ class _Issue(threading.local):
         """Return the process group of a collective that is to have a span, None for any other."""
         import torch
 
-        group = None if self._is_inside or torch.compiler.is_compiling() else _group(arguments)
+        group = None if self._is_inside or torch.compiler.is_compiling() else group_among(arguments)
         return group if group is not None and group.size() > 1 else None
 
     def call(self, op: str, group: Any, tensor: Any, function: Callable[[], Any]) -> Any:
@@ -218,7 +218,7 @@ def _is_real(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
-def _group(arguments: Sequence[Any]) -> Any:
+def group_among(arguments: Sequence[Any]) -> Any:
     """Return the process group among the arguments of a collective: itself, its name, or a mesh and one of its dims."""
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh

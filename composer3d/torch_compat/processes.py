@@ -283,9 +283,16 @@ def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = F
     return gather(output, piece, group=group, async_op=async_op)
 
 
-def reduce_scatter_single(output: Any, tensor: Any, *, group: Any) -> None:
-    """Sum a tensor over all ranks, and keep this rank's part; torch 2.13 deprecates the name that torch 2.11 has."""
+def reduce_scatter_single(output: Any, tensor: Any, *, group: Any, op: Any = None) -> None:
+    """Reduce a tensor over all ranks, and keep this rank's part; torch 2.13 deprecates the name that torch 2.11 has.
+
+    Args:
+        output: This rank's part.
+        tensor: Of all ranks' parts.
+        group: Process group.
+        op: Of `dist.ReduceOp`; None is the sum.
+    """
     import torch.distributed as dist
 
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, tensor, group=group)
+    scatter(output, tensor, group=group, op=dist.ReduceOp.SUM if op is None else op)

@@ -111,6 +111,8 @@ class Compression:
                 f"{' and '.join(f'{axis} = 1' for axis in axes)}: no rank sends anything that could be compressed",
                 hint=f"raise {SHARDS}, or remove this table",
             )
+        if self.gradients is not None:
+            context.claim("reduce_scatter", by=self)
         if self.weights is not None:
             context.claim("all_gather", by=self)
         context.state[self] = Wire(self, context)
