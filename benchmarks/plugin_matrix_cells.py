@@ -170,6 +170,7 @@ PENDING = (
     "mesh.ep",
     "communication.compression",
     "communication.local_sgd",
+    "communication.process_groups",
     "mesh.island",
 )
 

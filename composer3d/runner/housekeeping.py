@@ -132,6 +132,9 @@ class GarbageCollection:
                 gc.enable()
 
 
+_NETWORK_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "RDMAV_")
+
+
 def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is needed to know later how a run was made.
 
@@ -163,6 +166,8 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
         "cuda": torch.version.cuda,
         "packages": _packages(),
         "commit": _commit(folder),
+        # What NCCL, libfabric, verbs and gloo read.
+        "network": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_NETWORK_VARIABLES)},
     }
 
 

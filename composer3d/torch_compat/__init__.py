@@ -53,6 +53,7 @@ from composer3d.torch_compat.layouts import (
 )
 from composer3d.torch_compat.messages import (
     bounded_messages,
+    group_among,
     wait_for_message,
     watch_operator_collectives,
     watching_messages,
@@ -158,6 +159,7 @@ __all__ = [
     "torch_handled",
     "backend_of",
     "bounded_messages",
+    "group_among",
     "group_override",
     "nccl_fields",
     "nccl_options",

@@ -37,6 +37,11 @@ CASES = {
     "float8 over two axes": (4, TENSOR.format("dp_shard = 2\n", SEQUENCE) + PLAN + GATHERED),
     "a scale for every row": (2, TENSOR.format("", "") + WHOLE + float8("rowwise")),
     "units": (4, "[mesh]\ndp_shard = 2\ndp_replicate = 2\n" + FSDP),
+    "exchanged": (
+        4,
+        TENSOR.format("dp_shard = 2\n", SEQUENCE) + PLAN + FSDP + "[communication.process_groups]\n",
+    ),
+    "compressed": (2, FSDP + '[communication.compression]\ngradients = "int8"\nweights = "int8"\n'),
     "copies": (2, '[sharding.ddp]\nreducer = "bucketed"\nbroadcast_buffers = true\n'),
 }
 # What torch's reducer compares and hands out when it is made, in the first forward, is in one span `broadcast`.

@@ -119,8 +119,10 @@ def segments_of(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
     )
 
 
-def wire_bytes(op: str, size: int, num_ranks: int) -> int:
+def wire_bytes(op: str, size: int, num_ranks: int, *, over_gloo: bool = False) -> int:
     """Return the bytes that one rank sends in a collective of a whole buffer of `size` bytes, by a ring.
+
+    gloo's reduce-scatter is an all-reduce inside: measured with torch 2.13 on the loopback interface of 4 ranks.
 
     >>> wire_bytes("all_reduce", 1000, 4), wire_bytes("all_gather", 1000, 4), wire_bytes("receive", 1000, 2)
     (1500, 750, 0)
@@ -129,7 +131,8 @@ def wire_bytes(op: str, size: int, num_ranks: int) -> int:
         return 0
     if op in ("send", "broadcast", "reduce"):
         return size
-    return math.ceil(size * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks)
+    is_twice = op == "all_reduce" or (over_gloo and op == "reduce_scatter")
+    return math.ceil(size * (2 if is_twice else 1) * (num_ranks - 1) / num_ranks)
 
 
 def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
@@ -143,16 +146,21 @@ def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
         dtype=dtype,
         count=count,
         bytes=size,
-        wire_bytes=count * wire_bytes(name, size, len(ranks)),
+        wire_bytes=count * wire_bytes(name, size, len(ranks), over_gloo=plugins.over_gloo),
         is_overlapped=waits and plugins.may_overlap(name, axis),
     )
 
 
 class _Plugins:
-    """Owner of each collective: the plugin whose code issued it, else the one that owns the axis."""
+    """Owner of each collective: the plugin whose code issued it, else the one that owns the axis.
+
+    Attributes:
+        over_gloo: Whether collectives run over gloo.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
+        self.over_gloo = context.device.type == "cpu"
         self._modules: Mapping[str, str] = {
             type(registered.instance).__module__: registered.name for registered in context.plugins
         }

@@ -45,6 +45,12 @@ CASES = {
         "sequence_parallel = true\n",
         world_size=4,
     ),
+    "exchanged_sums": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.process_groups]\n"),
+    "exchanged_operators": Case(
+        '[mesh]\ndp_shard = 2\ntp = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\nplan = "auto"\n'
+        "sequence_parallel = true\n[communication.process_groups]\n",
+        world_size=4,
+    ),
     # A first forward, which is traced, makes the positions of a rank's tokens: 64 bytes that later ones find.
     "cp_gather": Case(f'{CP}method = "gather"\n[sharding.fsdp2]\n', uncompared=("activations",)),
     "cp_ring": Case(f'{CP}method = "ring"\n[sharding.fsdp2]\n', uncompared=("activations",)),

@@ -50,6 +50,12 @@ class CodedReduceScatter(_Coded):
     Collectives: one all-to-all.
     """
 
+    def travelling(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> tuple[str, int]:
+        """Return the collective that is issued, and the bytes of its payload."""
+        codec = self.codec(input_tensor.numel())
+        num_bytes = None if codec is None else group.size() * codec.num_bytes(output_tensor.numel())
+        return "all_to_all", input_tensor.nbytes if num_bytes is None else num_bytes
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
@@ -77,6 +83,12 @@ class CodedAllGather(_Coded):
     Memory: the payloads of a unit.
     Collectives: one all-gather.
     """
+
+    def travelling(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> tuple[str, int]:
+        """Return the collective that is issued, and the bytes of its payload."""
+        codec = self.codec(output_tensor.numel()) if input_tensor.is_floating_point() else None
+        num_bytes = None if codec is None else group.size() * codec.num_bytes(input_tensor.numel())
+        return "all_gather", output_tensor.nbytes if num_bytes is None else num_bytes
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather every rank's shard, N, into the output, WN."""

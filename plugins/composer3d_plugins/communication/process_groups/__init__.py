@@ -88,7 +88,7 @@ class ProcessGroups:
             raise PluginError("one rank communicates with nobody", hint="start several ranks, or remove this table")
         if not self.axes and self.network is None and not self._acts(context):
             raise PluginError(
-                f'reduce_scatter = "{self.reduce_scatter}" is what runs without this table, and nothing else stands here',
+                f'reduce_scatter = "{self.reduce_scatter}" is what runs without this table, which has nothing else',
                 hint="give an axis options, or remove this table",
             )
         if self.reduce_scatter == "native":

@@ -26,7 +26,8 @@ def exchange_operator_sums(is_exchanged: Callable[[Any], bool]) -> Callable[[], 
         num_ranks = group.size()
         front = tensor.movedim(dim, 0)
         x_WN = front.reshape(num_ranks, -1)
-        total_N = sum_exchanged(x_WN, group)
+        with torch_compat.operator_span("all_to_all", group, bytes=x_WN.nbytes):
+            total_N = sum_exchanged(x_WN, group)
         if is_mean:
             total_N = total_N / num_ranks
         shape = (front.shape[0] // num_ranks, *front.shape[1:])
