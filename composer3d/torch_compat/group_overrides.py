@@ -1,4 +1,4 @@
-"""What a mesh takes as the options of a dim's process group."""
+"""Options of the process groups of a mesh's dims, as torch takes them."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ class ProcessGroups:
         stated = None if options is None else options.backend
         if stated is None:
             return "gloo" if context.device.type == "cpu" else "nccl"
-        parts = dict(part.split(":", 1) if ":" in part else ("", part) for part in stated.lower().split(","))
+        split = [part.rpartition(":") for part in stated.lower().split(",")]
+        parts = {device: backend for device, _, backend in split}
         return parts.get(context.device.type, parts.get("", "none"))
 
     def _acts(self, context: RunContext) -> bool:

@@ -1,4 +1,4 @@
-"""What kinds of network need of a machine: libraries, devices, variables and interfaces, each with its source."""
+"""Requirements of networks: libraries, devices, variables and interfaces of a machine, each with its source."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ GLOO = "https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-netwo
 
 # What NCCL, libfabric, its verbs and gloo read; GLOO_SOCKET_IFNAME among them.
 _READ = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "RDMAV_")
-_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
-_FOLDERS += ("usr/local/lib", "usr/local/lib64", "opt/amazon/efa/lib", "opt/amazon/efa/lib64")
-_FOLDERS += ("opt/amazon/ofi-nccl/lib", "opt/amazon/ofi-nccl/lib/x86_64-linux-gnu", "opt/aws-ofi-nccl/lib")
-_FOLDERS += ("var/lib/tcpxo/lib64", "usr/local/fastrak/lib64")
+_FOLDERS = (
+    *("lib", "lib64", "usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"),
+    *("usr/local/lib", "usr/local/lib64", "opt/amazon/efa/lib", "opt/amazon/efa/lib64"),
+    *("opt/amazon/ofi-nccl/lib", "opt/amazon/ofi-nccl/lib/x86_64-linux-gnu", "opt/aws-ofi-nccl/lib"),
+    *("var/lib/tcpxo/lib64", "usr/local/fastrak/lib64"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
