@@ -136,6 +136,7 @@ class Persistence:
             _take_out(value, prefix, tensors)
         reordered = self._reordered(tensors)
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
+        left_behind += _dispensable(stateful)  # what they hold of other shards
         extra = [f"{prefix}/" for prefix in left_behind] + ([] if optimizer is not None else ["optimizer/"])
         with self._assembled.context.span("checkpoint", action="load"):
             apart = self._apart_in(path, known)
@@ -315,19 +316,40 @@ def _blank(
     """Restore nested state with tensors, to be filled by the load, where `_take_out` took them from.
 
     Where the state has such a tensor now it is that one, so that what is sharded stays sharded; otherwise an empty one.
+    The checkpoint's JSON names the tensors of its first rank: where the state has tensors now, those of this rank are
+    filled, which on another stage of a pipeline are others.
     """
-    import torch
-
     if isinstance(value, Mapping) and value.keys() == {TENSOR}:
         info = known.get(key)
         if info is None or value[TENSOR] != [list(info.shape), str(info.dtype).removeprefix("torch.")]:
             held = "none" if info is None else f"one of {list(info.shape)} in {info.dtype}".replace("torch.", "")
             raise CheckpointError(f'{path}: "{key}" is a tensor {value[TENSOR]!r:.80}, and the checkpoint holds {held}')
-        own = present.get(key)
-        fits = own is not None and own.shape == info.shape and own.dtype is info.dtype
-        return own if fits else torch.empty(info.shape, dtype=info.dtype)
+        return _like(present.get(key), info)
     if isinstance(value, Mapping):
-        return {name: _blank(item, f"{key}/{name}", path, present, known) for name, item in value.items()}
+        own_names = _names_in(key, present)
+        names = [name for name, item in value.items() if not (own_names and _is_tensor(item) and name not in own_names)]
+        filled = {name: _blank(value[name], f"{key}/{name}", path, present, known) for name in names}
+        own = {name: f"{key}/{name}" for name in own_names if name not in value}
+        return filled | {
+            name: _like(present[at], known[at]) for name, at in own.items() if at in present and at in known
+        }
     if isinstance(value, list):
         return [_blank(item, f"{key}/{index}", path, present, known) for index, item in enumerate(value)]
     return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {TENSOR}
+
+
+def _names_in(key: str, present: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that a state has now right under a key; an FQN has no slash."""
+    return [at.removeprefix(f"{key}/") for at in present if at.rpartition("/")[0] == key]
+
+
+def _like(own: Tensor | None, info: checkpoint.TensorInfo) -> Tensor:
+    """Return a tensor of this state that a saved one can be read into, or an empty one of its shape."""
+    import torch
+
+    fits = own is not None and own.shape == info.shape and own.dtype is info.dtype
+    return own if fits and own is not None else torch.empty(info.shape, dtype=info.dtype)

@@ -28,6 +28,7 @@ _TRANSPARENT = (
     "torch.",
     f"{__name__}.",
     "composer3d.torch_compat.",
+    "composer3d.planning.tracing.step_recorder.",
     "composer3d.processes.json_exchange.",
     "composer3d.verification.arithmetic.",
     "contextlib.",
