@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from composer3d import propagation as propagation
     from composer3d import torch_compat as torch_compat
     from composer3d.checking.checked import CheckResult, check
-    from composer3d.communication import Codec, CodedCollectives, CodedExchange, GroupOptions, NCCLOptions
+    from composer3d.communication import (
+        Codec,
+        CodedCollectives,
+        CodedExchange,
+        GroupOptions,
+        NCCLOptions,
+        ReplicaReduction,
+        ReplicaReductions,
+    )
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.expert_contract import has_stacked_experts
@@ -96,7 +104,15 @@ _MODULES = {
     "runner.run": ("RunResult", "run"),
     "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
-    "communication": ("Codec", "CodedCollectives", "CodedExchange", "GroupOptions", "NCCLOptions"),
+    "communication": (
+        "Codec",
+        "CodedCollectives",
+        "CodedExchange",
+        "GroupOptions",
+        "NCCLOptions",
+        "ReplicaReduction",
+        "ReplicaReductions",
+    ),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
     "context": ("RunContext",),
@@ -217,6 +233,8 @@ __all__ = [
     "QueryError",
     "RankError",
     "Recorder",
+    "ReplicaReduction",
+    "ReplicaReductions",
     "Role",
     "RunContext",
     "RunResult",

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from composer3d.communication.coded_collectives import Codec, CodedCollectives, CodedExchange
+from composer3d.communication.coded_collectives import (
+    AllReduce,
+    Codec,
+    CodedCollectives,
+    CodedExchange,
+    ReplicaReduction,
+    ReplicaReductions,
+)
 from composer3d.communication.group_options import GroupOptions, NCCLOptions
 
-__all__ = ["Codec", "CodedCollectives", "CodedExchange", "GroupOptions", "NCCLOptions"]
+__all__ = [
+    "AllReduce",
+    "Codec",
+    "CodedCollectives",
+    "CodedExchange",
+    "GroupOptions",
+    "NCCLOptions",
+    "ReplicaReduction",
+    "ReplicaReductions",
+]

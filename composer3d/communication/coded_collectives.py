@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-__all__ = ["Codec", "CodedCollectives", "CodedExchange"]
+__all__ = ["AllReduce", "Codec", "CodedCollectives", "CodedExchange", "ReplicaReduction", "ReplicaReductions"]
+
+# Takes a buffer of gradients, N, with parameters and their gradients, views of the buffer that may leave padding out,
+# and the process group of replicas; puts the mean over replicas in the buffer's place.
+AllReduce = Callable[["Tensor", Sequence[tuple["nn.Parameter", "Tensor"]], Any], None]
 
 
 class Codec(Protocol):
@@ -43,18 +47,27 @@ class CodedExchange:
 
     Args:
         what: "gradients": every rank gives a row, N, to each of W ranks, and is given the sum of its rows. "weights":
-            every rank gives a row and is given all.
-        codec: Of rows.
+            every rank gives a row and is given all. "replicas": every rank gives a row and is given their mean: each of
+            W chunks, the last one filled up with zeros, is encoded for one rank, decoded and added there, divided by W,
+            and encoded for all.
+        codec: Of rows; None where replicas exchange something else, of which `run` and `rounds` are all that is tried.
         group: Process group of W ranks.
-        run: Given this rank's rows, WN, returns their sum, N; or given its row, N, returns those of all ranks, WN.
+        run: Given this rank's rows, WN, returns their sum, N; or given its row, N, returns those of all ranks, WN, or
+            of replicas their mean, N.
         lengths: Values of N that were exchanged.
+        rounds: Of error feedback: returns an exchange of replicas that begins with nothing left over; given this rank's
+            row it returns the mean, and what this rank has left over: means, and the mean of what is left over at last,
+            add up to the true means.
+        name: For people; empty takes that of the codec.
     """
 
-    what: Literal["gradients", "weights"]
-    codec: Codec
+    what: Literal["gradients", "weights", "replicas"]
+    codec: Codec | None
     group: Any
     run: Callable[[Tensor], Tensor]
     lengths: set[int] = field(default_factory=set)
+    rounds: Callable[[], Callable[[Tensor], tuple[Tensor, Tensor]]] | None = None
+    name: str = ""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,3 +81,29 @@ class CodedCollectives:
 
     is_exact: bool = False
     exchanges: dict[tuple[str, str], CodedExchange] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaReduction:
+    """An all-reduce of gradients over replicas: of a unit, or of buckets.
+
+    Args:
+        parameters: Returns those whose gradients it reduces.
+        group: Process group of the replicas.
+        replace: Takes a function in its place.
+    """
+
+    parameters: Callable[[], Sequence[nn.Parameter]]
+    group: Any
+    replace: Callable[[AllReduce], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class ReplicaReductions:
+    """Stash of the all-reduces of data-parallel plugins: `context.stash(ReplicaReductions)`.
+
+    Attributes:
+        made: In the order in which they were made, alike on all replicas.
+    """
+
+    made: list[ReplicaReduction] = field(default_factory=list)

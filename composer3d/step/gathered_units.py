@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.communication import ReplicaReduction, ReplicaReductions
 from composer3d.context import RunContext
 from composer3d.interfaces import Unit, Units
 
@@ -19,6 +20,7 @@ __all__ = ["make_unit"]
 def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: RunContext, **options: Any) -> None:
     """Make a module a unit, in the dtypes that plugins ask for, and add it to `context.stash(Units)`.
 
+    Its all-reduce over replicas, where it has one, is added to `context.stash(ReplicaReductions)`.
     Inner units are made first: a unit takes the parameters that none inside of it has taken.
 
     Args:
@@ -46,6 +48,14 @@ def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: Run
         set_reduce_scatter=module.set_custom_reduce_scatter,
         register_buffers=partial(_register_buffers, module),
     )
+    for group in torch_compat.replica_groups(module):
+        context.stash(ReplicaReductions).made.append(
+            ReplicaReduction(
+                parameters=partial(torch_compat.unit_parameters, module),
+                group=group,
+                replace=partial(torch_compat.replace_all_reduce, module),
+            )
+        )
 
 
 def _register_buffers(module: Any) -> None:

@@ -116,6 +116,12 @@ from composer3d.torch_compat.processes import (
 )
 from composer3d.torch_compat.recomputed import recomputed_tensors
 from composer3d.torch_compat.replaced_sums import replace_operator_sums
+from composer3d.torch_compat.replica_reductions import (
+    replace_all_reduce,
+    replace_bucket_reduction,
+    replica_groups,
+    unit_parameters,
+)
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,
@@ -254,6 +260,9 @@ __all__ = [
     "replace_operator_sums",
     "replicate_buckets",
     "release_units",
+    "replace_all_reduce",
+    "replace_bucket_reduction",
+    "replica_groups",
     "replicate_units",
     "run_backward",
     "whole_parameters",
@@ -273,6 +282,7 @@ __all__ = [
     "tree_map",
     "unflatten",
     "unify_gradients",
+    "unit_parameters",
     "unify_group",
     "unviewed",
     "wait_for_message",

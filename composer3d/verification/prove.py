@@ -154,10 +154,13 @@ def _coded(ranks: Sequence[RankReport]) -> list[str]:
     codecs = {what: name for report in ranks if report.happened for what, name in report.happened.codecs.items()}
     if not codecs:
         return []
-    named = ", ".join(f"{what} as {name}" for what, name in sorted(codecs.items()))
+    over = {"replicas": "gradients over replicas"}
+    named = ", ".join(f"{over.get(what, what)} as {name}" for what, name in sorted(codecs.items()))
+    means = " Replicas were compared with each other, and what error feedback sends with what it was given."
     return [
-        f"steps were compared with everything sent as it is; on the wire are {named}: every exchange was compared with "
-        "the same codec on one device, element by element, and its bytes with the plan's"
+        f"steps were compared with everything sent as it is; on the wire are {named}: every exchange by a codec was "
+        "compared with the same codec on one device, element by element, and its bytes with the plan's."
+        + (means if "replicas" in codecs else "")
     ]
 
 

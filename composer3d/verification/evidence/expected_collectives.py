@@ -127,7 +127,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
         _counted(collectives.rows),
         outputs=outputs,
         data_dependent=data_dependent,
-        codecs={exchange.what: str(exchange.codec) for exchange in coded.exchanges.values()},
+        codecs={exchange.what: exchange.name or str(exchange.codec) for exchange in coded.exchanges.values()},
         wrong_codecs=wrong,
     )
     return found, messages

@@ -13,6 +13,8 @@ from composer3d import (
     LayoutTraits,
     Phase,
     PluginError,
+    ReplicaReduction,
+    ReplicaReductions,
     Role,
     RunContext,
     StepAction,
@@ -180,7 +182,16 @@ class DDP:
         if self.broadcast_buffers:
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, context))
         _compute_in(model, context)
-        torch_compat.replicate_buckets(model, device_mesh=context.data_mesh(None, replicas=REPLICAS), **options)
+        mesh = context.data_mesh(None, replicas=REPLICAS)
+        torch_compat.replicate_buckets(model, device_mesh=mesh, **options)
+        group = mesh.get_group()
+        context.stash(ReplicaReductions).made.append(
+            ReplicaReduction(
+                parameters=lambda: [parameter for parameter in model.parameters() if parameter.requires_grad],
+                group=group,
+                replace=lambda reduce: torch_compat.replace_bucket_reduction(model, reduce, group),
+            )
+        )
         return list(fqns)
 
     def _before_microbatch(self, state: StepState) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
-    CodedCollectives,
-    CodedExchange,
     Phase,
     PluginError,
     Role,
     RunContext,
+    Stateful,
     StepAction,
     StepPoint,
     StepState,
@@ -21,70 +21,155 @@ from composer3d import (
     Units,
     hookimpl,
     plugin,
-    resolve_reference,
-    seed_of,
 )
-from composer3d_plugins.communication.compression.codecs import make_codec
-from composer3d_plugins.communication.compression.exchange import (
-    CodedAllGather,
-    CodedReduceScatter,
-    gather_rows,
-    reduce_rows,
-)
+from composer3d_plugins.communication.compression.frozen_adam import refuse_moving_variance
+from composer3d_plugins.communication.compression.wire import Options, Wire
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from composer3d import Codec
+    from torch import nn
+    from torch.optim import Optimizer
 
 __all__ = ["Compression"]
 
-SHARDS = "dp_shard"
+SHARDS, REPLICAS = "dp_shard", "dp_replicate"
 INTEGERS = ("int8", "int4")
-GRADIENTS = ("bf16", "int8", "fp8", "int4")
+BIASED = ("powersgd", "topk", "onebit")  # what they lose has to be sent later
+GRADIENTS = ("bf16", "int8", "fp8", "int4", *BIASED)
 WEIGHTS = ("int8", "fp8")
-Travelling = Literal["gradients", "weights"]
 
 
 @plugin(family="communication")
 class Compression:
-    """Send gradients, and weights, in fewer bits between the ranks that shard parameters; sums stay in float32.
+    """Send gradients, and weights, in fewer bits between the ranks of data parallelism; sums stay in float32.
 
-    Gradients of a unit are exchanged in one all-to-all of payloads, decoded and added by their receiver in the order of
-    ranks. Weights are gathered as payloads, which their owner decodes too, so that all ranks compute with the same
-    ones; the optimizer steps the exact shards. A block of elements shares a scale. Errors of one exchange, relative
-    to a gradient's norm, were 1e-3 for bf16, 6e-3 for int8, 2e-2 for fp8 and 1e-1 for int4, with blocks of 256 on four
-    ranks; weights of 8 bits changed gradients by 3e-2 (int8) and 6e-2 (fp8).
+    Over dp_shard, gradients of a unit are exchanged in one all-to-all of payloads, decoded and added by their receiver
+    in the order of ranks. Over dp_replicate, an all-reduce is that, and an all-gather of the encoded mean: all replicas
+    have the same bits. Weights are gathered as payloads, which their owner decodes too, so that all ranks compute with
+    the same ones; the optimizer steps the exact shards. A block of elements shares a scale. Errors of one exchange,
+    relative to a gradient's norm, were 1e-3 for bf16, 6e-3 for int8, 2e-2 for fp8 and 1e-1 for int4, with blocks of 256
+    on four ranks; weights of 8 bits changed gradients by 3e-2 (int8) and 6e-2 (fp8).
+    powersgd, topk and onebit lose most of a gradient. Error feedback keeps what is lost, and adds it to the gradient of
+    the next step: over replicas, where it is as large as what a rank holds of the gradient. Over dp_shard it would be
+    the whole gradient on every rank. A step that is vetoed leaves nothing behind.
     `verify` proves the run with everything sent as it is, and every codec by itself, element by element.
 
-    Memory: the payloads of the unit at work, twice.
-    Collectives: one all-to-all for every reduce-scatter of a unit, of a payload for each rank; all-gathers of payloads.
-        Replicas along dp_replicate are averaged as they are.
+    Memory: the payloads of the unit at work, twice. Error feedback: two residuals of what a rank holds of the gradient,
+        in float32; between the backward and the optimizer's step twice as many.
+    Collectives: over dp_shard one all-to-all for every reduce-scatter of a unit; over dp_replicate one all-to-all and
+        one all-gather for every all-reduce of a unit, or a bucket, powersgd two of each; all-gathers of payloads.
 
     Source: Guanhua Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training,
-    arXiv:2306.10209.
+    arXiv:2306.10209; Sai Praneeth Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression
+    Schemes, arXiv:1901.09847; Thijs Vogels et al., PowerSGD, arXiv:1905.13727; Hanlin Tang et al., 1-bit Adam,
+    arXiv:2102.02888.
 
     Args:
-        gradients: Codec of gradients: bf16, int8, fp8 or int4, or `module:callable`, which is given `block` and returns
-            a `composer3d.Codec`; default: they are exchanged in their own dtype.
+        gradients: Codec of gradients: bf16, int8, fp8, int4, powersgd, topk or onebit, or `module:callable`, which is
+            given `block` and returns a `composer3d.Codec`; default: they are exchanged in their own dtype. onebit is
+            for optimizers whose second moment stands still.
         weights: Codec of gathered weights: int8 or fp8, or `module:callable`; default: they are gathered in their own
             dtype.
-        block: Elements that share a scale.
+        axes: Axes over which gradients are compressed: dp_shard, dp_replicate; default: those with several ranks.
+        block: Elements that share a scale, or of which topk sends some.
         rounding: Of integers; stochastic rounding is unbiased, and its error up to twice as large.
+        rank: Of powersgd's matrices; default: 4.
+        ratio: Part of the elements that topk sends; default: 0.01.
+        error_feedback: Whether what is lost is sent later; default: with powersgd, topk and onebit.
         start_step: First step that is compressed; those before exchange everything as it is.
         min_numel: Units with fewer elements are exchanged as they are.
     """
 
     gradients: str | None = None
     weights: str | None = None
+    axes: tuple[str, ...] | None = None
     block: int = Field(default=256, ge=8, le=1 << 20)
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    rank: int | None = Field(default=None, ge=1, le=1 << 12)
+    ratio: float | None = Field(default=None, gt=0, le=1)
+    error_feedback: bool | None = None
     start_step: int = Field(default=0, ge=0)
     min_numel: int = Field(default=0, ge=0)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse what would compress nothing."""
+        self._refuse_unknown()
+        self._refuse_without_effect()
+        axes = self._axes(context)
+        if self._has_feedback and SHARDS in axes:
+            raise PluginError(
+                f"error feedback over {SHARDS}: every rank sends a part of the gradient to all others, so that what it "
+                "loses would be the whole gradient on every rank",
+                hint=f'write axes = ["{REPLICAS}"], or a codec that does without, as gradients = "int8"',
+            )
+        if self.gradients == "powersgd" and SHARDS in axes:
+            raise PluginError(
+                f'gradients = "powersgd" over {SHARDS}: its products are of whole matrices, of which a rank keeps a '
+                "shard, so that all of them would be sent to all ranks",
+                hint=f'write axes = ["{REPLICAS}"], or another codec',
+            )
+        if SHARDS in axes:
+            context.claim("reduce_scatter", by=self)
+        if self.weights is not None:
+            context.claim("all_gather", by=self)
+        own = {each.name: getattr(self, each.name) for each in fields(Options)}
+        context.state[self] = Wire(Options(**{**own, "error_feedback": self._has_feedback}), context)
+
+    @hookimpl
+    def composer3d_collectives(self, context: RunContext) -> Transform:
+        """Replace the collectives of all units, and of buckets."""
+        if self._has_feedback and context.claimants("grad_scaler"):
+            raise PluginError(
+                "error feedback adds what a step has left over to the next one, and "
+                f"{context.claimants('grad_scaler')[0]} scales the losses of both by factors of its own",
+                hint="compute in bfloat16, which needs no scale, or write error_feedback = false",
+            )
+        return Transform(
+            name="compression",
+            phase=Phase.COMMUNICATE,
+            select=lambda model, context: context.units(None),
+            apply=self._apply,
+            uses=tuple(dict.fromkeys([*self._axes(context), *((SHARDS,) if self.weights is not None else ())])),
+        )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
+        """Begin with the first step that is compressed; draw for stochastic rounding by step and rank."""
+        actions = []
+        if self.start_step or self.rounding != "nearest" or self._keeps_state:
+            actions.append(StepAction(name="compression", point=StepPoint.BEGIN, run=self._begin, gradients=False))
+        if self._keeps_state:
+            taken = StepAction(
+                name="compression.taken", point=StepPoint.AFTER_OPTIMIZER, run=self._taken, gradients=False
+            )
+            actions.append(taken)
+        return actions
+
+    @hookimpl
+    def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful] | None:
+        """Save what error feedback owes, and the factors of powersgd."""
+        wire: Wire = context.state[self]
+        wire.allocate()
+        held: dict[str, Stateful | None] = {"residuals": wire.residuals, "factors": wire.factors}
+        return {name: state for name, state in held.items() if state is not None} or None
+
+    @hookimpl
+    def composer3d_optimizer(
+        self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Refuse optimizers whose second moment goes on with signs."""
+        if self.gradients == "onebit":
+            refuse_moving_variance(cls, groups, start_step=self.start_step)
+
+    @property
+    def _has_feedback(self) -> bool:
+        return self.gradients in BIASED if self.error_feedback is None else self.error_feedback
+
+    @property
+    def _keeps_state(self) -> bool:
+        return self._has_feedback or self.gradients == "powersgd"
+
+    def _refuse_unknown(self) -> None:
         if self.gradients is None and self.weights is None:
             raise PluginError(
                 "neither gradients nor weights are to be compressed", hint='write gradients = "int8", for example'
@@ -95,130 +180,82 @@ class Compression:
                     f'{what} = "{name}" is no codec',
                     hint=f"write {', '.join(known[:-1])} or {known[-1]}, or a codec of your own as module:callable",
                 )
+
+    def _refuse_without_effect(self) -> None:
         if self.rounding == "stochastic" and not {self.gradients, self.weights} & set(INTEGERS):
             raise PluginError(
                 'rounding = "stochastic" is for integers, and none are on the wire',
                 hint='write gradients = "int8", or leave rounding out',
             )
-        if SHARDS not in context.owners:
+        for key, of in (("rank", "powersgd"), ("ratio", "topk")):
+            if getattr(self, key) is not None and self.gradients != of:
+                raise PluginError(f'{key} has no effect without gradients = "{of}"', hint=f"leave {key} out")
+        if self.error_feedback is not None and self.gradients is None:
             raise PluginError(
-                f"no plugin of this manifest shards parameters over {SHARDS}, whose exchanges are what is compressed",
-                hint="add a table of the family sharding that owns it: composer3d plugins lists them",
+                "error_feedback is of gradients, and they are not compressed", hint='write gradients = "int8"'
             )
-        axes = (SHARDS, *context.layout.names(Role.SEQUENCE))
-        if all(context.degrees[axis] == 1 for axis in axes):
+
+    def _axes(self, context: RunContext) -> tuple[str, ...]:
+        """Return the axes over which gradients are compressed."""
+        is_sharded = SHARDS in context.owners
+        positions = context.layout.names(Role.SEQUENCE)
+        # Ranks with other positions of the same samples are with the shards, or with the replicas where there are none.
+        beside = {SHARDS: positions if is_sharded else (), REPLICAS: () if is_sharded else positions}
+        sent = [axis for axis in (SHARDS, REPLICAS) if axis in context.owners]
+        busy = [axis for axis in sent if any(context.degrees[each] > 1 for each in (axis, *beside[axis]))]
+        gathered = (SHARDS,) if self.weights is not None else ()
+        for axis in self.axes or ():
+            if axis not in (SHARDS, REPLICAS):
+                raise PluginError(
+                    f'axes = ["{axis}"]: data parallelism sends nothing over {axis}',
+                    hint=f"gradients are reduced over {SHARDS} and {REPLICAS}",
+                )
+        for axis in (*(self.axes or ()), *gathered):
+            if axis not in sent:
+                raise PluginError(
+                    f"no plugin of this manifest {'shards' if axis == SHARDS else 'replicates'} parameters over "
+                    f"{axis}, whose exchanges are what is compressed",
+                    hint="add a table of the family sharding that owns it: composer3d plugins lists them",
+                )
+            if axis not in busy:
+                raise _nothing_sent(context, [axis, *beside[axis]])
+        if self.axes is not None and self.gradients is None:
+            raise PluginError("axes are of gradients, and they are not compressed", hint="leave axes out")
+        if not sent:
             raise PluginError(
-                f"{' and '.join(f'{axis} = 1' for axis in axes)}: no rank sends anything that could be compressed",
-                hint=f"raise {SHARDS}, or remove this table",
+                "no plugin of this manifest shards or replicates parameters, whose exchanges are what is compressed",
+                hint="add a table of the family sharding: composer3d plugins lists them",
             )
-        if self.gradients is not None:
-            context.claim("reduce_scatter", by=self)
-        if self.weights is not None:
-            context.claim("all_gather", by=self)
-        context.state[self] = Wire(self, context)
-
-    @hookimpl
-    def composer3d_collectives(self, context: RunContext) -> Transform:
-        """Replace the collectives of all units."""
-        return Transform(
-            name="compression",
-            phase=Phase.COMMUNICATE,
-            select=lambda model, context: context.units(None),
-            apply=self._apply,
-            uses=(SHARDS,),
-        )
-
-    @hookimpl
-    def composer3d_step_actions(self, context: RunContext) -> StepAction | None:
-        """Begin with the first step that is compressed; draw for stochastic rounding by step and rank."""
-        if not self.start_step and self.rounding == "nearest":
-            return None
-        return StepAction(name="compression", point=StepPoint.BEGIN, run=self._begin)
+        if not busy:
+            raise _nothing_sent(context, [*sent, *positions])
+        if self.gradients is None:
+            return ()
+        return tuple(busy if self.axes is None else self.axes)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         wire: Wire = context.state[self]
+        axes = self._axes(context)
         for module in model.modules():
             unit = context.stash(Units).by_module.get(module)
             if unit is None:
                 continue
-            if self.gradients is not None:
+            if SHARDS in axes:
                 unit.set_reduce_scatter(wire.reduce_scatter)
             if self.weights is not None:
                 unit.set_all_gather(wire.all_gather)
+        if REPLICAS in axes:
+            wire.replace_all_reduces()
         return list(fqns)
 
     def _begin(self, state: StepState) -> None:
         state.context.state[self].begin(state.step)
 
-
-class Wire:
-    """Codecs of a run, and whether they are in use.
-
-    Args:
-        options: The plugin.
-        context: Of the run.
-    """
-
-    def __init__(self, options: Compression, context: RunContext) -> None:
-        import torch
-
-        self._options, self._context = options, context
-        self._coded = context.stash(CodedCollectives)
-        self._is_begun = True
-        is_random = options.rounding == "stochastic"
-        self._generator = torch.Generator(device=context.device) if is_random else None
-        self._codecs: dict[Travelling, Codec] = {}
-        if options.gradients is not None:
-            self._codecs["gradients"] = self._made(options.gradients)
-        if options.weights is not None:
-            self._codecs["weights"] = self._made(options.weights)
-        self.reduce_scatter = CodedReduceScatter(
-            codec=lambda numel: self._codec("gradients", numel),
-            note=lambda group, length: self._note("gradients", group, length),
-        )
-        self.all_gather = CodedAllGather(
-            codec=lambda numel: self._codec("weights", numel),
-            note=lambda group, length: self._note("weights", group, length),
-        )
-
-    def begin(self, step: int) -> None:
-        """Begin a step; plans and verify show what a run does once it compresses."""
-        self._is_begun = step >= self._options.start_step or self._context.purpose != "run"
-        if self._generator is not None:
-            seed = self._context.manifest.train.seed
-            self._generator.manual_seed(seed_of(seed, "compression", step, self._context.rank))
-
-    def _made(self, name: str) -> Codec:
-        if ":" not in name:
-            return make_codec(name, block=self._options.block, generator=self._generator)
-        made = resolve_reference(name, self._context.manifest.document.folder)(block=self._options.block)
-        lacking = [
-            each for each in ("num_bytes", "encode", "decode", "bound", "is_repeatable") if not hasattr(made, each)
-        ]
-        if lacking:
-            raise PluginError(
-                f'"{name}" returns {type(made).__name__}, which has no {" and no ".join(lacking)}',
-                hint="composer3d.Codec lists what a codec has",
-            )
-        found: Codec = made
-        return found
-
-    def _codec(self, what: Travelling, numel: int) -> Codec | None:
-        if self._coded.is_exact or not self._is_begun or numel < self._options.min_numel:
-            return None
-        return self._codecs[what]
-
-    def _note(self, what: Travelling, group: Any, length: int) -> None:
-        codec = self._codecs[what]
-        found = self._coded.exchanges.setdefault(
-            (what, group.group_name),
-            CodedExchange(what=what, codec=codec, group=group, run=_run_of(what, codec, group)),
-        )
-        found.lengths.add(length)
+    def _taken(self, state: StepState) -> None:
+        state.context.state[self].taken()
 
 
-def _run_of(what: Travelling, codec: Codec, group: Any) -> Any:
-    def run(x: Tensor) -> Tensor:
-        return reduce_rows(x, codec, group) if what == "gradients" else gather_rows(x, codec, group)
-
-    return run
+def _nothing_sent(context: RunContext, axes: Sequence[str]) -> PluginError:
+    alone = " and ".join(f"{axis} = 1" for axis in dict.fromkeys(axes) if axis in context.degrees)
+    return PluginError(
+        f"{alone}: no rank sends anything that could be compressed", hint=f"raise {axes[0]}, or remove this table"
+    )

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from composer3d_plugins.communication.compression.biased_codecs import Largest, Signs
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -170,12 +172,13 @@ class Float8Blocks:
         return x_RN.abs() / 16 + _scaled(x_RN, self.block, _LARGEST_FLOAT8, 2.0**-10)
 
 
-def make_codec(name: str, *, block: int, generator: torch.Generator | None = None) -> Codec:
+def make_codec(name: str, *, block: int, generator: torch.Generator | None = None, ratio: float = 0.01) -> Codec:
     """Return a codec by its name in the manifest.
 
     Args:
-        name: bf16, int8, int4 or fp8.
+        name: bf16, int8, int4, fp8, topk or onebit.
         block: Elements that share a scale.
+        ratio: Part of the elements that topk sends.
         generator: For stochastic rounding of integers; None rounds to nearest.
     """
     import torch
@@ -184,6 +187,10 @@ def make_codec(name: str, *, block: int, generator: torch.Generator | None = Non
         return Cast(dtype=torch.bfloat16)
     if name == "fp8":
         return Float8Blocks(block=block)
+    if name == "topk":
+        return Largest(ratio=ratio, block=block)
+    if name == "onebit":
+        return Signs(block=block)
     return IntegerBlocks(bits={"int8": 8, "int4": 4}[name], block=block, generator=generator)
 
 

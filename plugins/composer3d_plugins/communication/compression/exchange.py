@@ -1,6 +1,6 @@
-"""Collectives of FSDP2's units with a codec on the wire: all-to-alls that reduce, and all-gathers of shards.
+"""Collectives with a codec on the wire: all-to-alls that reduce, all-gathers of shards, and means of replicas.
 
-Shapes: W ranks of the group; N elements of a shard.
+Shapes: W ranks of the group; N elements of a shard, or of a replica's gradient; L of one of its W chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from composer3d import Codec
 
-__all__ = ["CodedAllGather", "CodedReduceScatter", "gather_rows", "reduce_rows"]
+__all__ = ["CodedAllGather", "CodedReduceScatter", "Owed", "gather_rows", "mean_of_replicas", "reduce_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,15 +128,75 @@ def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any) -> Tensor:
     return total
 
 
-def gather_rows(x_N: Tensor, codec: Codec, group: Any) -> Tensor:
-    """Return every rank's row as it was decoded, float32 WN.
+def gather_rows(x_N: Tensor, codec: Codec | None, group: Any) -> Tensor:
+    """Return every rank's row as it was decoded, float32 WN; without a codec as it was.
 
     Collectives: one all-gather.
     """
     import torch
 
     with torch_compat.without_torch_functions():
-        sent = codec.encode(x_N.view(1, -1))
+        sent = x_N.view(1, -1) if codec is None else codec.encode(x_N.view(1, -1))
         received = torch.empty(group.size() * sent.numel(), dtype=sent.dtype, device=sent.device)
         torch_compat.all_gather_single(received, sent.view(-1), group=group, async_op=False)
-        return codec.decode(received.view(group.size(), -1), x_N.numel())
+        received_WP = received.view(group.size(), -1)
+        return received_WP if codec is None else codec.decode(received_WP, x_N.numel())
+
+
+@dataclass(kw_only=True, eq=False)
+class Owed:
+    """What earlier exchanges of a gradient have left over, which the next one sends.
+
+    Attributes:
+        sender_N: This rank's part of the mean, W times over: what encoding its gradient has lost.
+        owner_N: What encoding the mean of this rank's chunk has lost. Outside of the chunk there is only what a run
+            with other chunks has left.
+    """
+
+    sender_N: Tensor
+    owner_N: Tensor
+
+
+def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | None = None) -> Tensor:
+    """Return the mean of all ranks' tensors, the same bits on all of them: N, float32, or float64 without a codec.
+
+    Each of W chunks goes encoded to its owner, who decodes and adds them in the order of ranks, and sends their mean,
+    encoded, to all.
+
+    Args:
+        x_N: This rank's.
+        codec: Of what travels; None sends the elements as they are.
+        group: Process group of W ranks.
+        owed: Is added, and replaced by what this exchange leaves over; None drops it.
+
+    Memory: three times the tensor. Collectives: one all-to-all, and one all-gather.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    num_ranks, numel = group.size(), x_N.numel()
+    length = -(-numel // num_ranks)
+    here = slice(group.rank() * length, (group.rank() + 1) * length)
+    x_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
+    left_L: Tensor | float = 0.0
+    with torch_compat.without_torch_functions():
+        if owed is not None:
+            left_L = _padded(owed.owner_N[here], length)
+            owed.owner_N[here] = 0.0
+            x_N = x_N + owed.sender_N + num_ranks * owed.owner_N  # a mean is over ranks
+        x_WL = pad(x_N, (0, num_ranks * length - numel)).view(num_ranks, length)
+        mean_L = reduce_rows(x_WL, codec, group) / num_ranks + left_L
+        gathered_WL = gather_rows(mean_L, codec, group)
+        if owed is not None:
+            decoded_WL = x_WL if codec is None else codec.decode(codec.encode(x_WL), length)
+            owed.sender_N.copy_(x_N - decoded_WL.reshape(-1)[:numel])
+            owed.owner_N.zero_()
+            owned = owed.owner_N[here]
+            owned.copy_((mean_L - gathered_WL[group.rank()])[: owned.numel()])
+        return gathered_WL.reshape(-1)[:numel]
+
+
+def _padded(x_N: Tensor, length: int) -> Tensor:
+    import torch
+
+    return torch.nn.functional.pad(x_N, (0, length - x_N.numel()))

@@ -1,0 +1,80 @@
+"""Reductions of gradients over replicas, which FSDP2 and DistributedDataParallel make themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from composer3d.torch_compat.layouts import fsdp_groups
+
+__all__ = ["replace_all_reduce", "replace_bucket_reduction", "replica_groups", "unit_parameters"]
+
+
+def replica_groups(module: Any) -> list[Any]:
+    """Return the process groups over which a unit of FSDP2 reduces replicas; private (torch 2.11-2.15)."""
+    infos = [group.mesh_info for group, _, _ in fsdp_groups(module)]
+    return [info.replicate_process_group for info in infos if hasattr(info, "replicate_process_group")]
+
+
+def unit_parameters(module: Any) -> list[Any]:
+    """Return the parameters of a unit of FSDP2 that are trained, in the order of its buffers (torch 2.11-2.15)."""
+    found = [parameter.sharded_param for group, _, _ in fsdp_groups(module) for parameter in group.fsdp_params]
+    return [parameter for parameter in found if parameter.requires_grad]
+
+
+def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[Any, Any]], Any], None]) -> None:
+    """Let a unit of FSDP2 reduce over replicas by a function, in the place of the all-reduce of torch.
+
+    torch lets nobody replace that. So the group of the unit takes its mesh for one of shards alone, and the function is
+    its hook, which follows a reduce-scatter; parameters stay on the mesh that they have. Groups, and the classes of
+    their meshes, are private (torch 2.11-2.15).
+
+    Args:
+        module: A unit with replicas.
+        all_reduce: Called with the reduced buffer, the sharded parameters with their gradients in it, and the process
+            group of replicas.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    ((group, _, _),) = fsdp_groups(module)
+    both = group.mesh_info
+    shards: Any = copy.copy(both)
+    shards.__class__ = common.FSDPMeshInfo if isinstance(both, common.FSDPMeshInfo) else common.DataParallelMeshInfo
+    if group.post_forward_mesh_info is both:
+        group.post_forward_mesh_info = shards
+    group.mesh_info = shards
+
+    def hook(buffer: Any) -> None:
+        pairs, start = [], 0
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param"):
+                piece = buffer.narrow(0, start, parameter.sharded_size.numel())
+                pairs.append((parameter.sharded_param, piece.view(parameter.sharded_size)))
+                start += parameter.padded_sharded_param_size.numel()
+        assert start == buffer.numel(), "the unit packs the gradients of all parameters that are trained"
+        all_reduce(buffer, pairs, both.replicate_process_group)
+
+    module.set_all_reduce_hook(hook)
+
+
+def replace_bucket_reduction(
+    module: Any, all_reduce: Callable[[Any, Sequence[tuple[Any, Any]], Any], None], group: Any
+) -> None:
+    """Let buckets of a module that `replicate_buckets` was given be reduced by a function; see `replace_all_reduce`.
+
+    Args:
+        module: Before its first forward.
+        all_reduce: Called with the buffer of a bucket, its parameters with their gradients, and the process group.
+        group: Process group of replicas.
+    """
+    import torch
+
+    def hook(_: Any, bucket: Any) -> Any:
+        all_reduce(bucket.buffer(), list(zip(bucket.parameters(), bucket.gradients(), strict=True)), group)
+        reduced: Any = torch.futures.Future()
+        reduced.set_result(bucket.buffer())
+        return reduced
+
+    hook.__annotations__ = {}  # as strings, the reducer would refuse them
+    module.register_comm_hook(None, hook)

@@ -1,0 +1,90 @@
+"""All-reduces of gradients over replicas with a codec on the wire, or as products of low rank, with error feedback.
+
+Shapes: N elements of a buffer of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d_plugins.communication.compression.exchange import Owed, mean_of_replicas
+from composer3d_plugins.communication.compression.low_rank import LowRank
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d import Codec
+    from composer3d_plugins.communication.compression.residuals import Residuals
+
+__all__ = ["ReplicaMeans", "mean_by"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaMeans:
+    """The mean over replicas, in the place of a data-parallel plugin's all-reduce.
+
+    Args:
+        method: Given the elements of a unit, or a bucket, returns how it travels; None sends it as it is, by the
+            all-reduce that it has without compression.
+        note: Called with the process group and N where it is compressed.
+        residuals: Of error feedback; None does without.
+        name_of: Returns the name of a parameter's factors.
+    """
+
+    method: Callable[[int], Codec | LowRank | None]
+    note: Callable[[Any, int], None]
+    residuals: Residuals | None
+    name_of: Callable[[nn.Parameter], str]
+
+    def __call__(self, buffer_N: Tensor, gradients: Sequence[tuple[nn.Parameter, Tensor]], group: Any) -> None:
+        """Take the mean in place; see `composer3d.communication.AllReduce`."""
+        import torch
+        import torch.distributed as dist
+
+        numel = sum(gradient.numel() for _, gradient in gradients)
+        method = self.method(numel)
+        if method is None or not numel:
+            dist.all_reduce(buffer_N, op=dist.ReduceOp.AVG, group=group)
+            return
+        self.note(group, numel)
+        # Buckets are formed again, in another order, after the first backward of every run: a resumed one's, too.
+        gradients = sorted(gradients, key=lambda pair: self.name_of(pair[0]))
+        parameters = [parameter for parameter, _ in gradients]
+        with torch.no_grad():
+            named = {self.name_of(parameter): gradient for parameter, gradient in gradients}
+            owed = None if self.residuals is None else self.residuals.owed(parameters)
+            mean_N = mean_by(method, named, group, owed)
+            if self.residuals is not None and owed is not None:
+                self.residuals.put(parameters, owed)
+            for (_, gradient), piece in zip(gradients, mean_N.split([g.numel() for _, g in gradients]), strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+
+def mean_by(method: Codec | LowRank, gradients: Mapping[str, Tensor], group: Any, owed: Owed | None) -> Tensor:
+    """Return the mean over replicas, N, the same bits on all of them.
+
+    Args:
+        method: A codec of rows, or products of low rank.
+        gradients: This rank's, by names that all replicas have.
+        group: Process group of the replicas.
+        owed: As of `mean_of_replicas`.
+    """
+    import torch
+
+    x_N = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+    x_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
+    if not isinstance(method, LowRank):
+        return mean_of_replicas(x_N, method, group, owed)
+    if owed is not None:
+        x_N = x_N + owed.sender_N + group.size() * owed.owner_N
+        owed.owner_N.zero_()
+    pieces = x_N.split([gradient.numel() for gradient in gradients.values()])
+    # In memory of its own: how a product is summed depends on where a matrix begins, and on what is sent beside it.
+    named = {name: piece.view(gradients[name].shape).clone() for name, piece in zip(gradients, pieces, strict=True)}
+    means = method.means(named, group)
+    mean_N = torch.cat([means[name].reshape(-1) for name in named])
+    if owed is not None:
+        owed.sender_N.copy_(x_N - mean_N)
+    return mean_N
