@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,8 +40,6 @@ class EMA:
 
     def update(self, step: int) -> None:
         """Take the weights in after the optimizer's step number `step`, counted from 0."""
-        from composer3d import torch_compat
-
         if (step + 1) % self._every:
             return
         averages, weights = self._locals()
@@ -77,7 +77,8 @@ class EMA:
     def _locals(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's shards of averages and weights, without the empty ones."""
         weights = dict(self._run.named_parameters())
-        pairs = [(_local(average), _local(weights[fqn].detach())) for fqn, average in self._averages.items()]
+        local = torch_compat.local_of
+        pairs = [(local(average), local(weights[fqn].detach())) for fqn, average in self._averages.items()]
         pairs = [(average, weight) for average, weight in pairs if weight.numel()]
         return [average for average, _ in pairs], [weight for _, weight in pairs]
 
@@ -86,9 +87,3 @@ def _widened(tensor: Tensor) -> Tensor:
     import torch
 
     return tensor.to(torch.float32, copy=True) if tensor.dtype.itemsize < 4 else tensor.clone()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

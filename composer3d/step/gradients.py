@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, Role
+from composer3d.torch_compat import local_of as local
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,6 @@ __all__ = [
 ]
 
 Apart = Mapping[int, tuple[str, ...]]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor; any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_up(numbers: Tensor, *, context: RunContext) -> None:

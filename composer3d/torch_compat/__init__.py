@@ -39,6 +39,7 @@ from composer3d.torch_compat.layouts import (
     fsdp_buffers,
     fsdp_groups,
     held_tensor,
+    local_of,
     mark_unsharded,
     replace_collective,
     replicate_buckets,
@@ -160,6 +161,7 @@ from composer3d.torch_compat.whole import whole_parameters
 __all__ = [
     "drawing_operators",
     "handle_operators",
+    "local_of",
     "mixable_operators",
     "outside_transforms",
     "torch_handled",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "ShardOf",
@@ -15,6 +18,7 @@ __all__ = [
     "fsdp_buffers",
     "fsdp_groups",
     "held_tensor",
+    "local_of",
     "mark_unsharded",
     "replicate_buckets",
     "replicate_units",
@@ -230,6 +234,13 @@ def held_tensor(tensor: Any) -> Any:
     `to_local` makes a view, which has none of them (torch 2.11-2.15). A plain tensor is returned as it is.
     """
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor, a view with a gradient of its own; any other tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(tensor: Any, local: Any) -> Any:

@@ -25,6 +25,7 @@ from composer3d import (
     hookimpl,
     plugin,
     select_fqns,
+    torch_compat,
 )
 
 if TYPE_CHECKING:
@@ -376,10 +377,7 @@ class Islands:
 
 
 def _local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return found.detach()
+    return torch_compat.local_of(tensor).detach()
 
 
 def _wide(tensor: Any) -> Tensor:

@@ -141,19 +141,21 @@ class _Watch:
     def _known(self) -> list[tuple[str, Any]]:
         """Return local tensors whose use is known."""
         import torch
-        from torch.distributed.tensor import DTensor
 
-        def local(tensor: Any) -> Any:
-            return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        from composer3d import torch_compat
 
         found: list[tuple[str, Any]] = []
         for part in self._context.parts:
             parameters = list(part.module.parameters())
-            found += [("parameters", local(p.detach())) for p in parameters]
-            found += [("gradients", local(p.grad)) for p in parameters if p.grad is not None]
-            found += [("buffers", local(buffer)) for buffer in part.module.buffers()]
+            found += [("parameters", torch_compat.local_of(p.detach())) for p in parameters]
+            found += [("gradients", torch_compat.local_of(p.grad)) for p in parameters if p.grad is not None]
+            found += [("buffers", torch_compat.local_of(buffer)) for buffer in part.module.buffers()]
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
-            found += [("optimizer", local(value)) for value in values.values() if isinstance(value, torch.Tensor)]
+            found += [
+                ("optimizer", torch_compat.local_of(value))
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            ]
         return found
 
     def close(self) -> None:

@@ -233,7 +233,8 @@ def _offloading(
         run = traffic.last = Run(fqn, traffic.last)
         # Until the unit is done its saved storages are kept, so that none is taken for another at the same address.
         known: dict[tuple[int, int], tuple[Away, Tensor]] = {}
-        stay = {torch_compat.storage_key(_local(each)) for each in (*unit.parameters(), *model.buffers())}
+        held = (torch_compat.local_of(each) for each in (*unit.parameters(), *model.buffers()))
+        stay = set(map(torch_compat.storage_key, held))
 
         def pack(tensor: Tensor) -> Any:
             with torch_compat.without_torch_functions():  # a propagation shows sizes of more than this rank has
@@ -242,7 +243,7 @@ def _offloading(
         def sent(tensor: Tensor) -> Any:
             if type(tensor) not in (torch.Tensor, DTensor) or tensor.is_sparse:
                 return tensor
-            local = _local(tensor.detach())
+            local = torch_compat.local_of(tensor.detach())
             storage = local.untyped_storage()
             if type(local) is not torch.Tensor or (traffic.transfers.is_device and local.device.type == "cpu"):
                 return tensor
@@ -392,9 +393,3 @@ def _as_bytes(local: Tensor) -> Tensor:
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
-
-
-def _local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

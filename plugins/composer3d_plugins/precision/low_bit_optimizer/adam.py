@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d_plugins.precision.low_bit_optimizer.moments import Format, dequantised, kept_above_zero, requantise_
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _plain_state(states: Any, *, write: bool) -> Iterator[None]:
         yield
         if write:
             for state, name, moment in kept:
-                values = _local(state[name])
+                values = torch_compat.local_of(state[name])
                 requantise_(moment, values if name == "exp_avg" else kept_above_zero(moment, values))
     finally:
         for state, name, moment in kept:
@@ -83,7 +84,7 @@ def _plain_state(states: Any, *, write: bool) -> Iterator[None]:
 def _initialise(state: dict[str, Any], parameter: Tensor, form: Format, *, has_max: bool) -> None:
     import torch
 
-    local = _local(parameter)
+    local = torch_compat.local_of(parameter)
     state["step"] = torch.tensor(0.0)
     state["exp_avg"] = form.zeros(local, signed=True)
     state["exp_avg_sq"] = form.zeros(local, signed=False)
@@ -99,10 +100,10 @@ def _update(parameter: Any, state: dict[str, Any], group: dict[str, Any], *, dec
     import torch
 
     state["step"] += 1
-    local, (beta1, beta2) = _local(parameter), group["betas"]
+    local, (beta1, beta2) = torch_compat.local_of(parameter), group["betas"]
     # Numbers of no dims, as torchao has them: in Python the rate would be rounded elsewhere.
     lr, step = torch.as_tensor(group["lr"], dtype=torch.float32), state["step"]
-    values, grad = local.float(), _local(parameter.grad).float()
+    values, grad = local.float(), torch_compat.local_of(parameter.grad).float()
     if decays_weights:
         values = values - lr * group["weight_decay"] * values
     else:
@@ -116,12 +117,6 @@ def _update(parameter: Any, state: dict[str, Any], group: dict[str, Any], *, dec
         state["max_exp_avg_sq"].copy_(kept_above_zero(state["max_exp_avg_sq"], square))
     denominator = (square.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
     local.copy_(values - lr * (mean / (1 - beta1**step)) / denominator)
-
-
-def _local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: Any, local: torch.Tensor) -> Tensor:

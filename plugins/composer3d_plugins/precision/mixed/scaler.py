@@ -53,7 +53,7 @@ class DynamicScaler:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    local = _local(parameter.grad)
+                    local = torch_compat.local_of(parameter.grad)
                     if local.numel():
                         grads[local.dtype, local.device].append(local)
         finite = True
@@ -91,9 +91,3 @@ class DynamicScaler:
         """Restore the scale and its counters."""
         self.factor, self.num_good = float(state["scale"]), int(state["num_good"])
         self.num_overflows = int(state["num_overflows"])
-
-
-def _local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

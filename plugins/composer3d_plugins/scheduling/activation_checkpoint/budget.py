@@ -321,23 +321,13 @@ def _guessed_s(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     import torch
 
     leaves = torch_compat.tree_leaves((args, kwargs, result))
-    num_bytes = sum(_local(each).nbytes for each in leaves if isinstance(each, torch.Tensor))
+    num_bytes = sum(torch_compat.held_tensor(each).nbytes for each in leaves if isinstance(each, torch.Tensor))
     return (torch_compat.num_flops(operator, args, kwargs, result) + 100.0 * num_bytes) * 1e-14
 
 
 def _key(tensor: Any) -> int:
-    return torch_compat.storage_key(_local(tensor))
+    return torch_compat.storage_key(torch_compat.held_tensor(tensor))
 
 
 def _bytes(tensor: Any) -> int:
-    return int(_local(tensor).untyped_storage().nbytes())
-
-
-def _local(tensor: Any) -> Tensor:
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    return int(torch_compat.held_tensor(tensor).untyped_storage().nbytes())

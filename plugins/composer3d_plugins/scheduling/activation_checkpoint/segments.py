@@ -176,7 +176,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same memory seen alike: FSDP2 passes a block's inputs on as views."""
     if one is other:
         return True
-    one, other = _local(one), _local(other)
+    one, other = torch_compat.held_tensor(one), torch_compat.held_tensor(other)
     return (
         torch_compat.storage_key(one) == torch_compat.storage_key(other)
         and (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
@@ -231,13 +231,3 @@ def _autocast(*trees: Any) -> Callable[[], contextlib.AbstractContextManager[Any
         return contextlib.nullcontext
     dtype = torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype)
-
-
-def _local(tensor: Any) -> Tensor:
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()

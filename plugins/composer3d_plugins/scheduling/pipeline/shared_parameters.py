@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Part, RunContext, StepState, TransformError, all_gather_json
+from composer3d import Part, RunContext, StepState, TransformError, all_gather_json, torch_compat
 
 __all__ = ["Ties"]
 
@@ -102,18 +102,18 @@ class Ties:
                 continue
             if tie.group is not None and not self._checked:
                 _check_alike(tie, copies[0])
-            total = torch.zeros_like(_local(copies[0]))
+            total = torch.zeros_like(torch_compat.local_of(copies[0]))
             for copy in copies:
                 if copy.grad is not None:
                     _settle(copy)
-                    total += _local(copy.grad)
+                    total += torch_compat.local_of(copy.grad)
             if tie.group is not None:
                 with state.context.span("all_reduce", group="ties", axis="pp", bytes=total.nbytes):
                     dist.all_reduce(total, group=tie.group)
             first, *others = copies
             if first.grad is None:
                 first.grad = torch.zeros_like(first)
-            _local(first.grad).copy_(total)
+            torch_compat.local_of(first.grad).copy_(total)
             for other in others:
                 other.grad = None  # no optimizer has it, so nobody else would
         self._checked = True
@@ -124,11 +124,7 @@ class Ties:
             for tie in self._ties:
                 first, *others = (part.module.get_parameter(name) for part, name in tie.held)
                 for other in others:
-                    _local(other).copy_(_local(first))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    torch_compat.local_of(other).copy_(torch_compat.local_of(first))
 
 
 def _settle(copy: nn.Parameter) -> None:
@@ -140,7 +136,9 @@ def _settle(copy: nn.Parameter) -> None:
 def _check_alike(tie: _Tie, copy: nn.Parameter) -> None:
     """Refuse replicas of different placements. Collectives: one, in the first step."""
     placements = str(copy.placements) if isinstance(copy, DTensor) else "plain"
-    layouts = all_gather_json(f"{placements} with local shape {tuple(_local(copy).shape)}", group=tie.group)
+    layouts = all_gather_json(
+        f"{placements} with local shape {tuple(torch_compat.local_of(copy).shape)}", group=tie.group
+    )
     if len(set(layouts)) > 1:
         raise TransformError(
             f'"{tie.fqn}" is one tensor on several stages, which are placed as '

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
+
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 __all__ = ["cut"]
 
@@ -36,7 +38,5 @@ def cut(groups: list[dict[str, Any]], kept: Set[nn.Parameter], piece_bytes: int)
 
 
 def _bytes(parameter: Any) -> int:
-    from torch.distributed.tensor import DTensor
-
-    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = torch_compat.local_of(parameter)
     return local.numel() * local.element_size()

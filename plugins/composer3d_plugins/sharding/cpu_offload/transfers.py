@@ -30,11 +30,11 @@ class Transfers(ABC):
 
     def store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Start copying a piece back, as (host, device) pairs; complete after `finish`."""
-        self._store(index, [(_local(host), _local(tensor)) for host, tensor in pairs])
+        self._store(index, [(torch_compat.local_of(host), torch_compat.local_of(tensor)) for host, tensor in pairs])
 
     def allocate(self, tensor: Tensor) -> Tensor:
         """Return host memory for a device tensor, with its placements."""
-        return _with_local(tensor, self._allocate(_local(tensor)))
+        return _with_local(tensor, self._allocate(torch_compat.local_of(tensor)))
 
     @abstractmethod
     def wait(self, index: int) -> None:
@@ -79,7 +79,7 @@ class HostTransfers(Transfers):
         if index == 0:
             self.log.clear()
         self.log.append(("fetch", index))
-        moved = [_local(tensor).clone() for tensor in tensors]
+        moved = [torch_compat.local_of(tensor).clone() for tensor in tensors]
         self._here[index] = sum(each.numel() * each.element_size() for each in moved)
         self.largest_bytes = max(self.largest_bytes, sum(self._here.values()))
         return moved
@@ -137,7 +137,7 @@ class StreamTransfers(Transfers):
         if index in self._stored:
             self._in.wait_event(self._stored[index])
         with torch.cuda.stream(self._in):
-            moved = [_local(tensor).to(self._device, non_blocking=True) for tensor in tensors]
+            moved = [torch_compat.local_of(tensor).to(self._device, non_blocking=True) for tensor in tensors]
             self._arrived[index] = self._in.record_event()
         return moved
 
@@ -165,12 +165,6 @@ class StreamTransfers(Transfers):
         import torch
 
         return torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
-
-
-def _local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_local(tensor: Any, local: Tensor) -> Tensor:

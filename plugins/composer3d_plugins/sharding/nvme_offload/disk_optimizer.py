@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import StateFile
 from composer3d_plugins.sharding.nvme_offload.disk_buffers import Buffer, Buffers
-from composer3d_plugins.sharding.nvme_offload.file_layout import Fields, Layout, Member, cut, cut_as, local, moments
+from composer3d_plugins.sharding.nvme_offload.file_layout import Fields, Layout, Member, cut, cut_as, moments
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -119,7 +119,7 @@ class Stepper:
             self._buffers.give(buffer, [])
             buffer = self._buffers.take(layout.num_bytes, self._file)
         for member, name, position, dtype in layout.places:
-            view, value = buffer.view(position, member.num_elements, dtype), local(values[member][name])
+            view, value = buffer.view(position, member.num_elements, dtype), torch_compat.local_of(values[member][name])
             if not _is_same(view, value):
                 view.view(member.shape).copy_(value, non_blocking=True)
         for member in piece:
@@ -137,7 +137,7 @@ class Stepper:
         shown = list(self._fields.written())
         try:
             for parameter, name, field in shown:
-                here = local(parameter)
+                here = torch_compat.local_of(parameter)
                 assert memory is not None, "there are fields"
                 value: Tensor = (
                     torch.frombuffer(memory, dtype=field.dtype, count=here.numel(), offset=field.offset)

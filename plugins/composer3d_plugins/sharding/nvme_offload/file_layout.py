@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Fields", "Layout", "Member", "cut", "cut_as", "local", "moments"]
+__all__ = ["Fields", "Layout", "Member", "cut", "cut_as", "moments"]
 
 # Elementwise optimizers: a parameter may be divided anywhere.
 ELEMENTWISE = frozenset(
@@ -40,18 +40,18 @@ class Member:
     def __init__(self, parameter: Any, group: dict[str, Any], run: tuple[int, int] | None = None) -> None:
         self.parameter, self.group = parameter, group
         self._run = run
-        here = local(parameter)
+        here = torch_compat.local_of(parameter)
         self.start, self.num_elements = (0, here.numel()) if run is None else (run[0], run[1] - run[0])
         self.shape = tuple(here.shape) if run is None else (self.num_elements,)
         self.key = parameter
         if run is not None:
             self.key = here.detach().view(-1)[run[0] : run[1]]
-            self.key.grad = local(parameter.grad).reshape(-1)[run[0] : run[1]]
+            self.key.grad = torch_compat.local_of(parameter.grad).reshape(-1)[run[0] : run[1]]
 
     @property
     def is_last(self) -> bool:
         """Whether no run of the parameter comes after it."""
-        return self._run is None or self._run[1] == local(self.parameter).numel()
+        return self._run is None or self._run[1] == torch_compat.local_of(self.parameter).numel()
 
     def like(self, value: Tensor) -> Any:
         """Return a moment with the placements of the parameter."""
@@ -88,7 +88,7 @@ def cut(groups: list[dict[str, Any]], piece_bytes: int, cls: type[Optimizer]) ->
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            here = local(parameter)
+            here = torch_compat.local_of(parameter)
             own_bytes = here.numel() * here.element_size()
             if piece and size_bytes + own_bytes > piece_bytes:
                 yield piece
@@ -127,7 +127,7 @@ class Fields:
         names = self._fields.setdefault(member.parameter, {})
         for name, value in values.items():
             if name not in names:
-                num_bytes = local(member.parameter).numel() * value.dtype.itemsize
+                num_bytes = torch_compat.local_of(member.parameter).numel() * value.dtype.itemsize
                 names[name] = Field(self._file.reserve(num_bytes), value.dtype)
 
     def reading(self, piece: list[Member]) -> Layout:
@@ -181,13 +181,6 @@ def _laid_out(members: list[tuple[Member, dict[str, Field]]]) -> Layout:
                 ranges.append(Range(offset, position, num_bytes))
             position += num_bytes
     return Layout(places, ranges, position)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return the local tensor of a DTensor; any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_as(parameter: Any, value: Tensor) -> Any:

@@ -88,7 +88,8 @@ class HeadsOf:
         mask_BHSL = self._mask(q_BHSE, k_BHLE, attn_mask, key_padding_mask)
         out_BHSE, weights_BHSL = self._attend(q_BHSE, k_BHLE, v_BHLE, mask_BHSL, need_weights)
         y_BSD = self._summed(
-            F.linear(out_BHSE.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), sharded[0]
+            F.linear(out_BHSE.transpose(1, 2).flatten(2), torch_compat.local_of(self.module.out_proj.weight)),
+            sharded[0],
         )
         weights = None
         if weights_BHSL is not None:
@@ -114,12 +115,12 @@ class HeadsOf:
     def _weights(self) -> tuple[Tensor, ...]:
         packed: Any = self.module.in_proj_weight
         if packed is not None:
-            return _local(packed).chunk(3)
-        return tuple(_local(getattr(self.module, f"{name}_proj_weight")) for name in "qkv")
+            return torch_compat.local_of(packed).chunk(3)
+        return tuple(torch_compat.local_of(getattr(self.module, f"{name}_proj_weight")) for name in "qkv")
 
     def _biases(self) -> tuple[Tensor | None, ...]:
         bias = self.module.in_proj_bias
-        return (None, None, None) if bias is None else _local(bias).chunk(3)
+        return (None, None, None) if bias is None else torch_compat.local_of(bias).chunk(3)
 
     def _mask(self, q_BHSE: Tensor, k_BHLE: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Return the mask that is added to scores_BHSL, of shape [B or 1, H or 1, S or 1, L]."""
@@ -186,11 +187,6 @@ class HeadsOf:
             return result
 
         return exchanged(share, exchange)
-
-
-def _local(parameter: Any) -> Tensor:
-    result: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return result
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
