@@ -22,9 +22,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # inductor's own imports
 ]
 
-NUM_QUICK, QUICK_S = 1, 10.0  # of a fast part: cells, and seconds that one took
+NUM_QUICK, QUICK_S = 1, 5.0  # of a fast part: cells, and seconds that one took
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-SHORT_S = 15.0  # that a cell took which once failed and is in a day's fast tests
+SHORT_S = 8.0  # that a cell took which once failed and is in a day's fast tests
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
 
 

@@ -30,7 +30,7 @@ LAYOUTS = (
     ),
     (1, ""),
 )
-FEW = (*LAYOUTS[:2], LAYOUTS[-1])
+FEW = (LAYOUTS[0], (2, "[mesh]\ntp = 2\n" + TENSOR), LAYOUTS[-1])
 CP = '[mesh]\ncp = {}\n[sharding.context_parallel]\nmethod = "{}"\n'
 # From two ranks of a sequence to four, to one, to two with nobody else averaging, and back to one.
 SEQUENCES = (

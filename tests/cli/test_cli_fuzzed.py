@@ -7,7 +7,7 @@ import fuzz_mutations
 import pytest
 from support.daily_part import PART
 
-NUM_CASES = 30
+NUM_CASES = 12
 
 
 def test_the_days_manifests_end_as_problems_with_their_lines(tmp_path):

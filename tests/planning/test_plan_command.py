@@ -170,10 +170,12 @@ def test_what_has_one_target_a_sample_is_planned(tmp_path, capsys):
     assert code == 0 and rank["flops"] == 4 * 2 * (2 * 48 * 16 + 3 * 3 * 16 * 16 + 3 * 16 * 4)
 
 
+CP = ["--set", "mesh.pp=1", "--set", "scheduling.pipeline=false", "--set", "mesh.cp=2"]
+CP += ["--set", "sharding.context_parallel={}", "--set", "data.seq_len=64"]
+
+
 def test_the_choice_between_methods_of_attention_is_shown_with_its_figures(manifest, capsys):
-    cp = ["--set", "mesh.pp=1", "--set", "scheduling.pipeline=false", "--set", "mesh.cp=2"]
-    cp += ["--set", "sharding.context_parallel={}", "--set", "data.seq_len=64"]
-    code, out = planned(capsys, manifest, *cp, "--json")
+    code, out = planned(capsys, manifest, *CP, "--json")
     notes = [note for note in json.loads(out)["notes"] if note.startswith("context_parallel")]
     assert code == 0
     # Of one sequence in float32 a quarter of queries, keys, values and outputs each way, 4 x 64 x 32 x 4 bytes.
@@ -181,7 +183,11 @@ def test_the_choice_between_methods_of_attention_is_shown_with_its_figures(manif
         'context_parallel: method = "auto" is "ulysses" for 4 heads, 4 of keys, and 64 positions: '
         "16,384 bytes sent an attention, the fewest (gather 24,576, ring 32,768)"
     ]
+
+
+@pytest.mark.slow
+def test_the_choice_by_time_is_shown_with_its_figures(manifest, capsys):
     by_time = ["--set", 'sharding.context_parallel.hardware="h100"']
-    _, out = planned(capsys, manifest, *cp, *by_time, "--json")
+    _, out = planned(capsys, manifest, *CP, *by_time, "--json")
     (note,) = [note for note in json.loads(out)["notes"] if note.startswith("context_parallel")]
     assert " us of exchanges that no block hides (" in note

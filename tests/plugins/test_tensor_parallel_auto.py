@@ -6,7 +6,7 @@ from support.block_habits import MODELS
 from support.family_models import FAMILIES, batch_of, class_loss
 from support.foreign_blocks import Scaled
 from support.models import write_manifest
-from support.tensor_parallel import AUTO, built, errors, one_step, reference, steps_of
+from support.tensor_parallel import AUTO, built, errors, on_one_rank, one_step, reference, steps_of
 from torch import nn
 
 import composer3d
@@ -156,18 +156,18 @@ PLANS = {
 
 
 def test_plans():
-    found = run_ranks(plans, 2, [(name, auto()) for name in PLANS])[0]
+    found = on_one_rank(plans, 2, [(name, auto()) for name in PLANS])
     assert dict(zip(PLANS, found, strict=True)) == PLANS
 
 
 def test_the_sequence_is_cut_between_the_first_block_and_the_last():
-    (found,) = run_ranks(plans, 2, [("llama", auto(2, SP))])[0]
+    (found,) = on_one_rank(plans, 2, [("llama", auto(2, SP))])
     assert found["split"] == ("layers.0",) and found["gather"] == ("layers.1",)
     assert found["sequence"] == layers("attention_norm", "attention_dropout", "ffn_norm", "ffn_dropout")
 
 
 def test_the_plan_says_where_the_sequence_stays_whole():
-    found = run_ranks(plans, 2, [("mixer", auto(2, SP)), ("llama", auto(2, SP)), ("llama", auto())])[0]
+    found = on_one_rank(plans, 2, [("mixer", auto(2, SP)), ("llama", auto(2, SP)), ("llama", auto())])
     assert [each.get("whole sequence") for each in found] == [("",), None, None]
     assert found[0] == {**PLANS["mixer"], "whole sequence": ("",)}
 
@@ -192,7 +192,7 @@ CODES = [
 
 
 def test_what_is_done_to_the_models_code_is_in_the_plan():
-    found = run_ranks(codes, 2, [case for case, _ in CODES])[0]
+    found = on_one_rank(codes, 2, [case for case, _ in CODES])
     assert found == [{"sizes": (), "propagated": (), **expected} for _, expected in CODES]
 
 
@@ -293,7 +293,7 @@ REFUSALS = [
 
 
 def test_refusals():
-    found = run_ranks(refusals, 5, [case for case, _ in REFUSALS])[0]
+    found = on_one_rank(refusals, 5, [case for case, _ in REFUSALS])
     assert found == [message for _, message in REFUSALS]
 
 
@@ -332,7 +332,7 @@ def styles_outside(options):
     ],
 )
 def test_the_plan_says_that_a_vocabulary_stays_whole(options, styles):
-    assert run_ranks(styles_outside, 2, options)[0] == styles
+    assert on_one_rank(styles_outside, 2, options) == styles
 
 
 def rescaled():

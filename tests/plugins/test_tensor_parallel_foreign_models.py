@@ -7,7 +7,7 @@ from support import fused_blocks, shared_weight_models, value_reading_models
 from support.family_models import class_loss
 from support.foreign_models import STRANGERS
 from support.models import write_manifest
-from support.tensor_parallel import AUTO, built, one_step, steps_of
+from support.tensor_parallel import AUTO, built, on_one_rank, one_step, steps_of
 
 import composer3d
 from composer3d import ManifestError
@@ -82,7 +82,7 @@ def cut(names):
 
 
 def test_what_is_cut():
-    assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
+    assert on_one_rank(cut, 2, list(CUT)) == {name: sorted(modules) for name, modules in CUT.items()}
 
 
 def gathered():
@@ -154,7 +154,7 @@ def head():
 
 
 def test_a_parameter_of_two_names_is_cut_under_both():
-    assert run_ranks(head, 2)[0] == (("vocab", "head", True), (6,))
+    assert on_one_rank(head, 2) == (("vocab", "head", True), (6,))
 
 
 def refused(name, text):
@@ -173,4 +173,4 @@ def refused(name, text):
 def test_a_stated_plan_does_not_shard_what_other_code_reads(name, plan, fqn, style):
     text = f"[mesh]\ntp = 2\n[sharding.tensor_parallel.plan]\n{plan}\n"
     message = f'"{fqn}" is "{style}", and code outside of it reads its parameters, which are whole there'
-    assert run_ranks(refused, 2, name, text)[0] == f'{message}; write "replicate"'
+    assert on_one_rank(refused, 2, name, text) == f'{message}; write "replicate"'

@@ -6,7 +6,7 @@ import pytest
 from support.family_models import class_loss
 from support.models import VOCAB, write_manifest
 from support.multiplied_models import DIM, MODELS, Lent, drawn
-from support.tensor_parallel import AUTO, built, steps_of
+from support.tensor_parallel import AUTO, built, on_one_rank, steps_of
 from torch import nn
 
 import composer3d
@@ -18,7 +18,7 @@ PLAIN = f"[mesh]\ntp = 2\n{AUTO}"
 SP = f"{PLAIN}sequence_parallel = true\n"
 
 
-FEW = ("MultipliedFusedAttention", "MultipliedBoth", "MultipliedFlat")
+FEW = ("MultipliedFusedAttention", "MultipliedBoth")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def shards(names):
 
 def test_what_is_sharded():
     expected = {name: {key: (dim, True) for key, dim in dims.items()} for name, dims in SHARDED.items()}
-    assert run_ranks(shards, 2, list(SHARDED))[0] == expected
+    assert on_one_rank(shards, 2, list(SHARDED)) == expected
 
 
 def test_collectives():
@@ -93,7 +93,7 @@ def left_whole():
 
 def test_what_stays_whole_is_listed_with_the_reason():
     names = tuple(f"layers.{layer}.{name}" for name in ("first", "second") for layer in range(2))
-    assert run_ranks(left_whole, 2)[0] == {"tensor_parallel.whole (it is a parameter of several modules)": names}
+    assert on_one_rank(left_whole, 2) == {"tensor_parallel.whole (it is a parameter of several modules)": names}
 
 
 class Mixed(nn.Module):
@@ -114,7 +114,7 @@ def refused(factory):
 
 
 def test_a_model_of_which_nothing_can_be_sharded_names_its_parameters():
-    said = run_ranks(refused, 2, Mixed)[0]
+    said = on_one_rank(refused, 2, Mixed)
     assert said.startswith("no plan can be derived for this model: ") and '"mix": ' in said
 
 
@@ -123,7 +123,7 @@ def convolutions():
 
 
 def test_a_model_of_convolutions_alone_is_told_so():
-    assert run_ranks(refused, 2, convolutions)[0] == (
+    assert on_one_rank(refused, 2, convolutions) == (
         "no plan can be derived for this model: it has no linear layers and no embeddings; weights of Conv2d and "
         "ConvTranspose2d stay whole; leave tp at 1: a data-parallel plugin shards any model"
     )

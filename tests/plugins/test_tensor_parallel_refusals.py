@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.family_models import batch_of, class_loss
 from support.models import write_manifest
-from support.tensor_parallel import built, errors, table
+from support.tensor_parallel import built, errors, on_one_rank, table
 from torch import nn
 
 import composer3d
@@ -125,7 +125,7 @@ REFUSALS = [
 def test_refusals():
     for degree in (2, 3, 4, 5):
         chosen = [(case, message) for case, message in REFUSALS if f"tp = {degree}\n" in case[1]]
-        found = run_ranks(refusals, degree, [case for case, _ in chosen])[0]
+        found = on_one_rank(refusals, degree, [case for case, _ in chosen])
         for (_, message), said in zip(chosen, found, strict=True):
             assert said.partition("] ")[2] == message
 
@@ -174,6 +174,6 @@ def unplanned():
 
 def test_a_module_that_the_plan_does_not_mention():
     """Over all features a norm cannot work on a share of them; over a group of them it can, its gradient added up."""
-    assert run_ranks(unplanned, 2)[0].startswith(
+    assert on_one_rank(unplanned, 2).startswith(
         'the plan does not fit the model\'s code: "Normed": layer_norm does not work on sharded features (Given '
     )

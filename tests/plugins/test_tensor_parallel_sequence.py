@@ -8,7 +8,7 @@ from support.branching_models import FLOWS
 from support.family_models import batch_of, class_loss
 from support.models import Even, composed, mine, seeded, write_manifest
 from support.selected_cases import selected
-from support.tensor_parallel import AUTO, built, steps_of
+from support.tensor_parallel import AUTO, built, on_one_rank, steps_of
 
 import composer3d
 from composer3d.propagation.dry_run.block_flow import Flow
@@ -133,7 +133,7 @@ ROWS = {
 
 
 def test_where_the_sequence_is_cut():
-    assert run_ranks(rows_of, 2, list(ROWS))[0] == ROWS
+    assert on_one_rank(rows_of, 2, list(ROWS)) == ROWS
 
 
 def evaluated(cases):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
 
 
+@pytest.mark.slow
 def test_the_shipped_mixture_trains_on_four_ranks(tmp_path, capfd):
     output = tmp_path / "out"
     with limit_ranks(4):

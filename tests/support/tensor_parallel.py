@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import composer3d
-from composer3d.testing import count_collectives, full
+from composer3d.testing import count_collectives, fake_world, full
 from support.block_habits import MODELS
 from support.branching_models import FLOWS
 from support.family_models import FAMILIES, batch_of, class_loss
@@ -150,3 +150,9 @@ def one_step(family, text, *, options=None, num_samples=4):
         error = errors(run, gradients)
     run.close()
     return float((loss - loss_1).abs()), float((norm - norm_1).abs() / norm_1), error, counted
+
+
+def on_one_rank(function, world_size, *args):
+    """Return what a function finds on the first rank of a fake world, for what is known without values of others."""
+    with fake_world(world_size):
+        return function(*args)

@@ -1,4 +1,4 @@
-"""Faults of an exchange of tokens: the proof fails, and says where."""
+"""Exchanges of tokens: a right one is proven, with the bytes that routing decides; a wrong one is placed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from support.mixtures import shipped, token_sum, tokens_and_targets
 from support.models import write_manifest
 from support.verification_cases import planted
 
+import composer3d
 from composer3d import Batch
+from composer3d.processes.forking import limit_ranks
 from composer3d.testing import assert_parity
 
 EP = "[mesh]\ndp_shard = 2\nep = 2\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
@@ -38,3 +40,37 @@ def test_an_exchange_that_is_wrong_is_found_and_named(name, said):
             own_dtype=False,
         )
     assert re.search(f"likely: .*{said}", str(caught.value)), str(caught.value)
+
+
+MANIFEST = """\
+composer3d = 1
+[mesh]
+dp_shard = 2
+ep = 2
+[model]
+use = "support.mixtures:shipped"
+args = { balance_loss = 0.1, z_loss = 0.01, bias_rate = 0.01 }
+[data]
+use = "synthetic"
+seq_len = 6
+vocab_size = 11
+[train]
+steps = 2
+global_batch = 4
+microbatch = 1
+[sharding.fsdp2]
+[sharding.expert_parallel]
+"""
+
+
+def test_the_shipped_mixture_is_proven_with_its_auxiliary_loss(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MANIFEST)
+    with limit_ranks(2):
+        found = composer3d.verify(path, steps=1)
+    assert found.ok, found.to_json()
+    (exchanged,) = [row for row in found.to_json()["collectives"] if (row["op"], row["axis"]) == ("all_to_all", "ep")]
+    layers, microbatches, ranks = 2, 2, 2
+    assert exchanged["count"] == exchanged["expected"] == 5 * layers * microbatches
+    rows = 4 * 6 * 2 * 8 * 8  # two experts of each of 6 tokens, 8 wide, in float64: forth and back, and their gradients
+    assert exchanged["bytes"] == exchanged["expected_bytes"] == layers * microbatches * ranks * (rows + 4 * 8)
