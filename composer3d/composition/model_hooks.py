@@ -15,7 +15,9 @@ from composer3d.composition.plain_states import refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.errors import StepError
+from composer3d.mesh import Role
 from composer3d.step.evaluation import let_go
+from composer3d.step.whole_gradients import refuse_rank_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +63,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     import torch
 
     normal: list[contextlib.ExitStack] = []
-    axes = exchanging_axes(context.layout)
+    watch_gradients = _gradient_watch(engine, context)
     refuse_passed = refuse_passed_parameters(module)
 
     def enter_normal_mode(owner: nn.Module, _: tuple[Any, ...]) -> None:
@@ -81,8 +83,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
 
     def after(owner: nn.Module, _: Any, output: Any) -> None:
         if owner is module:
-            if axes and torch.is_grad_enabled():
-                refuse_second_derivatives(output, axes)
+            watch_gradients(output)
             engine.leave_own_forward()
             if normal:
                 normal.pop().close()
@@ -106,6 +107,22 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
         # Those of torch's data parallelism refuse too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
     span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
+
+
+def _gradient_watch(engine: StepEngine, context: RunContext) -> Callable[[Any], None]:
+    """Return what refuses gradients of a forward's output that are others than the loop takes them for."""
+    import torch
+
+    axes = exchanging_axes(context.layout)
+    has_others = context.layout.degree(Role.BATCH, Role.SEQUENCE) > 1
+
+    def watch(output: Any) -> None:
+        if axes and torch.is_grad_enabled():
+            refuse_second_derivatives(output, axes)
+        if has_others and torch.is_grad_enabled() and not engine.is_running:
+            refuse_rank_gradients(output, context, lambda: engine.units.takes_gradients)
+
+    return watch
 
 
 def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -> None:

@@ -10,6 +10,7 @@ from composer3d.composition.assembling import Assembled
 from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
 from composer3d.errors import StepError
+from composer3d.step.whole_gradients import whole_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,6 +98,44 @@ class OwnLoop:
             self._engine.outside.look(loss)
             is_last = self._engine.accumulated.is_last if last is None else last
             return self._engine.backward(loss, last=is_last, reduction=reduction)
+
+    def grad(
+        self,
+        loss: Tensor,
+        *,
+        create_graph: bool = False,
+        retain_graph: bool | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the gradients of the global batch's loss by FQN, whole, the same on every rank.
+
+        `torch.autograd.grad` returns those of this rank's samples, and a norm, product or step of these is another one
+        than the global batch's. Losses made of what this returns are differentiated through it: pass them to `backward`
+        like penalties.
+
+        Args:
+            loss: A scalar of `run.model`, as `backward` takes it.
+            create_graph: Whether something is computed from the gradients that is differentiated.
+            retain_graph: Whether the loss's graph is used again; None as `create_graph`.
+            reduction: As of `backward`.
+
+        Raises:
+            StepError: With a pipeline, over tp or ep.
+
+        Memory: a whole gradient of every parameter. Collectives: one all-reduce an axis and parameter.
+        """
+        if self._assembled.has_schedule:
+            raise StepError("the manifest has a pipeline, which runs the backward itself: no rank has all gradients")
+        with self._engine.explaining(), self._engine.units.taking_gradients():
+            options: Any = {"create_graph": create_graph, "retain_graph": retain_graph, "reduction": reduction}
+            return whole_gradients(loss, self.context, **options)
+
+    def rank_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Let `torch.autograd.grad` inside return gradients of parameters, which are those of this rank's samples.
+
+        For ranks with tasks of their own, as in MAML, and for what compares ranks.
+        """
+        return self._engine.units.taking_gradients()
 
     @contextlib.contextmanager
     def accumulate(self, num_microbatches: int, *, last: bool = False) -> Iterator[None]:

@@ -19,6 +19,7 @@ __all__ = [
     "divisors_of_terms",
     "has_other_divisor",
     "has_parameter_terms",
+    "is_of_parameters",
     "number",
     "past_multiples",
     "past_views",
@@ -130,6 +131,12 @@ def has_parameter_terms(loss: Any) -> bool:
     return any(_is_of_parameters(term) for term in _all_terms(_past_factors(past_views(node))[1]))
 
 
+def is_of_parameters(loss: Any) -> bool:
+    """Return whether a loss is made of parameters alone, or of gradients of the global batch: alike on all ranks."""
+    node = _past_factors(past_views(loss.grad_fn))[1]
+    return all(_is_of_parameters(term) for term in _all_terms(past_multiples(node)) or [node])
+
+
 def _is_of_parameters(node: Any) -> bool:
     from torch import nn
 
@@ -143,6 +150,8 @@ def _is_of_parameters(node: Any) -> bool:
             if not isinstance(each.variable, nn.Parameter):
                 return False
             has_leaf, is_sharded = True, is_sharded or hasattr(each.variable, "full_tensor")
+        elif type(each).__name__ == "WholeGradientBackward":
+            has_leaf = is_sharded = True
         elif type(each).__name__.partition("Backward")[0] not in _ELEMENTARY:
             return False
         elif each not in seen:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.mesh import Role
 from composer3d.step.divided_sums import is_times_zero
-from composer3d.step.gradients import add_up
 from composer3d.step.loss import PENALTY, DividedLoss, Nothing, as_loss, divided_loss
 from composer3d.step.loss_graph import (
     Reduction,
@@ -73,14 +70,12 @@ class OwnForward:
     @classmethod
     def announced(cls, target: Any, *, criterion: Criterion, context: RunContext) -> OwnForward:
         """Begin a step with its target, or without one."""
-        num_ranks, index = context.layout.degree(Role.BATCH, Role.SEQUENCE), 0
-        for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
-            index = index * context.degrees[axis] + context.coordinates[axis]
+        weights = RankWeights.over(context)
         return cls(
             target=target,
             count=1 if target is None else criterion.count(target),
-            num_ranks=num_ranks,
-            weights=RankWeights(num_ranks, index, partial(add_up, context=context)),
+            num_ranks=weights.num_ranks,
+            weights=weights,
         )
 
     def handed(self) -> float:

@@ -9,23 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
+from composer3d.mesh import Role
 from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
+from composer3d.step.gradients import add_up
 from composer3d.step.loss import PENALTY
 from composer3d.step.loss_graph import (
     Reduction,
     divisor_of_mean,
     divisors_of_terms,
     has_parameter_terms,
+    is_of_parameters,
     refuse_unknown_terms,
+    without_factors,
 )
 from composer3d.step.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from composer3d.context import RunContext
 
 __all__ = ["RankWeights", "Weighted"]
 
@@ -58,15 +65,31 @@ class Weighted:
 class RankWeights:
     """Weighs the losses of one backward each.
 
-    Args:
+    Attributes:
         num_ranks: Ranks that have other samples or positions.
+
+    Args:
+        num_ranks: The same.
         index: This one's, among them.
         total: Adds up a tensor over them.
     Collectives: one all-reduce an axis a backward, of seven numbers a rank.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
-        self._num_ranks, self._index, self._total = num_ranks, index, total
+        self.num_ranks, self._index, self._total = num_ranks, index, total
+
+    @classmethod
+    def over(cls, context: RunContext) -> RankWeights:
+        """Weigh over the ranks of a run that have other samples or positions."""
+        index = 0
+        for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
+            index = index * context.degrees[axis] + context.coordinates[axis]
+        return cls(context.layout.degree(Role.BATCH, Role.SEQUENCE), index, partial(add_up, context=context))
+
+    def weigh(self, value: Tensor, *, reduction: Reduction | None) -> Tensor:
+        """Return a rank's loss times its weight, as it is scaled; see `weighted`."""
+        factor, known = without_factors(value)
+        return self.weighted(value, reduction=reduction, known=known, factor=factor).loss
 
     def weighted(
         self, value: Tensor, *, reduction: Reduction | None, known: Reduction | None, factor: float
@@ -84,18 +107,18 @@ class RankWeights:
         """
         import torch
 
-        if self._num_ranks == 1 or not value.requires_grad or value.numel() != 1:
+        if self.num_ranks == 1 or not value.requires_grad or value.numel() != 1:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         kind, refusal = self._kind(value, reduction, known)
         own, divided = self._described(value, kind, factor)
-        vector = torch.zeros(self._num_ranks, _SLOTS, dtype=torch.float64, device=value.device)
+        vector = torch.zeros(self.num_ranks, _SLOTS, dtype=torch.float64, device=value.device)
         vector[self._index] = own
         self._total(vector)
         if refusal is not None:
             raise refusal
         if torch_compat.active_fake_mode() is not None:
-            return Weighted(loss=plain * float(self._num_ranks) if kind is _Kind.SUM else plain, factor=factor)
+            return Weighted(loss=plain * float(self.num_ranks) if kind is _Kind.SUM else plain, factor=factor)
         if kind is _Kind.MEAN and divided is None and value.device.type != "cpu":
             return Weighted(loss=self._by_divisors(value, plain, vector), factor=factor)  # the device is not waited for
         return self._weighted(value, plain, vector.tolist(), kind, factor)
@@ -106,8 +129,10 @@ class RankWeights:
         try:
             if is_times_zero(value):
                 return _Kind.NOTHING, None
-            if reduction is None:
+            if reduction is None and not is_of_parameters(value):
                 refuse_unknown_terms(value)
+            if is_of_parameters(value):
+                return _Kind.OTHER, None  # every rank has it whole
             if (reduction or known) == "sum":
                 if has_parameter_terms(value):
                     raise LossError(PENALTY)
@@ -143,7 +168,7 @@ class RankWeights:
         import torch
 
         own, whole = vector[self._index, 1], vector[:, 1].sum()
-        weight = torch.where(whole == 0, 1.0, own * self._num_ranks / whole.clamp(min=torch.finfo(torch.float64).tiny))
+        weight = torch.where(whole == 0, 1.0, own * self.num_ranks / whole.clamp(min=torch.finfo(torch.float64).tiny))
         settled = without_nothing(plain, value, torch.where(whole == 0, 1.0, own))
         return settled * weight.to(plain.dtype)
 
@@ -157,15 +182,15 @@ class RankWeights:
         if kind is _Kind.NOTHING:
             return Weighted(loss=plain, factor=there[0][5])
         if kind is _Kind.SUM:
-            return Weighted(loss=plain * float(self._num_ranks), factor=factor)
+            return Weighted(loss=plain * float(self.num_ranks), factor=factor)
         if kind is _Kind.MEAN:
             whole = total_divisor([_part(rank) for rank in there])
             own = ranks[self._index][1]
             if whole:
-                plain = without_nothing(plain, value, torch.tensor(own)) * (own * self._num_ranks / whole)
+                plain = without_nothing(plain, value, torch.tensor(own)) * (own * self.num_ranks / whole)
             return Weighted(loss=plain, factor=factor)
         if kind is _Kind.TERMS:
-            if len(there) < self._num_ranks or any(abs(r[6] - there[0][6]) > _SAME * abs(r[6]) for r in there):
+            if len(there) < self.num_ranks or any(abs(r[6] - there[0][6]) > _SAME * abs(r[6]) for r in there):
                 raise LossError(_uneven(ranks[self._index][1], sum(rank[1] for rank in there)))
         return Weighted(loss=plain, factor=factor)
 

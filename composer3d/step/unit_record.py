@@ -42,6 +42,10 @@ class UnitRecord:
         guard: Knows the ranks of this stage.
         flight: Carries questions to other ranks; None where nobody answers.
         left: Called after a forward that the loop ran itself from within the model.
+
+    Attributes:
+        takes_gradients: Whether a backward that runs now is one whose gradients are used, or are meant to be this
+            rank's.
     """
 
     def __init__(self, context: RunContext, guard: Guard, flight: Flight | None, *, left: Callable[[], None]) -> None:
@@ -50,7 +54,7 @@ class UnitRecord:
         for units in self._units:
             units.left, units.passed = left, refuse_passed
         self._order: UnitOrder | None = None
-        self._is_partial = self._is_open = self._agrees = False
+        self._is_partial = self._is_open = self._agrees = self.takes_gradients = False
         self._num_unused = 0
 
     @contextlib.contextmanager
@@ -100,6 +104,7 @@ class UnitRecord:
     @contextlib.contextmanager
     def trained(self) -> Iterator[None]:
         """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
+        outer, self.takes_gradients = self.takes_gradients, True
         for units in self._units:
             units.is_trained = True
         try:
@@ -107,8 +112,18 @@ class UnitRecord:
             for units in self._units:
                 units.complete()
         finally:
+            self.takes_gradients = outer
             for units in self._units:
                 units.is_trained = False
+
+    @contextlib.contextmanager
+    def taking_gradients(self) -> Iterator[None]:
+        """Let backwards inside return the gradients of parameters."""
+        outer, self.takes_gradients = self.takes_gradients, True
+        try:
+            yield
+        finally:
+            self.takes_gradients = outer
 
     def numbers(self) -> list[float]:
         """Return what ranks add up after a step's last backward, when all have called the same units."""

@@ -131,6 +131,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_captured(leaf: Any) -> bool:
+    """Return whether the backward that runs on this thread was asked for the gradient of a leaf, to return it.
+
+    The engine answers, for its hooks, whether it will run a node; of a leaf that `torch.autograd.grad` was given it
+    refuses to (torch 2.11-2.15), and of no other.
+    """
+    import torch
+
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return True
+    return False
+
+
 def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **options: Any) -> None:
     """Do what `torch.autograd.backward` does, with the torch-function modes that are on staying on.
 

@@ -234,6 +234,16 @@ def test_a_recomputation_knows_that_it_is_in_a_backward():
     assert seen == [False, True] and not torch_compat.in_backward()
 
 
+def test_leaves_whose_gradient_is_returned_are_known_in_the_backward():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    product, seen = x * y, []
+    product.register_hook(lambda _: seen.append([torch_compat.is_captured(leaf) for leaf in (x, y)]))
+    torch.autograd.grad(product.sum(), [x], retain_graph=True)
+    torch.autograd.grad(product.sum(), [x, y], create_graph=True)
+    product.sum().backward()
+    assert seen == [[True, False], [True, True], [False, False]]
+
+
 def test_a_backward_under_a_mode_is_that_of_torch():
     x, y = torch.ones(2, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
     torch_compat.run_backward((x.pow(2).sum(), y * 3), (None, torch.ones(3)))
