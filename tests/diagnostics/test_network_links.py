@@ -86,6 +86,7 @@ def slowed(tensor, peer, group, is_first):
         ping(tensor, peer, group, is_first)
 
 
+@pytest.mark.slow
 def test_a_link_that_takes_longer_is_named():
     path = write_manifest(MANIFEST.replace("DEGREE", "4"))
     report, *others = run_ranks(measure, 4, str(path), slowed)
