@@ -48,7 +48,7 @@ def add(subparsers: Subparsers) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Join the world that torchrun has started, or check and start one; print how it ended."""
     from composer3d import run
-    from composer3d.runner import under_torchrun
+    from composer3d.runner import is_rank
 
     try:
         result = run(
@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
     except ManifestError:
         raise  # a mistake of the user, unlike what a machine or another run makes fail
     except ComposerError as error:
-        if under_torchrun() and not isinstance(error, LockError):
+        if is_rank() and not isinstance(error, LockError):
             raise
         complain(str(error))
         return FAILED
@@ -71,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
         complain(coloured(result.failure.render(Path(result.output)).rstrip(), good=False, stream=sys.stderr))
     elif result.outcome is None:
         say(coloured(f"{result.status} before the first step", good=None))
-    elif not under_torchrun() or os.environ["RANK"] == "0":
+    elif not is_rank() or os.environ["RANK"] == "0":
         _print_end(result.outcome)
     return result.exit_code
 

@@ -8,6 +8,7 @@ from composer3d.processes.foreign_code import running
 from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
+from composer3d.processes.launchers import device_index, find_launch, join_launcher, launch_id
 from composer3d.processes.machine_errors import machine_error
 from composer3d.processes.private_folder import user_folder
 from composer3d.processes.process_group import default_device, join_world
@@ -24,13 +25,17 @@ __all__ = [
     "all_gather_json",
     "broadcast_json",
     "default_device",
+    "device_index",
     "die_with",
     "fake_world",
+    "find_launch",
     "fork",
     "is_at",
+    "join_launcher",
     "join_world",
     "keep_to_loopback",
     "late_imports",
+    "launch_id",
     "limit_ranks",
     "machine_error",
     "prewarm",

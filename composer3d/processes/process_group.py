@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.processes.arrival import await_all
+from composer3d.processes.launchers import device_index, join_launcher
 from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device(accelerator.type, device_index(torch.accelerator.device_count()))
 
 
 def own_device(device: str | torch.device) -> torch.device:
@@ -40,9 +41,8 @@ def own_device(device: str | torch.device) -> torch.device:
     index: int | None = stated.index  # torch's annotation leaves out that it may be None
     if stated.type in ("cpu", "meta") or index is not None:
         return stated
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None:
-        return torch.device(stated.type, int(local))
+    if "LOCAL_RANK" in os.environ:
+        return torch.device(stated.type, device_index(torch.accelerator.device_count()))
     return (
         torch.device(stated.type, torch.accelerator.current_device_index())
         if torch.accelerator.is_available()
@@ -53,7 +53,7 @@ def own_device(device: str | torch.device) -> torch.device:
 def join_world(device: torch.device, *, timeout_s: float | None = None) -> Callable[[], None]:
     """Initialise the default process group if there is none.
 
-    Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it is theirs; otherwise a world of one. A GPU's group
+    Under a launcher (see `join_launcher`) it is the launcher's world; otherwise a world of one. A GPU's group
     gets gloo beside NCCL, so that counts and agreements never wait for the GPU. On one machine nothing that it opens
     listens beyond loopback.
 
@@ -67,7 +67,7 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
         with it: torch keeps meshes in caches, and a later mesh of the same shape would use destroyed groups.
 
     Raises:
-        RendezvousError: Names the ranks that did not come.
+        RendezvousError: Names the ranks that did not come; or the launcher's variables contradict each other.
     """
     import torch
     import torch.distributed as dist
@@ -83,7 +83,7 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
         torch.accelerator.set_device_index(device.index or 0)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     leave_loopback = keep_to_loopback()
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if join_launcher() is not None:
         timeout = timedelta(seconds=_JOIN_S if timeout_s is None else timeout_s)
         where = meeting_point(timeout)
         if where:

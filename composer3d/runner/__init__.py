@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from composer3d.runner.ema import EMA
     from composer3d.runner.failures import FailureReport
     from composer3d.runner.housekeeping import set_timeout
-    from composer3d.runner.launcher import launch_local, under_torchrun
+    from composer3d.runner.launcher import is_rank, launch_local
     from composer3d.runner.lock import attempts_of
     from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
     from composer3d.runner.merged_weights import MergedWeights
@@ -38,7 +38,7 @@ _MODULES = {
     "ema": ("EMA",),
     "failures": ("FailureReport",),
     "housekeeping": ("set_timeout",),
-    "launcher": ("launch_local", "under_torchrun"),
+    "launcher": ("launch_local", "is_rank"),
     "lock": ("attempts_of",),
     "lr_schedule": ("LRSchedule", "multiplier_of"),
     "merged_weights": ("MergedWeights",),
@@ -81,7 +81,7 @@ __all__ = [
     "refused_arguments",
     "set_timeout",
     "train",
-    "under_torchrun",
+    "is_rank",
     "untrained_problem",
     "warning_once",
     "with_tokenizer",

@@ -73,7 +73,9 @@ def requested_device(table: RunTable) -> torch.device | None:
     import torch
 
     if table.device == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        from composer3d.processes import device_index
+
+        return torch.device("cuda", device_index(torch.accelerator.device_count()))
     return torch.device("cpu") if table.device == "cpu" else None
 
 

@@ -20,14 +20,14 @@ from composer3d.processes import temporary_folder
 from composer3d.runner.failures import FailureReport, wrong_manifest
 from composer3d.runner.lock import RunLock
 from composer3d.runner.progress import attempt_folder
-from composer3d.runner.rank import rank_main, under_torchrun
+from composer3d.runner.rank import is_rank, rank_main
 from composer3d.runner.signals import interrupt_once
 from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
 
 if TYPE_CHECKING:
     from composer3d.processes import Gate
 
-__all__ = ["LaunchResult", "launch_local", "rank_main", "under_torchrun"]
+__all__ = ["LaunchResult", "launch_local", "rank_main", "is_rank"]
 
 _QUIET = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 

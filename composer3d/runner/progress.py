@@ -10,7 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from composer3d.processes import private_attempt
+from composer3d.processes import launch_id, private_attempt
 
 __all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder", "left_reason"]
 
@@ -124,14 +124,14 @@ def attempt_folder(output: Path, restart: int | None = None) -> Path:
     """Return the folder of this attempt's rank files; each start and restart has its own, so none reads stale files.
 
     The local launcher has one of its own for them, which outlives a run's folder that is deleted or on a full disk;
-    under torchrun they lie in the run's folder, which ranks of several machines share.
+    under another launcher they lie in the run's folder, which ranks of several machines share.
 
     Args:
         output: The run's output folder.
         restart: How often the launcher restarted the ranks; by default what it put into this rank's environment.
     """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if restart is None else str(restart)
+    run_id, restarts = launch_id()
+    count = str(restarts if restart is None else restart)
     return private_attempt(run_id, count) or output / "ranks" / f"{run_id}-{count}"
 
 

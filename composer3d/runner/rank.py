@@ -13,18 +13,22 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from composer3d.processes import user_folder
+from composer3d.processes import find_launch, launch_id, user_folder
 from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause
 from composer3d.runner.progress import LastSeen, Progress, attempt_folder
 
-__all__ = ["rank_main", "under_torchrun"]
+__all__ = ["is_rank", "rank_main"]
 
 _WAIT_FOR_CAUSE_S = 2.0
 
 
-def under_torchrun() -> bool:
-    """Return whether torchrun, or another elastic launcher, started this process as a rank."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
+def is_rank() -> bool:
+    """Return whether torchrun, or another launcher, started this process as a rank.
+
+    Raises:
+        RendezvousError: The launcher's variables contradict each other.
+    """
+    return find_launch(os.environ) is not None
 
 
 def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bool = True) -> Any:
@@ -172,7 +176,7 @@ def _alive(pid: int) -> bool:
 
 def _refuse_restart(output: Path, world_size: int) -> None:
     """End at once if the attempt before failed by a mistake of the user's: another attempt would fail alike."""
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    _, restart = launch_id()
     if not restart:
         return
     before = read_failures(attempt_folder(output, restart=restart - 1), world_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import broadcast_json, checkpoint
 from composer3d.errors import CheckpointError
+from composer3d.processes import launch_id
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -88,7 +88,7 @@ def _searched(output: Path, how: str) -> tuple[str | None, str | None]:
 
 def _find(output: Path, how: str) -> str | None:
     own = checkpoint.latest(output / "checkpoints")
-    if own is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if own is not None and launch_id()[1] > 0:
         return str(own)  # ranks that were started again after a crash go on with what this run has saved itself
     if how == "never":
         return None

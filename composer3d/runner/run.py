@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking import device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes import machine_error
+from composer3d.processes import join_launcher, machine_error
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,8 @@ def run(
 ) -> RunResult:
     """Train what a manifest describes; what `composer3d run` does.
 
-    Under torchrun this process is a rank. Otherwise ranks are started on this machine, by fork on a CPU and by spawn on
-    CUDA, and this process waits for them.
+    Under torchrun, srun, mpirun or another launcher this process is a rank. Otherwise ranks are started on this
+    machine, by fork on a CPU and by spawn on CUDA, and this process waits for them.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -122,9 +122,11 @@ def run(
         ForkError: This process has computed with tensors, so forked ranks would hang.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    from composer3d.runner.launcher import under_torchrun
-
-    if under_torchrun():
+    if join_launcher() is not None:
+        if nproc_per_node is not None:
+            raise ComposerError(
+                "--nproc-per-node: a launcher has started this process as a rank, and says how many there are"
+            )
         outcome = _join(str(manifest), overrides, resume, strict=strict, report=report)
         return RunResult(
             status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
@@ -228,7 +230,7 @@ def _join(
     strict: bool,
     report: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Be one rank under torchrun; a failure is reported once for all of them.
+    """Be one rank of a launcher's world; a failure is reported once for all of them.
 
     Args:
         manifest: Path or shipped name.
@@ -244,7 +246,7 @@ def _join(
     from composer3d.runner.launcher import rank_main
     from composer3d.runner.lock import RunLock
 
-    die_with(os.getppid())  # torchrun; a rank of it would go on, or wait, without it
+    die_with(os.getppid())  # the launcher; a rank of it would go on, or wait, without it
     is_exclusive = True
     try:
         output = output_of(open_manifest(manifest, overrides).manifest)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from composer3d.errors import DataError, ManifestError, Problem
-from composer3d.runner.launcher import launch_local, rank_main, under_torchrun
+from composer3d.runner.launcher import is_rank, launch_local, rank_main
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.signals import Preemption
 
@@ -225,7 +225,7 @@ def main():
     output = Path(sys.argv[1])
     for case in sys.argv[2:]:
         name, *options = case.split(":")
-        if under_torchrun():
+        if is_rank():
             rank_main(globals()[f"case_{name}"], output, output=output)
         else:
             run(name, output / name, *options)

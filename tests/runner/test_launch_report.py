@@ -9,7 +9,7 @@ import pytest
 from composer3d.errors import CheckpointError, DataError, ManifestError, Problem, StepError
 from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause, wrong_manifest
 from composer3d.runner.progress import LastSeen, Progress, RunPhase, attempt_folder
-from composer3d.runner.rank import rank_main, under_torchrun
+from composer3d.runner.rank import is_rank, rank_main
 from composer3d.runner.signals import Preemption
 
 
@@ -176,11 +176,11 @@ def as_rank(monkeypatch, **names):
         monkeypatch.setenv(name, value)
 
 
-def test_under_torchrun_needs_what_it_puts_into_the_environment(monkeypatch):
+def test_is_rank_needs_what_it_puts_into_the_environment(monkeypatch):
     as_rank(monkeypatch)
-    assert under_torchrun()
+    assert is_rank()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not under_torchrun()
+    assert not is_rank()
 
 
 def test_a_rank_returns_its_value_and_removes_the_report_of_an_earlier_run(tmp_path, monkeypatch):
