@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         Unit,
         Units,
     )
+    from composer3d.jobs.job import Job, launch
     from composer3d.linear_selection import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
@@ -102,6 +103,7 @@ _MODULES = {
     "planning.manifest_plan": ("PlanResult", "plan"),
     "planning.suggesting.manifest_suggestions": ("SuggestResult",),
     "runner.run": ("RunResult", "run"),
+    "jobs.job": ("Job", "launch"),
     "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
     "communication": (
@@ -207,6 +209,7 @@ __all__ = [
     "GroupOptions",
     "ImportResult",
     "InitialisationError",
+    "Job",
     "KeyVerdict",
     "Layout",
     "LayoutOffer",
@@ -266,6 +269,7 @@ __all__ = [
     "hookimpl",
     "import_config",
     "linear_layers",
+    "launch",
     "load_manifest",
     "make_unit",
     "multiply_experts",

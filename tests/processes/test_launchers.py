@@ -19,6 +19,12 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "localhost,other",
 }
+SHELL_OF_SALLOC = SLURM | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -98,7 +104,7 @@ def test_the_first_of_a_slurm_node_list(nodes, first, monkeypatch):
         {},
         {"WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
-        SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},  # an interactive shell of salloc
+        SHELL_OF_SALLOC,
         {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # the script of sbatch
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],

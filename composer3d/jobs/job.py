@@ -1,0 +1,197 @@
+"""`launch`: a run's job on a cluster, checked and planned, as text, and submitted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.jobs.kubernetes_yaml import kubernetes_objects
+from composer3d.jobs.ray_driver import ray_driver
+from composer3d.jobs.request import JobRequest
+from composer3d.jobs.slurm_script import slurm_script
+from composer3d.jobs.ssh_script import ssh_script
+
+__all__ = ["Job", "launch"]
+
+System: TypeAlias = Literal["slurm", "kubernetes", "ray", "ssh"]
+SYSTEMS: tuple[System, ...] = get_args(System)
+_SUBMIT: dict[str, tuple[str, ...]] = {
+    "slurm": ("sbatch",),
+    "kubernetes": ("kubectl", "apply", "-f"),
+    "ray": ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
+    "ssh": ("bash",),
+}
+_SUFFIX = {"slurm": ".sh", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Answer of `launch`.
+
+    Args:
+        system: What it is for.
+        name: Of the job.
+        text: The file: a script, or objects.
+        problems: What `check` found at this number of ranks; with an error the job would not start.
+        output: The run's folder.
+    """
+
+    system: System
+    name: str
+    text: str
+    problems: tuple[Problem, ...]
+    output: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run would start."""
+        return not any(problem.severity == "error" for problem in self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the job as JSON values."""
+        problems = [problem.to_json() for problem in self.problems]
+        return {"ok": self.ok, "system": self.system, "name": self.name, "job": self.text, "problems": problems}
+
+    def __str__(self) -> str:
+        return self.text
+
+    def submit(self, folder: str | Path = ".") -> str:
+        """Write the job's file and hand it to the cluster.
+
+        Args:
+            folder: Where the file is written and the command runs.
+
+        Returns:
+            What the cluster's command printed.
+
+        Raises:
+            ManifestError: The run would not start.
+            ComposerError: The cluster's command is not there, or failed.
+        """
+        if not self.ok:
+            raise ManifestError(self.problems)
+        file = Path(folder) / (self.name + _SUFFIX[self.system])
+        command = _SUBMIT[self.system]
+        if shutil.which(command[0]) is None:
+            raise ComposerError(f"--submit: there is no {command[0]} on this machine; it would be given {file.name}")
+        file.write_text(self.text, encoding="utf-8")
+        done = subprocess.run([*command, file.name], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise ComposerError(f"{' '.join(command)} {file.name}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout.strip()
+
+
+def launch(
+    manifest: str | Path,
+    *,
+    on: System,
+    nodes: int,
+    gpus_per_node: int,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    image: str | None = None,
+    partition: str | None = None,
+    time: str | None = None,
+    hosts: Sequence[str] = (),
+    kind: Literal["jobset", "trainjob"] = "jobset",
+    volume: str = "composer3d",
+) -> Job:
+    """Write the job that starts a run on several machines, after its check and plan.
+
+    Nothing is submitted. torchrun runs once a machine; the ranks save when the cluster says that it ends, and a job
+    that starts again goes on from the newest checkpoint. The file's first lines state what was checked and planned.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        on: The system.
+        nodes: Machines.
+        gpus_per_node: Ranks of a machine; with `[run] device = "cpu"` no GPUs are asked for.
+        overrides: `table.key=value`, as given to `--set`.
+        name: Of the job; default: the manifest's.
+        image: Container image of Kubernetes' pods, or of Slurm with pyxis; default there: what `dockerfile` builds.
+        partition: Of Slurm.
+        time: Slurm's limit, `1-12:00:00`.
+        hosts: Addresses, for ssh.
+        kind: Of Kubernetes' objects.
+        volume: Claim of the volume that Kubernetes' pods write to.
+
+    Raises:
+        ManifestError: The manifest cannot be read.
+        ComposerError: An option is missing, or says what another system takes.
+
+    Memory and collectives: none of its own; the plan is made on fake tensors.
+    """
+    from composer3d.checking.check import open_manifest
+    from composer3d.checking.checked import check
+    from composer3d.runner.run import output_of
+    from composer3d.runner.runner_tables import RunTable
+
+    _refuse_foreign(on, image=image, partition=partition, time=time, hosts=hosts)
+    opened = open_manifest(str(manifest), list(overrides)).manifest
+    table = opened.tables.get("run")
+    if not isinstance(table, RunTable):
+        table = RunTable()
+    request = JobRequest(
+        manifest=str(manifest),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        uses_gpus=table.device != "cpu",
+        output=str(output_of(opened)),
+        grace_s=table.grace_s,
+        max_restarts=table.max_restarts,
+        overrides=tuple(overrides),
+        name=name or _name_of(manifest),
+        image=image,
+        volume=volume,
+        partition=partition,
+        time=time,
+        hosts=tuple(hosts),
+    )
+    _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
+    problems = check(manifest, world_size=request.world_size, overrides=overrides).problems
+    remarks = (f"composer3d launch {manifest}: {nodes} nodes of {gpus_per_node} ranks", *_remarks(request, problems))
+    text = _text(on, replace(request, remarks=remarks), kind)
+    return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
+
+
+def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:
+    """Return the job's file."""
+    if on == "kubernetes":
+        return kubernetes_objects(request, kind=kind)
+    return {"slurm": slurm_script, "ray": ray_driver, "ssh": ssh_script}[on](request)
+
+
+def _remarks(request: JobRequest, problems: Sequence[Problem]) -> list[str]:
+    """Return what was checked and planned, as lines."""
+    from composer3d.planning.manifest_plan import plan
+
+    found = [f"check: {problem}" for problem in problems]
+    if any(problem.severity == "error" for problem in problems):
+        return [*found, f"this run would not start on {request.world_size} ranks"]
+    try:
+        planned = plan(request.manifest, world_size=request.world_size, overrides=request.overrides)
+    except ComposerError as error:
+        return [*found, f"plan: {error}"]
+    ranks = planned.to_json()["ranks"]
+    peak = max(rank["memory"]["peak"] for rank in ranks)
+    return [*found, f"plan: a rank needs {peak / 2**30:.2f} GiB at its peak"]
+
+
+def _name_of(manifest: str | Path) -> str:
+    """Return a job's name for a manifest: its file's, in the letters that every system takes."""
+    return re.sub(r"[^a-z0-9]+", "-", Path(manifest).stem.lower()).strip("-")[:47].strip("-") or "run"
+
+
+def _refuse_foreign(on: System, **options: object) -> None:
+    """Refuse options of another system, which would be left out silently."""
+    takes = {"slurm": ("image", "partition", "time"), "kubernetes": ("image",), "ray": (), "ssh": ("hosts",)}
+    for option, value in options.items():
+        if value and option not in takes[on]:
+            others = " and ".join(system for system in SYSTEMS if option in takes[system])
+            raise ComposerError(f"--{option} is {others}'s; {on} does not take it")

@@ -1,0 +1,88 @@
+"""Script for Slurm's sbatch: one torchrun a node, told before the time limit, queued again after saving."""
+
+from __future__ import annotations
+
+import shlex
+
+from composer3d.jobs.request import JobRequest, quoted
+
+__all__ = ["slurm_script"]
+
+# Slurm tells the script alone (B:), which passes it to the ranks: a signal to all of the job would find torchrun, which
+# ends its ranks, and ranks that import still. USR1, since scancel's TERM must not queue the job again. The meeting
+# point is the first node's address as Slurm knows it, and nothing else: every node would fall back to itself.
+_SCRIPT = """\
+#!/bin/bash
+{comment}{directives}
+set -euo pipefail
+
+stopped= steps=
+stop() {{ # the time limit or a preemption is near: the ranks save and end, and the job is queued again
+  stopped=1
+  touch "$logs/stopping-$SLURM_JOB_ID-$restarts"
+  [ -z "$steps" ] || scancel --signal=TERM "$SLURM_JOB_ID"
+}}
+logs={logs}
+restarts=${{SLURM_RESTART_COUNT:-0}}
+mkdir -p "$logs"
+trap stop USR1
+
+{environment}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+# torchrun ends with 1 after SIGTERM, which must not end the nodes that save still
+node='trap : TERM; "$@" || {{ code=$?; [ -e "$0" ] || exit "$code"; }}'
+srun --kill-on-bad-exit=1 --output="$logs/slurm-$SLURM_JOB_ID-$restarts-%t.log" \\
+  bash -c "$node" "$logs/stopping-$SLURM_JOB_ID-$restarts" \\
+  {torchrun} &
+steps=$!
+code=0
+wait "$steps" || code=$?
+while kill -0 "$steps" 2>/dev/null; do # the signal ended the wait, not the ranks
+  code=0
+  wait "$steps" || code=$?
+done
+if [ -n "$stopped" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 0
+fi
+[ "$code" = 0 ] || tail -n 20 "$logs/slurm-$SLURM_JOB_ID-$restarts-"*.log >&2
+exit "$code"
+"""
+
+
+def slurm_script(request: JobRequest) -> str:
+    """Return the script that `sbatch` takes.
+
+    Nodes that fail, and jobs that are preempted, are queued again by Slurm (`--requeue`) and go on from the newest
+    checkpoint. `--signal=B:USR1@S` tells the script S seconds before the time limit (sbatch(1)), which ends the ranks
+    with SIGTERM; they save within `run.grace_s`.
+
+    Args:
+        request: What is to be started.
+    """
+    directives = {
+        "job-name": request.name,
+        "nodes": request.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": request.gpus_per_node if request.uses_gpus else None,
+        "partition": request.partition,
+        "time": request.time,
+        "signal": f"B:USR1@{request.stop_s}",
+        "output": f"{request.name}-%j.out",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+    rendezvous = ("--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID-$restarts"', '--rdzv-endpoint="$address:$port"')
+    shell = request.torchrun(*rendezvous)
+    words = [word if word in rendezvous else shlex.quote(word) for word in shell]
+    if request.image is not None:
+        lines.append(f"#SBATCH --container-image={shlex.quote(request.image)}")
+    return _SCRIPT.format(
+        comment=request.comment(),
+        directives="\n".join([*lines, "#SBATCH --requeue", ""]),
+        environment=f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={int(request.grace_s) + 30}\n",
+        logs=quoted([f"{request.output}/logs"]),
+        torchrun="python3 -m torch.distributed.run " + " ".join(words),
+    )

@@ -1,0 +1,71 @@
+"""Script that starts one torchrun a machine over ssh, and ends all when one ends."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from composer3d.errors import ComposerError
+from composer3d.jobs.request import JobRequest, quoted
+
+__all__ = ["ssh_script"]
+
+_HOST = re.compile(r"(\w[\w.-]*@)?\w[\w.:-]*")  # what begins with - would be an option of ssh
+
+# ssh with a terminal (-tt) ends the remote torchrun when the connection does; it passes no signals.
+_SCRIPT = """\
+#!/bin/bash
+{comment}set -uo pipefail
+
+hosts=({hosts})
+port=${{PORT:-29400}}
+logs={logs}
+mkdir -p "$logs"
+torchrun={torchrun}
+
+machines=()
+stop() {{ # the ranks save and end
+  for host in "${{hosts[@]}}"; do ssh "$host" "pkill -TERM -f {pattern}" & done
+}}
+trap stop TERM INT
+for index in "${{!hosts[@]}}"; do
+  rendezvous="--rdzv-backend=static --node-rank=$index --master-addr=${{hosts[0]#*@}} --master-port=$port"
+  ssh -tt -o BatchMode=yes "${{hosts[$index]}}" \\
+    "cd $(printf %q "$PWD") && TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown_s} \\
+    {python} -m torch.distributed.run $rendezvous --rdzv-id={name} $torchrun" >"$logs/ssh-$index.log" 2>&1 </dev/null &
+  machines+=($!)
+done
+code=0
+for machine in "${{machines[@]}}"; do
+  wait -n || {{ code=$?; [ "$code" -lt 128 ] && stop; }}
+done
+wait
+[ "$code" = 0 ] || tail -n 20 "$logs"/ssh-*.log >&2
+exit "$code"
+"""
+
+
+def ssh_script(request: JobRequest) -> str:
+    """Return a script for machines without a scheduler, all of which see this folder.
+
+    Args:
+        request: What is to be started, with the machines' addresses.
+
+    Raises:
+        ComposerError: There are not as many addresses as nodes, or one is none.
+    """
+    if len(request.hosts) != request.nodes:
+        raise ComposerError(f"--on ssh: {request.nodes} nodes, and --hosts names {len(request.hosts)}; name one a line")
+    for host in request.hosts:
+        if not _HOST.fullmatch(host):
+            raise ComposerError(f'--hosts: "{host}" is no address of a machine')
+    return _SCRIPT.format(
+        comment=request.comment(),
+        hosts=quoted(list(request.hosts)),
+        logs=quoted([f"{request.output}/logs"]),
+        torchrun=shlex.quote(quoted(request.torchrun())),
+        shutdown_s=int(request.grace_s) + 30,
+        name=request.name,
+        python="python3",
+        pattern=f"rdzv-id={request.name}",
+    )

@@ -1,0 +1,195 @@
+"""Jobs that are written for a cluster: read by the shell, and by the schemas of Kubernetes, as they are."""
+
+import ast
+import os
+import subprocess
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import composer3d
+from composer3d import Job
+from composer3d.cli import main
+from composer3d.jobs.kubernetes_yaml import kubernetes_objects
+from composer3d.jobs.ray_driver import ray_driver
+from composer3d.jobs.request import JobRequest
+from composer3d.jobs.ssh_script import ssh_script
+
+KUBERNETES = "1.33"
+MANIFEST = """\
+composer3d = 1
+extends = "quickstart"
+run.output = "out put"
+run.grace_s = 45
+run.max_restarts = 3
+run.device = "auto"
+mesh.dp_shard = 4
+train.microbatch = 4
+"""
+SIZE = {"nodes": 2, "gpus_per_node": 2}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a manifest for four GPUs, in which the test stands."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "My run.toml").write_text(MANIFEST)
+    return tmp_path
+
+
+def asked(**options):
+    """Return a request as `launch` makes it of the manifest, without its check and plan."""
+    run = {"uses_gpus": True, "output": "out put", "grace_s": 45.0, "max_restarts": 3, "name": "my-run"}
+    return JobRequest(manifest="My run.toml", **SIZE, **run, **options)
+
+
+def objects(kind, **options):
+    """Return the Kubernetes objects of the manifest by kind."""
+    text = kubernetes_objects(asked(**options), kind=kind)
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def is_shell(text):
+    return subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_a_slurm_job_asks_for_what_the_run_needs_and_is_told_before_its_end(folder):
+    job = composer3d.launch("My run.toml", on="slurm", partition="gpu", time="1-00:00:00", **SIZE)
+    assert job.ok
+    assert is_shell(job.text)
+    lines = job.text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert lines[2].startswith("# plan: a rank needs ")
+    assert [line for line in lines if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name=my-run",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time=1-00:00:00",
+        "#SBATCH --signal=B:USR1@105",  # grace_s and a minute
+        "#SBATCH --output=my-run-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+    ]
+    command = next(line for line in lines if "torch.distributed.run" in line)
+    assert f"--max-restarts=3 -m composer3d run '{folder}/My run.toml'" in command
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75" in lines
+
+
+def test_a_job_of_another_number_of_ranks_says_that_it_would_not_start(folder, capfd):
+    command = ["launch", "My run.toml", "--on", "slurm", "--nodes", "2", "--gpus-per-node", "8"]
+    wrong = "[mesh] dp_shard=4 = 4, but the world has 16 ranks"
+    assert main(command) == 0
+    out, err = capfd.readouterr()
+    assert is_shell(out)
+    assert f"# check: My run.toml:7:1: {wrong}\n# this run would not start on 16 ranks" in out
+    assert wrong in err
+    assert "--submit refuses it" in err
+    assert main([*command, "--submit"]) == 2
+    assert wrong in capfd.readouterr().err
+    assert sorted(os.listdir()) == ["My run.toml"]
+
+
+def test_jobsets_are_what_the_api_takes(folder):
+    found = objects("jobset")
+    assert sorted(found) == ["ConfigMap", "JobSet", "Service"]
+    for kind in ("ConfigMap", "Service"):
+        kubernetes_validate.validate(found[kind], KUBERNETES, strict=True)
+    jobset = found["JobSet"]
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert set(jobset["spec"]) == {"network", "failurePolicy", "replicatedJobs"}
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pod = as_job(replicated)["template"]["spec"]
+    # Values without an enumeration in the schema.
+    assert (replicated["template"]["spec"]["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
+    assert pod["terminationGracePeriodSeconds"] == 105
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert "--rdzv-endpoint=my-run-node-0-0.my-run:29400" in container["command"]
+    assert container["command"][-2:] == ["--set", "run.output=/output/my-run"]
+    assert found["ConfigMap"]["data"] == {"run.toml": MANIFEST}
+
+
+def as_job(replicated):
+    """Return the specification of a replicated job, which a Job's schema takes."""
+    spec = replicated["template"]["spec"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    return spec
+
+
+def test_a_trainjob_leaves_the_meeting_point_to_the_operator(folder):
+    found = objects("trainjob", image="registry/x:1")
+    assert sorted(found) == ["ConfigMap", "TrainJob", "TrainingRuntime"]
+    (replicated,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = as_job(replicated)["template"]["spec"]["containers"]
+    assert container["image"] == "registry/x:1"
+    assert container["command"][:2] == ["torchrun", "--max-restarts=3"]  # PET_ variables say the rest
+    assert not any(variable["name"].startswith("PET_") for variable in container["env"])
+    assert found["TrainJob"]["spec"]["runtimeRef"]["name"] == found["TrainingRuntime"]["metadata"]["name"]
+    assert found["TrainJob"]["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 2}
+
+
+def test_a_ray_driver_is_python_and_runs_torchrun_on_every_node(folder):
+    text = ray_driver(asked())
+    values = {
+        target.id: ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name) and target.id == "TORCHRUN"
+    }
+    assert values["TORCHRUN"][:2] == ["--nnodes=2", "--nproc-per-node=2"]
+    assert values["TORCHRUN"][-1] == f"{folder}/My run.toml"
+    assert "NODES, GPUS = 2, 2" in text
+
+
+def test_ssh_starts_one_torchrun_a_host(folder):
+    text = ssh_script(asked(hosts=("alice@node1", "node2")))
+    assert is_shell(text)
+    assert "hosts=(alice@node1 node2)" in text
+
+
+def test_a_host_file_may_be_one_of_mpirun(folder, capfd):
+    (folder / "hosts").write_text("# two\nalice@node1 slots=2\n\n-x\n")
+    command = ["launch", "My run.toml", "--on", "ssh", "--nodes", "2", "--gpus-per-node", "2"]
+    assert main([*command, "--hosts", "hosts"]) == 2
+    assert capfd.readouterr().err == '--hosts: "-x" is no address of a machine\n'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on": "ssh"}, "--on ssh: 2 nodes, and --hosts names 0; name one a line"),
+        ({"on": "ssh", "hosts": ["a", "-oProxyCommand=x"]}, '--hosts: "-oProxyCommand=x" is no address of a machine'),
+        ({"on": "ray", "partition": "gpu"}, "--partition is slurm's; ray does not take it"),
+        ({"on": "kubernetes", "time": "1:00"}, "--time is slurm's; kubernetes does not take it"),
+        ({"on": "slurm", "time": "1\n#SBATCH --uid=0"}, '--time "1\n#SBATCH --uid=0" is none of Slurm\'s'),
+        ({"on": "slurm", "name": "a b"}, '--name "a b": a job\'s name is at most 47 of the letters a to z, digits'),
+    ],
+)
+def test_what_no_system_takes_is_refused(folder, options, message):
+    with pytest.raises(composer3d.ComposerError) as refused:
+        composer3d.launch("My run.toml", **SIZE, **options)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_configmap_holds_the_whole_manifest(folder):
+    (folder / "on-top.toml").write_text('composer3d = 1\nextends = "My run.toml"\n')
+    with pytest.raises(composer3d.ComposerError, match="it builds on My run.toml, which the pods lack"):
+        composer3d.launch("on-top.toml", on="kubernetes", **SIZE)
+
+
+def test_a_cluster_that_is_not_here_is_named(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+    job = Job(system="slurm", name="my-run", text="", problems=(), output="out")
+    with pytest.raises(composer3d.ComposerError, match="--submit: there is no sbatch on this machine"):
+        job.submit()
+    assert not (folder / "my-run.sh").exists()
+
+
+def test_the_dockerfile_keeps_its_images_torch(capfd):
+    assert main(["launch", "--dockerfile"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert any(line.startswith("FROM pytorch/pytorch:") for line in lines)
+    assert any("--constraint /tmp/torch.txt" in line for line in lines)
