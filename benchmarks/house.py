@@ -26,6 +26,7 @@ __all__ = ["ABOVE_COMPOSITION", "LARGE", "MAX_LOOSE", "cycles", "figures", "priv
 LARGE, MAX_LOOSE = 400, 12
 # Written on what the other packages list in `__all__`, as a user would write it.
 ABOVE_COMPOSITION = (
+    "jobs",
     "models",
     "huggingface",
     "runner",

@@ -127,26 +127,15 @@ def launch(
 
     Memory and collectives: none of its own; the plan is made on fake tensors.
     """
-    from composer3d.checking.check import open_manifest
-    from composer3d.checking.checked import check
-    from composer3d.runner.run import output_of
-    from composer3d.runner.runner_tables import RunTable
+    from composer3d import check
 
     _refuse_foreign(on, image=image, partition=partition, time=time, hosts=hosts)
-    opened = open_manifest(str(manifest), list(overrides)).manifest
-    table = opened.tables.get("run")
-    if not isinstance(table, RunTable):
-        table = RunTable()
-    request = JobRequest(
-        manifest=str(manifest),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        uses_gpus=table.device != "cpu",
-        output=str(output_of(opened)),
-        grace_s=table.grace_s,
-        max_restarts=table.max_restarts,
-        overrides=tuple(overrides),
-        name=name or _name_of(manifest),
+    request = _request(
+        manifest,
+        nodes,
+        gpus_per_node,
+        overrides,
+        name,
         image=image,
         volume=volume,
         partition=partition,
@@ -160,6 +149,32 @@ def launch(
     return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
 
 
+def _request(
+    manifest: str | Path, nodes: int, gpus_per_node: int, overrides: Sequence[str], name: str | None, **cluster: Any
+) -> JobRequest:
+    """Return the request, with what the manifest says of its run."""
+    from composer3d.checking import open_manifest
+    from composer3d.runner import output_folder
+
+    inspected = open_manifest(str(manifest), list(overrides))
+    opened = inspected.manifest
+    if "run" not in opened.tables:
+        raise ManifestError(inspected.problems)
+    table = opened.tables["run"]
+    return JobRequest(
+        manifest=str(manifest),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        uses_gpus=table.device != "cpu",
+        output=str(output_folder(opened)),
+        grace_s=table.grace_s,
+        max_restarts=table.max_restarts,
+        overrides=tuple(overrides),
+        name=name or _name_of(manifest),
+        **cluster,
+    )
+
+
 def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:
     """Return the job's file."""
     if on == "kubernetes":
@@ -169,7 +184,7 @@ def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) 
 
 def _remarks(request: JobRequest, problems: Sequence[Problem]) -> list[str]:
     """Return what was checked and planned, as lines."""
-    from composer3d.planning.manifest_plan import plan
+    from composer3d import plan
 
     found = [f"check: {problem}" for problem in problems]
     if any(problem.severity == "error" for problem in problems):

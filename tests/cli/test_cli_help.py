@@ -15,6 +15,7 @@ NAMES = (
     "suggest",
     "calibrate",
     "verify",
+    "launch",
     "schedule",
     "timeline",
     "doctor",
