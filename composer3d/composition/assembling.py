@@ -349,9 +349,9 @@ def freeze(
         microbatches=_microbatches(engine),
         streams=streams,
     )
-    compute_whole_operators(context)
+    leave_operators = compute_whole_operators(context)
     span_hooks.watch_sharding(context)
-    unwatch = span_hooks.watch_operators(context, acting)
+    ends = (span_hooks.watch_operators(context, acting), leave_operators, *(() if flight is None else (flight.close,)))
     loss_fn = streams.of_loss(engine.loss)
     hooks.acts = acting.named
     scheduled = hooks.schedule(context, context.parts, loss_fn)
@@ -375,5 +375,5 @@ def freeze(
         metric_sinks=functions(hooks.metrics()),
         states=acting.states(states),
         acting=acting,
-        release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
+        release=functools.partial(close_all, (*ends, release)),
     )

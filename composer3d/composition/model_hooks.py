@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
 from composer3d.composition.changed_models import refuse_passed_parameters
-from composer3d.composition.plain_states import refuse_replacing
+from composer3d.composition.plain_states import record_loaded, refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.errors import StepError
@@ -136,6 +136,7 @@ def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -
             let_go(context.parts)
             assigns = bool(metadata.get("assign_to_params_buffers"))
             refuse_replacing(owner, state, within=names[id(owner)], assigns=assigns)
+            record_loaded(owner, state, within=names[id(owner)], context=context)
 
     def loaded(owner: nn.Module, _: Any) -> None:
         if called and owner is called[0]:

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
+from composer3d.step.written_values import WrittenValues, is_compared
 from composer3d.torch_compat import is_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["refuse_replacing"]
+    from composer3d.context import RunContext
+
+__all__ = ["record_loaded", "refuse_replacing"]
 
 
 def refuse_replacing(module: nn.Module, state: Mapping[str, Any], *, within: str, assigns: bool) -> None:
@@ -52,3 +55,23 @@ def refuse_replacing(module: nn.Module, state: Mapping[str, Any], *, within: str
                 f'"{fqn}" is kept as {type(own.to_local()).__name__}, which no plain tensor is copied into; load the '
                 "weights into the model before compose, or a checkpoint of this run by run.load(...)"
             )
+
+
+def record_loaded(module: nn.Module, state: Mapping[str, Any], *, within: str, context: RunContext) -> None:
+    """Record what is loaded into plain parameters, which ranks then compare; writes into sharded ones are recorded.
+
+    Args:
+        module: Of the composed model, whose `load_state_dict` is called.
+        state: As it was given.
+        within: FQN of the module and a dot; empty for the model.
+        context: Of the run.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    for name, own in module.named_parameters(remove_duplicate=False) if is_compared(context) else ():
+        given = state.get(name)
+        if not isinstance(given, torch.Tensor) or isinstance(own, DTensor):
+            continue
+        if context.parameter_mesh(within + name) is None:
+            context.stash(WrittenValues).add(within + name, given)

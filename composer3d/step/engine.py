@@ -59,11 +59,10 @@ class StepEngine:
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self.loop, self.criterion = LoopState(context), criterion
-        self.accumulated, self.outside = AccumulatedSteps(), OutsideParameters(context)
+        self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
-        self.scaling = Scaling()
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
@@ -354,6 +353,7 @@ class StepEngine:
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         self.is_stepping = False
+        self.loop.stepped()
         self.scaling.update(state.vetoes)
         self.own_steps.close()
         return None if state.vetoes else result

@@ -19,6 +19,7 @@ from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
 from composer3d.step.same_batches import SameBatches
+from composer3d.step.written_values import WRITTEN
 
 if TYPE_CHECKING:
     import torch
@@ -261,16 +262,25 @@ class Guard:
         self, odd: int, other: int, described: Sequence[Mapping[str, Any]], compared: Compared, at: str
     ) -> None:
         one, two = described[odd], described[other]
-        keys = [key for key in one if one[key] != two.get(key)]
+        keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
         if compared != "state":
+            if not keys:  # one wrote what the others have
+                return
             shown = ", ".join(keys[:_SHOWN])
             more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
             raise StepError(
                 f"{self._layout.who(self._ranks[odd])} holds other values than rank {self._ranks[other]}, its replica, "
                 f"at {at}: {shown}{more}; something changed parameters on some ranks alone"
             )
-        shown = ", ".join(f"{key}: {one[key]}, not {two.get(key)}" for key in keys[:_SHOWN])
         more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        if all(key.startswith(WRITTEN) for key in keys):
+            shown = ", ".join(key.removeprefix(WRITTEN) for key in keys[:_SHOWN])
+            raise StepError(
+                f"{self._layout.who(self._ranks[odd])} wrote other values than rank {self._ranks[other]} before {at}, "
+                f"into {shown}{more}; each rank keeps its shard of what it writes, so that the model would be none of "
+                "theirs: load the same file, or compute the same values, on all ranks"
+            )
+        shown = ", ".join(f"{key}: {one.get(key)}, not {two.get(key)}" for key in keys[:_SHOWN])
         raise StepError(
             f"the loop of {self._layout.who(self._ranks[odd])} decided something else than that of rank "
             f"{self._ranks[other]} before {at}: {shown}{more}; all ranks must decide alike"

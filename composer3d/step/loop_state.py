@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
+from composer3d.step.run_meshes import sharded_parameters
+from composer3d.step.written_values import WrittenValues, words_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,14 +68,27 @@ class LoopState:
         self._modules: list[nn.Module] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._sample: list[nn.Parameter] = []
+        self._plain: list[nn.Parameter] = []
+        self._version, self._is_written = 0, False
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
+        self._find()
+        written, self._is_written = self._context.stash(WrittenValues).take(), self._version != self._versions()
         return Decided(
-            state=self.number(optimizer),
+            state=self.number(optimizer) ^ written,
             weights=self.weights(step),
             described=lambda compared: self.described(optimizer, compared),
         )
+
+    def stepped(self) -> None:
+        """Take what plain parameters hold now for what the optimizer has made of them."""
+        if self._modules is not None:
+            self._version = self._versions()
+
+    def _versions(self) -> int:
+        """Return a number that grows with writes into plain parameters; those through `.data` are not counted."""
+        return sum([parameter._version for parameter in self._plain])
 
     def number(self, optimizer: torch.optim.Optimizer | None) -> int:
         """Return a digest of the state that ranks of one stage must have in common, 62 bits; never 0."""
@@ -88,8 +103,8 @@ class LoopState:
         return (hash((self.clip_norm, groups, modes, frozen, left)) & _BITS) or 1
 
     def weights(self, step: int) -> int:
-        """Return digests of this rank's parameters in every `EVERY`-th step, and 0 in the others."""
-        if step % EVERY:
+        """Return digests of this rank's parameters in every `EVERY`-th step, and after writes; 0 in the others."""
+        if step % EVERY and not self._is_written:
             return 0
         axes: dict[Compared, tuple[str, ...]] = {
             "replicas": replica_axes(self._context),
@@ -120,6 +135,7 @@ class LoopState:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
         for fqn, parameter in self._parameters.items():
             found[f'"{fqn}".requires_grad'] = parameter.requires_grad
+        found |= self._context.stash(WrittenValues).described()
         return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
 
     def _has_gradients(self) -> bool:
@@ -131,6 +147,9 @@ class LoopState:
             self._modules = [module for part in self._context.parts for module in part.module.modules()]
             self._parameters = dict(self._context.named_parameters())
             everything = list(self._parameters.values())
+            sharded = sharded_parameters(self._context)
+            self._plain = [parameter for fqn, parameter in self._parameters.items() if fqn not in sharded]
+            self._version = self._versions()
             # zero_grad forgets all or none, and this is looked at in every step.
             self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
 
@@ -149,7 +168,7 @@ class LoopState:
 
         plain = {fqn: local(parameter.detach()) for fqn, parameter in self._parameters.items()}
         plain = {fqn: tensor for fqn, tensor in plain.items() if type(tensor) is torch.Tensor and tensor.numel()}
-        words = [_words(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
+        words = [words_of(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
         return dict(zip(plain, torch.stack(words).tolist() if words else [], strict=True))
 
 
@@ -245,10 +264,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if isinstance(value, int | float | str | None) else None
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.reshape(-1).view(sizes[tensor.element_size()])

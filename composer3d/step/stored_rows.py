@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from composer3d import initialisation
 from composer3d.errors import StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
+from composer3d.mesh import Role
+from composer3d.step.run_meshes import owners_of, sharded_parameters
+from composer3d.step.written_values import WrittenValues, is_compared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["know_orders", "place_rows", "sharded_like"]
+__all__ = ["know_orders", "place_rows", "record_write", "sharded_like"]
 
 _CONTEXTS: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
@@ -40,6 +44,24 @@ def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None) -
     """
     order = _order_of(target if like is None else like, draws=like is not None)
     initialisation.place(target, whole if order is None else order.stored(whole))
+
+
+def record_write(target: DTensor, whole: Tensor) -> None:
+    """Record what a rank writes into a DTensor, or computes with it, for the comparison that opens the next step."""
+    for context in owners_of(target.device_mesh):
+        own = context.layout.names(Role.EXPERT)  # ranks along such an axis hold other modules
+        if is_compared(context) and not any(name in own for name in target.device_mesh.mesh_dim_names or ()):
+            name = functools.partial(_name_of, weakref.ref(context), _storage(target), tuple(target.shape))
+            context.stash(WrittenValues).add(name, whole)
+
+
+def _name_of(context: weakref.ref[RunContext], storage: tuple[int, int], shape: tuple[int, ...]) -> str:
+    """Return the FQN of the parameter of a storage, and the shape of another tensor."""
+    found = context()
+    for fqn, parameter in () if found is None else sharded_parameters(found).items():
+        if storage[0] and _storage(parameter) == storage:
+            return fqn
+    return f"a sharded tensor of shape {list(shape)}"
 
 
 def sharded_like(like: DTensor, whole: Tensor) -> Tensor:

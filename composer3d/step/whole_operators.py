@@ -7,6 +7,7 @@ would be lost, or a rank's data taken for the whole: these are refused with the 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.step.call_sites import caller
-from composer3d.step.stored_rows import know_orders, place_rows, sharded_like
+from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
+from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
 from composer3d.step.whole_draws import draw_whole
 
 if TYPE_CHECKING:
@@ -33,15 +35,19 @@ _ADVICE = (
 )
 
 
-def compute_whole_operators(context: RunContext) -> None:
+def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     """Let operators on DTensors that torch cannot compute on shards work, or be refused with what to write.
 
-    In this process from now on, whatever DTensors they are given.
+    Those over meshes of runs that are open; other DTensors of the process are torch's.
 
     Args:
         context: Knows the order of rows of its parameters.
+
+    Returns:
+        A function that ends it for this run.
     """
     know_orders(context)
+    know_meshes(context)
     mixable = torch_compat.mixable_operators()
     torch_compat.handle_operators(
         {
@@ -50,10 +56,13 @@ def compute_whole_operators(context: RunContext) -> None:
             **dict.fromkeys(mixable.lists, _compute_lists),
             **dict.fromkeys(mixable.of_data, _compute_of_data),
             mixable.stack: _compute_stack,
+            mixable.number: _compute_number,
         },
         uncovered=_compute_whole,
         mixed=_refuse_mixed,
+        owns=owns,
     )
+    return functools.partial(forget_meshes, context)
 
 
 def _refuse_mixed(operator: Any) -> NoReturn:
@@ -144,36 +153,72 @@ def _as_sharded(value: Any, likes: Sequence[DTensor]) -> Any:
 
 
 def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an elementwise operator of operands of which some are plain tensors, or sharded over another mesh.
-
-    With gradients numbers alone are added up, a loss and a penalty: what else a forward computes of a rank's data is
-    not whole.
-    """
+    """Compute an elementwise operator of operands of which some are plain tensors, or sharded over another mesh."""
     import torch
     from torch.distributed.tensor import DTensor
 
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    is_mixed = len(sharded) < len(tensors) or len({tensor.device_mesh for tensor in sharded}) > 1
-    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not is_mixed or (has_gradient and not _adds_numbers(operator, tensors)):
+    if len(sharded) == len(tensors) and len({tensor.device_mesh for tensor in sharded}) == 1:
         return _by_torch(operator, args, kwargs)
     writes = torch_compat.is_in_place(operator)
     target = args[0] if writes else next((tensor for tensor in sharded if tensor.dim()), None)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if _is_torchs(operator, tensors, sharded):
+            return _by_torch(operator, args, kwargs)
+        if not any(tensor.requires_grad for tensor in sharded):
+            if isinstance(target, DTensor) and writes:
+                _refuse_mixed(operator)
+            target = None  # constants, of which a rank's data meets the whole
+        elif any(t.dim() for t in tensors) and _has_gradient_of_data(tensors, target):
+            _refuse_mixed(operator)
     if not isinstance(target, DTensor):  # a plain tensor is written, or numbers of shards, such as norms, are read
         return operator(*map(_whole, args), **kwargs)
-    fitting = [arg if arg is target else _fitting(arg, target, operator) for arg in args]
+    fits = target if writes else _summed(target)
+    fitting = [fits if arg is target else _fitting(arg, fits, operator) for arg in args]
     return _by_torch(operator, tuple(fitting), kwargs)
 
 
+def _is_torchs(operator: Any, tensors: Sequence[Tensor], sharded: Sequence[DTensor]) -> bool:
+    """Return whether operands with gradients are left to torch: all but sums of numbers, and plain tensors of a shape.
+
+    A sum of a loss and a penalty has the gradients of each. Plain tensors without a gradient are taken for the whole.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not any(tensor.dim() for tensor in tensors):
+        return not _adds_numbers(operator, tensors)
+    has_gradients = any(tensor.requires_grad for tensor in sharded)
+    if has_gradients and len({tensor.device_mesh for tensor in sharded}) > 1:
+        return True
+    return all(isinstance(tensor, DTensor) or tensor.numel() == 1 for tensor in tensors)
+
+
+def _has_gradient_of_data(tensors: Sequence[Tensor], target: Any) -> bool:
+    """Return whether a plain tensor is written, or has a gradient, which is a rank's alone."""
+    from torch.distributed.tensor import DTensor
+
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    return any(tensor is target for tensor in plain) or any(tensor.requires_grad for tensor in plain)
+
+
+def _summed(tensor: DTensor) -> DTensor:
+    """Return a tensor whose ranks hold parts of a reduction with these reduced, and others as they are."""
+    from torch.distributed.tensor import Replicate
+
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    result: DTensor = tensor.redistribute(placements=placements)
+    return result
+
+
 def _adds_numbers(operator: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a sum of numbers has the gradients of each: those of a product would be one rank's.
+    """Return whether numbers are added up: the gradients of a product would be one rank's.
 
     Raises:
         StepError: A number of a rank's data is multiplied with one of sharded parameters, and both have gradients.
     """
-    if any(tensor.dim() for tensor in tensors):
-        return False
     if operator.name() in ("aten::add.Tensor", "aten::sub.Tensor"):
         return True
     if all(tensor.requires_grad for tensor in tensors):
@@ -182,6 +227,16 @@ def _adds_numbers(operator: Any, tensors: Sequence[Tensor]) -> bool:
             "whose gradient is then this rank's alone; compute it in the model's forward"
         )
     return False
+
+
+def _compute_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the number in a tensor of one, which torch takes for whole where it is a shard's sum, norm or extreme.
+
+    Collectives: those of `full_tensor`, unless it is whole.
+    """
+    if all(placement.is_replicate() for placement in args[0].placements):
+        return _by_torch(operator, args, kwargs)
+    return operator(_whole(args[0]), **kwargs)
 
 
 def _compute_stack(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,6 +267,8 @@ def _fitting(value: Any, target: DTensor, operator: Any) -> Any:
                 f"{_place()}{operator.name()} is given a tensor of shape {list(whole.shape)} and a sharded one, whose "
                 f"whole shape is {list(target.shape)}; a plain tensor beside it is taken for the whole, on all ranks"
             ) from None
+    if not isinstance(value, DTensor):
+        record_write(target, whole)
     return sharded_like(target, whole)
 
 

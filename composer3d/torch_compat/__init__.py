@@ -127,6 +127,7 @@ from composer3d.torch_compat.replica_reductions import (
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,
+    leave_operators,
     mixable_operators,
     torch_handled,
 )
@@ -163,6 +164,7 @@ __all__ = [
     "drawing_operators",
     "handle_operators",
     "local_of",
+    "leave_operators",
     "mixable_operators",
     "outside_transforms",
     "torch_handled",

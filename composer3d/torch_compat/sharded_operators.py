@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["drawing_operators", "handle_operators", "mixable_operators", "torch_handled"]
+__all__ = ["drawing_operators", "handle_operators", "leave_operators", "mixable_operators", "torch_handled"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -42,12 +43,14 @@ class _MixableOperators:
         lists: To lists of them, as clipping does.
         stack: To numbers of each.
         of_data: To a rank's data.
+        number: Returns the number in a tensor of one.
     """
 
     elementwise: tuple[Any, ...]
     lists: tuple[Any, ...]
     stack: Any
     of_data: tuple[Any, ...]
+    number: Any
 
 
 def mixable_operators() -> _MixableOperators:
@@ -64,6 +67,7 @@ def mixable_operators() -> _MixableOperators:
         lists=found(_LISTS, "_foreach_"),
         stack=torch.ops.aten.stack.default,
         of_data=found(_OF_DATA),
+        number=torch.ops.aten._local_scalar_dense.default,
     )
 
 
@@ -73,8 +77,14 @@ def _dispatcher() -> Any:
     return DTensor._op_dispatcher
 
 
-def handle_operators(handlers: Mapping[Any, Handler], *, uncovered: Handler, mixed: Callable[[Any], Any]) -> None:
-    """Let functions compute operators on DTensors, in this process from now on.
+def handle_operators(
+    handlers: Mapping[Any, Handler],
+    *,
+    uncovered: Handler,
+    mixed: Callable[[Any], Any],
+    owns: Callable[[Sequence[Any]], bool],
+) -> None:
+    """Let functions compute operators on some DTensors, until `leave_operators`.
 
     The table of operators that DTensor leaves to functions is private, and so are the two methods that raise for
     operators without a rule of sharding and for operands of which some are plain tensors (torch 2.11-2.15).
@@ -83,13 +93,13 @@ def handle_operators(handlers: Mapping[Any, Handler], *, uncovered: Handler, mix
         handlers: By operator; each is called with the operator, its arguments and keyword arguments.
         uncovered: Called alike where torch has no rule; may raise what it is to be refused with.
         mixed: Called with the operator, to raise.
+        owns: Called with the arguments, returns whether any of their DTensors is one of those; torch has the others.
     """
+    leave_operators()
     dispatcher = _dispatcher()
-    dispatcher._custom_op_handlers.update(handlers)
-    is_extended = hasattr(dispatcher, "composer3d")
-    dispatcher.composer3d = uncovered, mixed
-    if is_extended:
-        return
+    table = dispatcher._custom_op_handlers
+    dispatcher.composer3d = {operator: table.get(operator) for operator in handlers}
+    table.update({operator: functools.partial(_handled, handler, owns) for operator, handler in handlers.items()})
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     replicate = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -97,24 +107,52 @@ def handle_operators(handlers: Mapping[Any, Handler], *, uncovered: Handler, mix
         try:
             return propagate(op_call, args, kwargs, *rest)
         except (RuntimeError, NotImplementedError):
-            return dispatcher.composer3d[0](op_call, tuple(args), dict(kwargs))
+            if not owns((*args, *kwargs.values())):
+                raise
+            return uncovered(op_call, tuple(args), dict(kwargs))
 
     def replicated(op_call: Any, tensor: Any, mesh: Any) -> Any:
-        if tensor.numel() != 1 and not dispatcher._allow_implicit_replication:
-            dispatcher.composer3d[1](op_call)
+        if tensor.numel() != 1 and not dispatcher._allow_implicit_replication and owns((mesh,)):
+            mixed(op_call)
         return replicate(op_call, tensor, mesh)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
     dispatcher._try_replicate_spec_for_scalar_tensor = replicated
 
 
+def leave_operators() -> None:
+    """Leave all operators to torch again."""
+    dispatcher = _dispatcher()
+    for operator, own in vars(dispatcher).pop("composer3d", {}).items():
+        _restore(operator, own)
+    for name in ("_propagate_op_sharding_dispatch_slow_path", "_try_replicate_spec_for_scalar_tensor"):
+        vars(dispatcher).pop(name, None)
+
+
+def _handled(
+    handler: Handler, owns: Callable[[Sequence[Any]], bool], operator: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    if owns((*args, *kwargs.values())):
+        return handler(operator, args, kwargs)
+    with torch_handled(operator):
+        return operator(*args, **kwargs)
+
+
+def _restore(operator: Any, own: Handler | None) -> None:
+    table = _dispatcher()._custom_op_handlers
+    if own is None:
+        table.pop(operator, None)
+    else:
+        table[operator] = own
+
+
 @contextlib.contextmanager
 def torch_handled(operator: Any) -> Iterator[None]:
     """Leave an operator to torch inside, from within its own handler."""
-    handlers = _dispatcher()._custom_op_handlers
-    handler = handlers.pop(operator, None)
+    dispatcher = _dispatcher()
+    handler = dispatcher._custom_op_handlers.get(operator)
+    _restore(operator, vars(dispatcher).get("composer3d", {}).get(operator))
     try:
         yield
     finally:
-        if handler is not None:
-            handlers[operator] = handler
+        _restore(operator, handler)

@@ -20,27 +20,30 @@ class Places:
     """
 
     def __init__(self, group: Any, names: Mapping[int, str]) -> None:
-        self._places: list[tuple[dict[str, Any], str, str, Any]] = []
+        self._places: list[tuple[dict[str, Any], str, str, Any, bool]] = []
         for parameter in group.fsdp_params:
             info = parameter._module_info
-            for module, name in (
-                (info.module, info.param_name),
-                *zip(info.shared_modules, info.shared_param_names, strict=True),
-            ):
+            tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+            for module, name in ((info.module, info.param_name), *tied):
                 fqn = names.get(id(module), "")
-                self._places.append((module._parameters, name, f"{fqn}.{name}" if fqn else name, parameter))
+                whole = f"{fqn}.{name}" if fqn else name
+                self._places.append((module._parameters, name, whole, parameter, module is not info.module))
 
     def verify(self, refuse: Callable[[str], None]) -> None:
         """Call a function with the name of a place that holds another tensor than the unit's.
 
         Where the unit is gathered and `functional_call` has put back the sharded parameter that it found before, the
-        gathered one takes its place again.
+        gathered one takes its place again. A tie that somebody has taken apart is tied again, as it is in every gather.
         """
-        for parameters, name, fqn, parameter in self._places:
+        from torch import nn
+
+        for parameters, name, fqn, parameter, is_tied in self._places:
             found = parameters.get(name)
             gathered = getattr(parameter, "_unsharded_param", None)
             if found is parameter.sharded_param:
                 if parameter.sharded_state.name == "UNSHARDED" and gathered is not None:
                     parameters[name] = gathered
-            elif found is not gathered and found is not getattr(parameter, "_sharded_post_forward_param", None):
+            elif found is gathered or found is getattr(parameter, "_sharded_post_forward_param", None):
+                continue
+            elif not is_tied or not isinstance(found, nn.Parameter):
                 refuse(fqn)

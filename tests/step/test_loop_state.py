@@ -115,19 +115,19 @@ TP = "[sharding.tensor_parallel]\n[mesh]\ntp = 2\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size", "who", "other"),
+    ("text", "world_size", "who", "at"),
     [
-        (TP, 2, "rank 1 (tp 1)", 0),
-        ("[sharding.fsdp2]\n" + TP + "dp_shard = 2\n", 4, "rank 1 (dp_shard 0, tp 1)", 0),
+        (TP, 2, "rank 1 (tp 1)", EVERY - 1),  # a plain parameter, whose version says that it was written
+        ("[sharding.fsdp2]\n" + TP + "dp_shard = 2\n", 4, "rank 1 (dp_shard 0, tp 1)", EVERY),
     ],
 )
-def test_a_nudged_parameter_that_tensor_parallelism_leaves_whole_is_named(text, world_size, who, other):
+def test_a_nudged_parameter_that_tensor_parallelism_leaves_whole_is_named(text, world_size, who, at):
     message = (
-        f"{who} holds other values than rank {other}, its replica, at step {EVERY}: "
+        f"{who} holds other values than rank 0, its replica, at step {at}: "
         'parameter "layers.0.norm.weight"; something changed parameters on some ranks alone'
     )
     found = run_ranks(faulty, world_size, text, nudged_norm, EVERY - 1, EVERY + 1, (1.0,) * 4, False, Even)
-    assert found == [(EVERY, message)] * world_size
+    assert found == [(at, message)] * world_size
 
 
 @pytest.mark.parametrize(

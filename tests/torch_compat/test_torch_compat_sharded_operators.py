@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
@@ -11,7 +12,7 @@ from composer3d.testing import run_ranks
 
 
 def handled():
-    mesh, calls = init_device_mesh("cpu", (2,)), []
+    mesh, calls, owned = init_device_mesh("cpu", (2,)), [], [True]
     negate = torch.ops.aten.neg_.default
 
     def handler(operator, args, kwargs):
@@ -25,10 +26,18 @@ def handled():
         calls.append(operator.name())
         return torch.tensor(7.0)
 
-    torch_compat.handle_operators({negate: handler}, uncovered=uncovered, mixed=lambda operator: None)
+    torch_compat.handle_operators(
+        {negate: handler}, uncovered=uncovered, mixed=lambda operator: None, owns=lambda args: bool(owned)
+    )
     tensor = zeros(4, 3, requires_grad=False, device_mesh=mesh, placements=[Shard(0)])
     tensor.neg_()
-    return calls, tensor.to_local().tolist(), float(torch.renorm(tensor, 2, 1, 0.5)), isinstance(tensor, DTensor)
+    found = calls, tensor.to_local().tolist(), float(torch.renorm(tensor, 2, 1, 0.5)), isinstance(tensor, DTensor)
+    for leave in (owned.clear, torch_compat.leave_operators):
+        leave()
+        assert tensor.neg_().to_local().tolist()[0][0] in (2.0, -2.0)
+        with pytest.raises(NotImplementedError, match="renorm"):
+            torch.renorm(tensor, 2, 1, 0.5)
+    return found
 
 
 def test_an_operator_goes_to_its_handler_and_one_without_a_rule_to_the_other():

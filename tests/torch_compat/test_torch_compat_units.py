@@ -93,4 +93,5 @@ def test_places_of_parameters_know_what_stands_there():
         gathered, model.used._parameters["weight"] = model.used.weight, group.fsdp_params[0].sharded_param
         model.idle._parameters["weight"] = torch.ones(4, 4)
         places.verify(others.append)
-        assert others == ["idle.weight"] and model.used.weight is gathered
+        assert others == ["idle.weight"]
+        assert model.used.weight is gathered

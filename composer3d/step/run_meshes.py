@@ -1,0 +1,69 @@
+"""Meshes of the runs that are open, which tell a run's DTensors from others of the process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from composer3d.context import RunContext
+
+__all__ = ["forget_meshes", "know_meshes", "owners_of", "owns", "sharded_parameters"]
+
+_MESHES: weakref.WeakKeyDictionary[RunContext, frozenset[DeviceMesh]] = weakref.WeakKeyDictionary()
+_PARAMETERS: weakref.WeakKeyDictionary[RunContext, Mapping[str, DTensor]] = weakref.WeakKeyDictionary()
+
+
+def know_meshes(context: RunContext) -> None:
+    """Take DTensors over a run's meshes for the run's, until `forget_meshes`.
+
+    A mesh that equals one of them, in ranks, shape and names of dims, cannot be told from it: torch itself gives a
+    DTensor the one or the other, whichever it met first.
+    """
+    from torch.distributed.tensor import DTensor
+
+    parameters = {fqn: p for fqn, p in context.named_parameters() if isinstance(p, DTensor)}
+    _PARAMETERS[context] = parameters
+    found = {context.mesh, *(p.device_mesh for p in parameters.values())}
+    _MESHES[context] = frozenset({*found, *(mesh[name] for mesh in found for name in mesh.mesh_dim_names or ())})
+
+
+def forget_meshes(context: RunContext) -> None:
+    """Leave DTensors of a run that was closed to torch; without an open run, all operators."""
+    _MESHES.pop(context, None)
+    _PARAMETERS.pop(context, None)
+    if not _MESHES:
+        torch_compat.leave_operators()
+
+
+def owners_of(mesh: DeviceMesh) -> Iterator[RunContext]:
+    """Yield the open runs that have a mesh."""
+    for context, meshes in tuple(_MESHES.items()):
+        if mesh in meshes:
+            yield context
+
+
+def sharded_parameters(context: RunContext) -> Mapping[str, DTensor]:
+    """Return an open run's sharded parameters, also while the model has them gathered."""
+    return _PARAMETERS.get(context, {})
+
+
+def owns(args: Any) -> bool:
+    """Return whether any DTensor, or mesh, among an operator's arguments and in lists of them is an open run's."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    for arg in args:
+        mesh = arg.device_mesh if isinstance(arg, DTensor) else arg
+        if isinstance(mesh, DeviceMesh):
+            if any(mesh in meshes for meshes in _MESHES.values()):
+                return True
+        elif isinstance(arg, list | tuple) and owns(arg):
+            return True
+    return False

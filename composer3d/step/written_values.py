@@ -1,0 +1,83 @@
+"""Digests of values that loops write into sharded parameters, each rank from what it has, as whole tensors.
+
+Ranks keep a shard each of what they were given: of two files they make one model that neither of them holds, and no
+rank notices. What was written since the last step is therefore part of what ranks compare when the next one begins.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d.context import RunContext
+
+__all__ = ["WRITTEN", "WrittenValues", "is_compared", "words_of"]
+
+WRITTEN = "values written into "
+
+
+_KEPT = 1 << 12
+
+
+def is_compared(context: RunContext) -> bool:
+    """Return whether there are ranks that compare what they wrote."""
+    return context.purpose == "run" and context.world_size > 1
+
+
+class WrittenValues:
+    """What was written since the last step; each value costs one pass over it, and is kept as one number.
+
+    Without steps, as in a process that only evaluates, the last few thousand are kept.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Callable[[], str], Tensor]] = []
+        self._found: list[tuple[Callable[[], str], int]] = []
+
+    def add(self, name: str | Callable[[], str], value: Tensor) -> None:
+        """Record a value.
+
+        Args:
+            name: Of the parameter, or what finds it; asked where ranks differ.
+            value: Whole.
+        """
+        import torch
+
+        if type(value.detach()) is torch.Tensor and not value.is_meta and value.numel():
+            found = words_of(value.detach()).sum(dtype=torch.int64)
+            self._entries.append((name if callable(name) else lambda: name, found))
+            del self._entries[: -_KEPT if len(self._entries) >= 2 * _KEPT else 0]
+
+    def take(self) -> int:
+        """Return a digest of all values since the last call, 0 if there are none; an accelerator is waited for."""
+        import torch
+
+        if not self._entries:
+            self._found = []
+            return 0
+        names, sums = zip(*self._entries, strict=True)
+        self._entries = []
+        self._found = list(zip(names, torch.stack([value.cpu() for value in sums]).tolist(), strict=True))
+        return zlib.crc32(repr([value for _, value in self._found]).encode()) or 1
+
+    def described(self) -> Mapping[str, int]:
+        """Return what the last digest was made of, by what a user would call it."""
+        found: dict[str, int] = {}
+        for name, value in self._found:
+            fqn = name()
+            found[fqn] = found.get(fqn, 0) * 31 + value
+        return {f'{WRITTEN}"{fqn}"': value % (1 << 31) for fqn, value in found.items()}
+
+
+def words_of(tensor: Tensor) -> torch.Tensor:
+    """Return the words of a tensor as integers of their size."""
+    import torch
+
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(sizes[flat.element_size()])
