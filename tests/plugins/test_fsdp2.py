@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import Net, composed, mine, one_step, padded, seeded
+from support.models import Net, composed, gradient_error, mine, one_step, padded, seeded, sum_loss
 from torch.distributed.tensor import Replicate, Shard
 
 from composer3d import ManifestError
@@ -26,6 +26,7 @@ LAYOUTS = [
     pytest.param(2, '[sharding.fsdp2]\nunits = ["layers.1", "norm"]', id="2-units"),
     pytest.param(2, '[sharding.fsdp2]\nignored = ["out.*", "layers.1.up.weight"]', id="2-ignored"),
     pytest.param(4, '[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\nignored = ["norm.*"]', id="hsdp-ignored"),
+    pytest.param(4, "[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\ndelay_all_reduce = true", id="hsdp-delayed"),
 ]
 
 
@@ -85,6 +86,47 @@ def test_hybrid_sharding_adds_an_all_reduce_of_every_shard():
         }
 
 
+def test_a_delayed_all_reduce_is_one_for_all_micro_batches():
+    text = "[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\ndelay_all_reduce = true\n"
+    for *_, counted in run_ranks(step_with, 4, text, 1):  # three micro-batches
+        assert counted["all_reduce", "dp_replicate"] == UNITS
+        assert counted["reduce_scatter", "dp_shard"] == 3 * UNITS
+
+
+class Skipping(Net):
+    """A model whose second block only samples that begin with an odd token use."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for index, layer in enumerate(self.layers):
+            if index != 1 or int(tokens[0, 0]) % 2:
+                x = layer(x)
+        return self.out(self.norm(x)) + 0.0
+
+
+def skipped_last(text):
+    """Return the error of gradients where no rank's last micro-batch uses one of the units."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    tokens[:, 0] = torch.tensor([1, 1, 0] * 4)
+    reference, count = seeded(Skipping), (targets != -100).sum()
+    for sample, target in zip(tokens.split(1), targets.split(1), strict=True):
+        (sum_loss(reference(sample), target)[0] / count).backward()
+    run = composed("model.blocks = 'layers.*'\ntrain.microbatch = 1\n" + text, seeded(Skipping))
+    with run.step(0):
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+    error = gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+    run.close()
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_unit_that_the_last_micro_batch_leaves_out_is_averaged_all_the_same():
+    text = "[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\ndelay_all_reduce = true\n"
+    assert max(run_ranks(skipped_last, 4, text)) < TIGHT
+
+
 def placements(text):
     run = composed(text)
     found = {name: (tuple(p.placements), tuple(p.to_local().shape)) for name, p in run.named_parameters()}
@@ -135,6 +177,16 @@ def refusal(text):
             1,
             "[sharding.fsdp2]\nzero = 2\nreshard_after_forward = true",
             ":2:11: [sharding.fsdp2] reshard_after_forward is zero = 3's choice, and zero is 2; leave one of them out",
+        ),
+        (
+            2,
+            "[sharding.fsdp2]\ndelay_all_reduce = true",
+            ":3:1: [sharding.fsdp2] delay_all_reduce has no effect: dp_replicate = 1; remove it",
+        ),
+        (
+            2,
+            "[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\nzero = 2\ndelay_all_reduce = true",
+            ":6:1: [sharding.fsdp2] delay_all_reduce has no effect: zero = 2 reduces once a step anyway; remove it",
         ),
         (
             2,

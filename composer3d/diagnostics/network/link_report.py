@@ -59,12 +59,13 @@ class NetworkReport:
         """Return the report as text."""
         found = []
         for axis in self.axes:
+            links = "link" if axis.num_links == 1 else "links"
             found.append(
                 f"{axis.axis} = {axis.degree} on {axis.backend}: {axis.latency_s * 1e6:.1f} us, "
-                f"{axis.bytes_per_s / 1e9:.2f} GB/s, the medians of {axis.num_links} links"
+                f"{axis.bytes_per_s / 1e9:.2f} GB/s, the medians of {axis.num_links} {links}"
             )
             if axis.num_links < FEWEST:
-                found.append(f"  {axis.num_links} of them is too few to say that one is slow")
+                found.append(f"  fewer than {FEWEST} links have no median by which one is slow")
         for link in self.slow:
             one, other = link.ranks
             places = " and ".join(dict.fromkeys(self._hosts_of(link)))
@@ -72,7 +73,7 @@ class NetworkReport:
                 f"slow: {link.axis}, rank {one} to rank {other} on {places}: {link.latency_s * 1e6:.1f} us, "
                 f"{link.bytes_per_s / 1e9:.2f} GB/s, {self._factor(link):.1f} times slower than the median"
             )
-        if not self.slow:
+        if not self.slow and any(axis.num_links >= FEWEST for axis in self.axes):
             found.append("no link is slow beside the others of its axis")
         return found
 

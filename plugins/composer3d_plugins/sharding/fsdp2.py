@@ -82,6 +82,9 @@ class FSDP2:
         reshard_root: Free the root's parameters after the forward too: M all-gathers more.
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
         backward_prefetch: The same in the backward.
+        delay_all_reduce: Average over dp_replicate after the last micro-batch alone: U all-reduces in place of U M.
+            Until then the sum of a shard's gradients is kept in the reduction's dtype. Only with zero = 3, whose
+            gradients are reduced after every backward.
         ignored: Patterns of parameters that stay replicated on every rank; their gradients are averaged in one
             all-reduce. Parameters without dims or elements, which cannot be sharded, are always among them, and those
             of another dtype than others of the same module.
@@ -93,6 +96,7 @@ class FSDP2:
     reshard_root: bool = False
     forward_prefetch: int = Field(default=0, ge=0)
     backward_prefetch: int = Field(default=0, ge=0)
+    delay_all_reduce: bool = False
     ignored: tuple[str, ...] = ()
 
     @hookimpl
@@ -108,6 +112,9 @@ class FSDP2:
             raise PluginError(
                 f"reshard_after_forward is zero = 3's choice, and zero is {self.zero}", hint="leave one of them out"
             )
+        if self.delay_all_reduce and (self.zero != 3 or context.degrees[REPLICAS] == 1):
+            reason = f"zero = {self.zero} reduces once a step anyway" if self.zero != 3 else f"{REPLICAS} = 1"
+            raise PluginError(f"delay_all_reduce has no effect: {reason}", hint="remove it", keys=("delay_all_reduce",))
         axes = [axis for axis in context.data_axes(SHARDS) if axis == SHARDS or context.degrees[axis] > 1]
         shards = math.prod(context.degrees[axis] for axis in axes)
         if isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen < 2 or shards % chosen):
@@ -206,6 +213,8 @@ class FSDP2:
         for part in state.parts:
             root: FSDPModule = part.module  # type: ignore[assignment]
             root.set_is_last_backward(state.is_last)
+            if self.delay_all_reduce:
+                root.set_requires_all_reduce(state.is_last)
             if self.zero < 3:
                 root.set_requires_gradient_sync(state.is_last)
             if self.zero == 1:

@@ -30,6 +30,9 @@ CASES = {
     "reshard_root": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nreshard_root = true\n"),
     "prefetch": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nforward_prefetch = 2\nbackward_prefetch = 1\n"),
     "hsdp": Case("[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n", world_size=4),
+    "hsdp_delayed": Case(
+        "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\ndelay_all_reduce = true\n", world_size=4
+    ),
     "ddp": Case("mesh.dp_replicate = 2\n[sharding.ddp]\n"),
     "mixed": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "bfloat16"\n'),
     "float16": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "float16"\n'),

@@ -45,8 +45,9 @@ class ProcessGroups:
     sharded units at all ZeRO stages, and of operators on sharded tensors under sequence parallelism, but in compiled
     code. Numbers differ by the order of summation alone: chunks are added in the order of ranks, in at least float32.
 
-    No environment variable is set. With `network`, those that NCCL, libfabric and gloo read are compared with what the
-    network needs, in `check` and on every rank of a run; a run's environment.json records them.
+    This plugin sets no environment variable; any run whose ranks share a machine keeps the sockets of gloo and NCCL to
+    its loopback interface. With `network`, what NCCL, libfabric and gloo read is compared with what the network needs,
+    in `check`, which shows it, and on every rank of a run, whose environment.json records it.
 
     Memory: with all-to-alls, the gradient of the unit at work once more. A communicator of NCCL has buffers of its own
         on the GPU for every group of its own.
