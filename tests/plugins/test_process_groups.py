@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.models import composed, mine, one_step, padded, seeded, write_manifest
 
-from composer3d import ManifestError, NCCLOptions, StepError, check, torch_compat
+from composer3d import ManifestError, NCCLOptions, PluginError, StepError, check, torch_compat
 from composer3d.testing import count_collectives, full, run_ranks
 
 UNITS = 4  # three blocks and the root
@@ -341,6 +342,32 @@ def refusal(text):
 )
 def test_refusals(text, said):
     assert said in run_ranks(refusal, 2, FSDP + GROUPS + text)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "nothing is reduce-scattered in this run: nobody shards parameters"),
+        ('reduce_scatter = "all_to_all"\n' + of_axis("dp_replicate", "timeout_s = 4"), "nothing is reduce-scattered"),
+    ],
+)
+def test_replicas_alone_reduce_scatter_nothing(text, said):
+    assert said in run_ranks(refusal, 2, "[sharding.ddp]\n" + GROUPS + text)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "axis", "said"),
+    [
+        ({"min_ctas": 8, "max_ctas": 4}, "tp", "min_ctas = 8 is above max_ctas = 4"),
+        ({"registered_buffers": True}, "tp", "which communicate over dp_shard, not over tp; write it in axes.dp_shard"),
+    ],
+)
+def test_options_of_nccl_that_contradict_are_refused(options, axis, said):
+    from composer3d_plugins.communication.process_groups.axis_options import AxisOptions
+
+    with pytest.raises(PluginError, match=re.escape(said)) as caught:
+        AxisOptions(**options).refuse_contradictions(axis, backend="nccl")
+    assert caught.value.keys == ("axes", axis, next(iter(options)))
 
 
 def test_one_rank_has_nobody_to_talk_to():

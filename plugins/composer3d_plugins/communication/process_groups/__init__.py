@@ -25,7 +25,7 @@ from composer3d import (
     plugin,
     torch_compat,
 )
-from composer3d_plugins.communication.process_groups.axis_options import AxisOptions
+from composer3d_plugins.communication.process_groups.axis_options import SHARDS, AxisOptions
 from composer3d_plugins.communication.process_groups.exchanged_sums import ExchangedReduceScatter
 from composer3d_plugins.communication.process_groups.networks import NETWORKS, Machine, complaints, read_by_network
 from composer3d_plugins.communication.process_groups.operator_sums import exchange_operator_sums
@@ -59,7 +59,10 @@ class ProcessGroups:
     exchange).
 
     Args:
-        axes: Options of process groups, a table for each axis: `[communication.process_groups.axes.tp]`.
+        axes: Options of process groups, a table for each axis, as `[communication.process_groups.axes.tp]`, with
+            backend, timeout_s, own_group, and of NCCL high_priority_stream, blocking, min_ctas, max_ctas,
+            cga_cluster_size, cta_policy (default, efficiency or zero), nvls_ctas, sharp, split_share, net_name,
+            traffic_class and, of the axis whose ranks hold shards, registered_buffers.
         reduce_scatter: `auto` takes the all-to-all over gloo and the backend's own elsewhere; `native` and `all_to_all`
             take the same everywhere.
         network: Kind of network between nodes: what it needs of the machine (libraries, devices, variables, interfaces)
@@ -87,13 +90,12 @@ class ProcessGroups:
             options.refuse_contradictions(axis, backend=self._backend(axis, context))
         if context.world_size == 1 and self.network is None:
             raise PluginError("one rank communicates with nobody", hint="start several ranks, or remove this table")
-        if not self.axes and self.network is None and not self._acts(context):
-            raise PluginError(
-                f'reduce_scatter = "{self.reduce_scatter}" is what runs without this table, which has nothing else',
-                hint="give an axis options, or remove this table",
-            )
+        self._refuse_nothing(context)
         if self.reduce_scatter == "native":
             context.claim("reduce_scatter", by=self)
+        if any(options.registered_buffers for options in (self.axes or {}).values()):
+            context.claim("reduce_scatter", by=self)
+            context.claim("all_gather", by=self)
         if self.network is not None and context.purpose in ("run", "check"):
             self._compare_network(self.network, context)
 
@@ -127,6 +129,25 @@ class ProcessGroups:
         if end is not None:
             end()
 
+    def _refuse_nothing(self, context: RunContext) -> None:
+        """Refuse a choice of reduce-scatter that changes nothing, where nothing else is asked for."""
+        is_alone = not self.axes and self.network is None
+        if not self._scattered(context) and (is_alone or self.reduce_scatter != "auto"):
+            raise PluginError(
+                "nothing is reduce-scattered in this run: nobody shards parameters, activations or experts",
+                hint="remove reduce_scatter, or this table if nothing else stands in it",
+            )
+        if is_alone and not self._acts(context):
+            raise PluginError(
+                f'reduce_scatter = "{self.reduce_scatter}" is what runs without this table, which has nothing else',
+                hint="give an axis options, or remove this table",
+            )
+
+    def _scattered(self, context: RunContext) -> list[str]:
+        """Return the axes over which reduce-scatters run."""
+        axes = (SHARDS, *context.layout.names(Role.TENSOR, Role.SEQUENCE, Role.EXPERT))
+        return [axis for axis in axes if context.degrees[axis] > 1]
+
     def _backend(self, axis: str, context: RunContext) -> str:
         """Return the backend of an axis for the run's device: the stated one, else the device's own."""
         options = (self.axes or {}).get(axis)
@@ -139,8 +160,7 @@ class ProcessGroups:
 
     def _acts(self, context: RunContext) -> bool:
         """Return whether any reduce-scatter is exchanged."""
-        axes = [axis for axis, degree in context.degrees.items() if degree > 1]
-        return any(self._is_exchanged_over(axis, context) for axis in axes)
+        return any(self._is_exchanged_over(axis, context) for axis in self._scattered(context))
 
     def _is_exchanged_over(self, axis: str, context: RunContext) -> bool:
         return self.reduce_scatter == "all_to_all" or (
@@ -164,15 +184,15 @@ class ProcessGroups:
         return any(context.degrees[axis] > 1 for axis in context.layout.names(*roles))
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        is_coded = bool(context.claimants("reduce_scatter"))
-        registered = {axis for axis, options in (self.axes or {}).items() if options.registered_buffers}
+        is_claimed = bool(context.claimants("reduce_scatter"))
+        registered = any(options.registered_buffers for options in (self.axes or {}).values())
         for module in model.modules():
             unit = context.stash(Units).by_module.get(module)
             if unit is None:
                 continue
             if registered:
                 unit.register_buffers()
-            elif self._acts(context) and not is_coded:
+            elif self._acts(context) and not is_claimed:
                 exchange = ExchangedReduceScatter(is_exchanged=lambda group: self._is_exchanged(group, context))
                 unit.set_reduce_scatter(exchange)
         return list(fqns)

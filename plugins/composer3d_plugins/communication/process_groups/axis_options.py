@@ -9,7 +9,9 @@ from pydantic.dataclasses import dataclass
 
 from composer3d import GroupOptions, NCCLOptions, PluginError, torch_compat
 
-__all__ = ["AxisOptions"]
+__all__ = ["SHARDS", "AxisOptions"]
+
+SHARDS = "dp_shard"  # whose ranks hold shards of units
 
 # Options of the group that any backend has; all others are NCCL's.
 _ANY = ("backend", "timeout_s", "own_group")
@@ -107,6 +109,12 @@ class AxisOptions:
                     hint="remove it, or run on GPUs",
                     keys=("axes", axis, name),
                 )
+        if self.registered_buffers and axis != SHARDS:
+            raise PluginError(
+                f"registered_buffers are those of sharded units, which communicate over {SHARDS}, not over {axis}",
+                hint=f"write it in axes.{SHARDS}",
+                keys=("axes", axis, "registered_buffers"),
+            )
         if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:
             raise PluginError(
                 f"min_ctas = {self.min_ctas} is above max_ctas = {self.max_ctas}", keys=("axes", axis, "min_ctas")
