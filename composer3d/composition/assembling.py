@@ -274,10 +274,8 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
 
 def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepAction, ...]:
     """Collect the actions of every step, in their order."""
-    actions: list[StepAction] = [
-        acting.named_action(registered.name, action)
-        for registered, action in preparation.hooks.step_actions(preparation.context)
-    ]
+    noted = acting if acting.is_watched else None
+    actions = [action for _, action in preparation.hooks.step_actions(preparation.context, noted)]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
     modules = (module for part in preparation.context.parts for module in part.module.modules())

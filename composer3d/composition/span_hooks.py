@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
     from composer3d.interfaces import Stateful
-    from composer3d.transform import StepAction
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -40,7 +38,7 @@ class Acting(threading.local):
     """
 
     def __init__(self, *, is_watched: bool) -> None:
-        self._is_watched = is_watched
+        self.is_watched = is_watched
         self.plugin: str | None = None
         self._open: list[str] = []
 
@@ -66,7 +64,7 @@ class Acting(threading.local):
 
     def named(self, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a plugin's function, during whose calls the plugin acts."""
-        if not self._is_watched:
+        if not self.is_watched:
             return function
 
         @functools.wraps(function)
@@ -79,26 +77,9 @@ class Acting(threading.local):
 
         return call
 
-    def named_action(self, plugin: str, action: StepAction) -> StepAction:
-        """Return a plugin's step action, as `named` does; of one argument, for steps that call many."""
-        if not self._is_watched:
-            return action
-        run = action.run
-
-        @functools.wraps(run)
-        def call(state: Any) -> str | None:
-            own = vars(self)  # this thread's, looked up once
-            before, own["plugin"] = own["plugin"], plugin
-            try:
-                return run(state)
-            finally:
-                own["plugin"] = before
-
-        return replace(action, run=call)
-
     def states(self, states: Mapping[str, Mapping[str, Stateful]]) -> Mapping[str, Mapping[str, Stateful]]:
         """Return what plugins save with the rest, during whose saving and loading they act."""
-        if not self._is_watched:
+        if not self.is_watched:
             return states
         return {
             plugin: {name: _ActingState(stateful, self, plugin) for name, stateful in kept.items()}

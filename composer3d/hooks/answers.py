@@ -22,7 +22,7 @@ from composer3d.hookspecs import HookSpecs
 if TYPE_CHECKING:
     from composer3d.interfaces import Batch
 
-__all__ = ["Fault", "expected_of", "fault_of", "mismatch", "returned_by"]
+__all__ = ["Fault", "expected_of", "fault_of", "mismatch", "predicate_of", "returned_by"]
 
 _LONGEST = 60  # characters of a value that is quoted
 _LONGEST_TIMEOUT_S = 10**9
@@ -46,7 +46,7 @@ class Fault:
 
 def fault_of(hook: str, answer: Any, arguments: Mapping[str, Any]) -> Fault | None:
     """Return what is wrong with the answer of a hook that was called with `arguments`; None where it is right."""
-    found = None if _fitting(expected_of(hook))(answer) else mismatch(answer, expected_of(hook))
+    found = None if predicate_of(expected_of(hook))(answer) else mismatch(answer, expected_of(hook))
     if found is None and answer is not None and hook in _VALUES:
         found = next(iter(_VALUES[hook](answer, arguments)), None)
     return found
@@ -87,7 +87,7 @@ def mismatch(value: Any, expected: Any, at: tuple[str, ...] = ()) -> Fault | Non
 
 
 @functools.cache
-def _fitting(expected: Any) -> Callable[[Any], bool]:
+def predicate_of(expected: Any) -> Callable[[Any], bool]:
     """Return a quick predicate for answers in every step: whether a value is of a type all the way down.
 
     False is not final: of subclasses, and of containers of other kinds, `mismatch` decides.
@@ -96,21 +96,26 @@ def _fitting(expected: Any) -> Callable[[Any], bool]:
     if expected is Any:
         return lambda value: True
     if origin in (typing.Union, types.UnionType):
-        kinds = [_fitting(each) for each in inner]
+        kinds = [predicate_of(each) for each in inner]
         return lambda value: any(fits(value) for fits in kinds)
     if expected is float:
         return lambda value: type(value) is float or type(value) is int
+    if origin is Literal and all(type(each) is str for each in inner):
+        words = frozenset(inner)
+        return lambda value: type(value) is str and value in words
     if is_dataclass(expected):
         cls: Any = expected
         hints = _hints(cls)
-        parts = [(each.name, _fitting(hints[each.name])) for each in fields(expected) if hints[each.name] is not Any]
+        parts = [
+            (each.name, predicate_of(hints[each.name])) for each in fields(expected) if hints[each.name] is not Any
+        ]
         return lambda value: isinstance(value, cls) and all(fits(getattr(value, name)) for name, fits in parts)
     if origin in (tuple, collections.abc.Sequence):
-        fits_item = _fitting(inner[0])
+        fits_item = predicate_of(inner[0])
         kind = (tuple,) if origin is tuple else (list, tuple)
         return lambda value: isinstance(value, kind) and (inner[0] is Any or all(map(fits_item, value)))
     if origin is collections.abc.Mapping:
-        fits_key, fits_value = map(_fitting, inner)
+        fits_key, fits_value = map(predicate_of, inner)
         return lambda value: (
             isinstance(value, dict) and all(map(fits_key, value)) and all(map(fits_value, value.values()))
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
-from composer3d.hooks.answers import Fault, fault_of, mismatch, returned_by
+from composer3d.hooks.answers import Fault, fault_of, mismatch, predicate_of, returned_by
 from composer3d.initialisation.source_lines import is_torch, place_of_error
 from composer3d.observation import lost_a_peer
 from composer3d.transform import StepPoint
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from composer3d.registry import Registered
     from composer3d.transform import StepAction
 
-__all__ = ["Returned", "blamed", "blamed_action", "blamed_listing", "checked"]
+__all__ = ["Acting", "Returned", "blamed", "blamed_action", "blamed_listing", "checked"]
 
 
 def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +53,8 @@ def blamed(
         returns: Type of its result.
     """
 
+    fits = predicate_of(returns)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -61,26 +63,40 @@ def blamed(
             if (found := _hook_error(error, registered, name)) is None:
                 raise
             raise found from error
-        if returns is not Any:
+        if not fits(value):
             _refuse(registered, name, mismatch(value, returns))
         return value
 
     return call
 
 
-def blamed_action(registered: Registered, action: StepAction) -> Callable[[Any], str | None]:
-    """Return a step action as `blamed` does, taking one argument: steps call many of them."""
-    run, name, decides = action.run, f'the step action "{action.name}"', action.point is StepPoint.DECIDE
+def blamed_action(
+    registered: Registered, action: StepAction, acting: Acting | None = None
+) -> Callable[[Any], str | None]:
+    """Return a step action as `blamed` does, of one argument, and in one call: steps run many of them.
+
+    Args:
+        registered: Whose it is.
+        action: What runs.
+        acting: Where its plugin is noted while it runs; None where nobody asks.
+    """
+    run, name, plugin = action.run, f'the step action "{action.name}"', registered.name
+    decides, fits = action.point is StepPoint.DECIDE, predicate_of(str | None)
+    unnoted: dict[str, Any] = {"plugin": None}
 
     @functools.wraps(run)
     def call(state: Any) -> str | None:
+        own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
+        before, own["plugin"] = own["plugin"], plugin
         try:
             value = run(state)
         except BaseException as error:
             if (found := _hook_error(error, registered, name)) is None:
                 raise
             raise found from error
-        if decides:
+        finally:
+            own["plugin"] = before
+        if decides and not fits(value):
             _refuse(registered, name, mismatch(value, str | None))
         return value
 
@@ -96,6 +112,16 @@ def blamed_listing(registered: Registered, name: str, function: Callable[..., An
         return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
     return blamed(registered, name, listed, returns=Sequence[str] | None)
+
+
+class Acting(Protocol):
+    """The plugin that acts now: an object with a dictionary of its own for each thread, as `threading.local` has.
+
+    Attributes:
+        plugin: Its name; None while none acts.
+    """
+
+    plugin: str | None
 
 
 class Returned:

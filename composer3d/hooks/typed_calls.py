@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from composer3d.errors import PluginError, QueryError
-from composer3d.hooks.blame import Returned, blamed_action, checked
+from composer3d.hooks.blame import Acting, Returned, blamed_action, checked
 from composer3d.hookspecs import HookSpecs
 from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
 from composer3d.registry import GROUP, Registered
@@ -91,12 +91,12 @@ class Hooks:
         """Query: the actions of every rank of the pipeline, in order."""
         return self._query("composer3d_actions", context=context, num_microbatches=num_microbatches)
 
-    def step_actions(self, context: RunContext) -> list[tuple[Registered, StepAction]]:
-        """Return what happens at points of every step, with whose it is."""
+    def step_actions(self, context: RunContext, acting: Acting | None = None) -> list[tuple[Registered, StepAction]]:
+        """Return what happens at points of every step, with whose it is; `acting` is told whose action runs."""
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
             for action in answer if isinstance(answer, Sequence) else (answer,):
-                found.append((registered, replace(action, run=blamed_action(registered, action))))
+                found.append((registered, replace(action, run=blamed_action(registered, action, acting))))
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:

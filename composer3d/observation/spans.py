@@ -29,10 +29,10 @@ class _Spans:
 
     def __enter__(self) -> None:
         name, attributes = self._name, self._attributes
-        self._tokens = [(recorder, recorder.begin(name, attributes)) for recorder in self._recorders]
+        self._tokens = [recorder.begin(name, attributes) for recorder in self._recorders]
 
     def __exit__(self, *error: object) -> None:
-        for recorder, token in reversed(self._tokens):
+        for recorder, token in zip(reversed(self._recorders), reversed(self._tokens), strict=True):
             recorder.end(token)
 
 
