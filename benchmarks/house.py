@@ -36,6 +36,7 @@ ABOVE_COMPOSITION = (
     "testing",
     "diagnostics",
     "importing",
+    "scaffolding",
     "cli",
 )
 RESULT, README = ROOT / "benchmarks" / "results" / "house.json", ROOT / "benchmarks" / "README.md"

@@ -20,6 +20,7 @@ from composer3d.cli import (
     import_command,
     init,
     launch,
+    new_plugin_command,
     plan,
     plugins,
     run,
@@ -51,6 +52,7 @@ COMMANDS = (
     init,
     export,
     import_command,
+    new_plugin_command,
 )
 WRONG, FAILED = 2, 3
 

@@ -24,6 +24,7 @@ NAMES = (
     "init",
     "export",
     "import",
+    "new-plugin",
 )
 HEAVY = ("torch", "pydantic", "numpy", "rich", "pluggy", "tomli")
 

@@ -80,11 +80,6 @@ def test_the_readme_names_every_command():
     assert set(named) == set(subcommands())
 
 
-def test_commands_that_are_not_there_yet_are_not_there():
-    (line,) = re.findall(r"^- The commands? (.*)\.$", COMMANDS, re.MULTILINE)
-    assert not set(code(line)) & set(subcommands())
-
-
 def test_exit_codes():
     epilog = " ".join(build_parser().epilog.split())
     rows = table(COMMANDS, "code", "meaning")

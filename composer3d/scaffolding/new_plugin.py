@@ -1,0 +1,91 @@
+"""`new_plugin`: a package with a worked plugin of a family, its entry point, and tests that pass."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer3d.errors import PluginError, did_you_mean
+from composer3d.registry import FAMILIES
+
+__all__ = ["NewPlugin", "new_plugin"]
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewPlugin:
+    """What was written.
+
+    Args:
+        folder: Of the package.
+        files: In it.
+        module: That holds the plugin.
+        table: Of manifests that switch it on.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    module: str
+    table: str
+
+
+def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> NewPlugin:
+    """Write a package with a plugin of a family that works, and tests of it that pass.
+
+    Its tests answer the four headings: numerics, collectives, state, refusals. What it does is an example to replace.
+
+    Args:
+        name: Of the plugin, its table in manifests and its entry point: lower case with underscores.
+        family: `sharding`, `scheduling`, `precision`, `communication` or `profiling`.
+        folder: That is made; default: the name.
+
+    Raises:
+        PluginError: The name is none, the family is unknown, or the folder is there.
+    """
+    if family not in FAMILIES:
+        raise PluginError(f'there is no family "{family}"', hint=did_you_mean(family, FAMILIES))
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        hint = "write lower case with underscores, for example clip_by_layer"
+        raise PluginError(f'"{name}" cannot be the name of a plugin', hint=hint)
+    target = Path(name if folder is None else folder)
+    module = f"composer3d_{name}"
+    words = {
+        "@NAME@": name,
+        "@CLASS@": "".join(part.capitalize() for part in name.split("_")),
+        "@MODULE@": module,
+        "@PROJECT@": module.replace("_", "-"),
+        "@FAMILY@": family,
+    }
+    contents = {
+        "pyproject.toml": "pyproject.toml.txt",
+        "README.md": "README.md.txt",
+        ".github/workflows/tests.yml": "tests.yml.txt",
+        f"{module}.py": f"{family}.py.txt",
+        f"tests/test_{module}.py": f"test_{family}.py.txt",
+    }
+    texts = {path: _filled(template, words) for path, template in contents.items()}
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        raise PluginError(f"{target} is there and is not overwritten", hint="name another folder with --to") from None
+    for path, text in texts.items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_text(text, encoding="utf-8")
+    return NewPlugin(
+        folder=target,
+        files=tuple(target / path for path in texts),
+        module=module,
+        table=f"[{family}.{name}]",
+    )
+
+
+def _filled(template: str, words: dict[str, str]) -> str:
+    text = (_TEMPLATES / template).read_text(encoding="utf-8")
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
