@@ -58,8 +58,8 @@ def test_a_package_is_whole_and_clean(folder, capsys, family):
     assert project["entry-points"]["composer3d"] == {"two_words": "composer3d_two_words:TwoWords"}
     texts = [(folder / path).read_text() for path in written]
     assert all(word not in text for text in texts for word in ("@NAME", "@CLASS", "@MODULE", "@PROJECT", "@FAMILY"))
-    ruff = ["ruff", "--isolated", "check", "--select", "I,F,E,W,UP,B", "--line-length", "120", "here"]
-    found = subprocess.run([sys.executable, "-m", *ruff], capture_output=True, text=True)
+    ruff = ["ruff", "--isolated", "check", "--select", "I,F,E,W,UP,B", "--line-length", "120", "."]
+    found = subprocess.run([sys.executable, "-m", *ruff], cwd=folder / "here", capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
     assert f"[{family}.two_words]" in capsys.readouterr().out
 
