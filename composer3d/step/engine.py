@@ -21,6 +21,7 @@ from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.outside_parameters import OutsideParameters
 from composer3d.step.own_forward import OwnForward
 from composer3d.step.own_steps import OwnSteps
+from composer3d.step.parameter_hooks import ParameterHooks
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
 from composer3d.step.unit_record import UnitRecord
@@ -63,6 +64,7 @@ class StepEngine:
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
+        self.parameter_hooks = ParameterHooks(context, self.scaling, self.actions)
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
@@ -152,20 +154,14 @@ class StepEngine:
         self._scheduled = True
         try:
             span = self._context.span("forward_backward", microbatches=len(microbatches))
-            with self.streams.over(microbatches), span, self.units.trained():
+            with self.streams.over(microbatches), span, self.units.trained(), self._hooks_held(is_last=True):
                 train(microbatches)
         finally:
             self._scheduled = False
         return self._settle(state, len(microbatches))
 
     def evaluate(
-        self,
-        batch: Batch,
-        *,
-        identity: int,
-        size: int | None,
-        number: int,
-        evaluate: Callable[[Sequence[Batch]], None],
+        self, batch: Batch, *, identity: int, size: int | None, number: int, evaluate: Callable[[Sequence[Batch]], None]
     ) -> tuple[Tensor, float]:
         """Run one batch without gradients; see `Composition.evaluate`."""
         if self._ledger.pending:
@@ -205,7 +201,12 @@ class StepEngine:
         if not self.actions[StepPoint.GRADIENTS_LOCAL]:
             gradients.settle_partial(parameters)
         self._correct(parameters)
+        self.parameter_hooks.settle()
         return loss
+
+    def _hooks_held(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        number = self.own_steps.num_backwards
+        return self.parameter_hooks.held(number, is_last=is_last, is_stepped=self.stepper is not None)
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         is_scaled = self._own is not None and self._own.is_scaled
@@ -258,11 +259,11 @@ class StepEngine:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
-        with self._context.span("backward"), self.streams.kept(), self.units.trained():
+        held = self._hooks_held(is_last=last)
+        with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
             self.scaling.scale(self._ledger.scaled(loss)).backward()
-        self._gathered = False
         self.end_microbatch()
-        state.forward_done = False
+        self._gathered = state.forward_done = False
         return self._settle(state, self._ledger.pending) * self._own.handed() if last else None
 
     def _announce_own(self, target: Any, identity: int) -> None:
@@ -294,9 +295,7 @@ class StepEngine:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
         self._leave_gathered(state)
-        if self._used:
-            return list(state.parameters())
-        return self._finish_gradients(state, call)
+        return list(state.parameters()) if self._used else self._finish_gradients(state, call)
 
     def _leave_gathered(self, state: StepState) -> None:
         """Reshard what a forward has gathered that had no backward."""
@@ -330,6 +329,7 @@ class StepEngine:
         self._at(StepPoint.GRADIENTS_REDUCED)
         self.scaling.unscale(self.optimizer)
         self._at(StepPoint.UNSCALED)
+        self.parameter_hooks.settle(is_used=True)
         return parameters
 
     def clipped(self, max_norm: float) -> list[nn.Parameter]:

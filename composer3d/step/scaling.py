@@ -22,20 +22,21 @@ class Scaling:
     Attributes:
         scaler: A plugin's; None without one. A loop that runs its own backwards sets it aside.
         overflow: Whether this step's gradients cannot be used, by the scaler.
+        applied: Factor that the gradients of this step have been multiplied with.
     """
 
     def __init__(self) -> None:
         self.scaler: GradScaler | None = None
         self.overflow = False
-        self._applied = 1.0
+        self.applied = 1.0
 
     def begin(self) -> None:
         """Begin a step, whose gradients are not there yet."""
-        self._applied, self.overflow = 1.0, False
+        self.applied, self.overflow = 1.0, False
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what a backward starts from: scaled as the gradients are that it adds to."""
-        loss = loss if self._applied == 1.0 else loss * self._applied
+        loss = loss if self.applied == 1.0 else loss * self.applied
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def correct(self, parameters: Sequence[nn.Parameter], wanted: float) -> None:
@@ -45,9 +46,9 @@ class Scaling:
             parameters: This rank's.
             wanted: Factor that all of this step's gradients are to have.
         """
-        if wanted != self._applied:
-            gradients.scale_(parameters, wanted / self._applied)
-            self._applied = wanted
+        if wanted != self.applied:
+            gradients.scale_(parameters, wanted / self.applied)
+            self.applied = wanted
 
     def unscale(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divide final gradients by the loss scale, and record whether they overflowed."""

@@ -1,0 +1,161 @@
+"""Hooks that a loop registers on the composed parameters: called as on one device, with the global batch's gradient.
+
+Data parallelism reduces gradients of gathered copies, which autograd knows, and never accumulates into the shards that
+the loop has; where it does, it calls hooks with a rank's part. So hooks are set aside while a backward runs, and run
+when its gradients are final: once a backward, from the last parameter to the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.errors import StepError
+from composer3d.transform import StepAction, StepPoint
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+    from composer3d.step.scaling import Scaling
+
+__all__ = ["ParameterHooks"]
+
+
+class ParameterHooks:
+    """Gradient hooks of this rank's parameters that were registered after the model was composed.
+
+    Args:
+        context: With this rank's parts, none of whose parameters is gathered.
+        scaling: Of the step's gradients.
+        actions: Of a step: some complete gradients only once they are used, and hooks then wait for these.
+    """
+
+    def __init__(
+        self, context: RunContext, scaling: Scaling, actions: Mapping[StepPoint, Sequence[StepAction]]
+    ) -> None:
+        self._context, self._scaling = context, scaling
+        self._acts_later = any(actions[point] for point in (StepPoint.GRADIENTS_LOCAL, StepPoint.UNSCALED))
+        self._parameters = {id(p): (fqn, p) for fqn, p in context.named_parameters()}
+        # A model's own hooks, and those of plugins, stay where they are.
+        tables = (table for _, parameter in self._parameters.values() for table in _tables(parameter))
+        self._known = {number for table in tables for number in table}
+        self._hooked: list[nn.Parameter] = []
+        self._earlier: dict[int, tuple[Tensor, float]] = {}
+
+    @property
+    def _is_late(self) -> bool:
+        late = self._acts_later or self._scaling.scaler is not None
+        return late or bool(self._context.claimants("moved_gradients"))
+
+    @contextlib.contextmanager
+    def held(self, number: int, *, is_last: bool, is_stepped: bool) -> Iterator[None]:
+        """Run a backward in which no hook is called; earlier gradients of parameters that have some are set aside.
+
+        Args:
+            number: Of the backwards of this step, from 1 on.
+            is_last: Gradients are complete after it.
+            is_stepped: The optimizer steps in it.
+
+        Raises:
+            StepError: No gradient of this backward alone will be there for a hook.
+        """
+        self._earlier.clear()
+        self._hooked = list(self._find())
+        if not self._hooked:
+            yield
+            return
+        said = f'"{self._parameters[id(self._hooked[0])][0]}" has a gradient hook'
+        if is_stepped:
+            raise StepError(f"{said}, and in_backward=True leaves it no gradient; leave in_backward out")
+        if not is_last or (number > 1 and self._is_late):
+            raise StepError(
+                f"{said}, which one device calls with the gradient of each backward, and gradients of this step are "
+                "complete after its last one; instead of the hook write what it does to parameter.grad before "
+                "optimizer.step()"
+            )
+        taken = [(table, self._of_loop(table)) for parameter in self._hooked for table in _tables(parameter)]
+        for table, hooks in taken:
+            for key in hooks:
+                del table[key]
+        for parameter in self._hooked:
+            if parameter.grad is not None:
+                self._earlier[id(parameter)] = parameter.grad, self._scaling.applied
+                parameter.grad = None
+        try:
+            yield
+        finally:
+            for table, hooks in taken:
+                table.update(hooks)
+
+    def settle(self, *, is_used: bool = False) -> None:
+        """Call the hooks with the gradients of the backward that has ended, and add the earlier ones.
+
+        Args:
+            is_used: The step's gradients are about to be used, rather than a backward has ended.
+
+        Memory: the gradient of one parameter, twice.
+        """
+        import torch
+
+        if is_used != self._is_late:
+            return
+        hooked, self._hooked = self._hooked, []
+        for parameter in reversed(hooked):
+            before, after = map(self._of_loop, _tables(parameter))
+            with torch.no_grad():
+                has_gradient = parameter.grad is not None
+                if has_gradient and before:
+                    _pass(parameter, before.values())
+                if id(parameter) in self._earlier:
+                    grad, applied = self._earlier[id(parameter)]
+                    if applied != self._scaling.applied:
+                        grad.mul_(self._scaling.applied / applied)
+                    parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+                for hook in after.values() if has_gradient else ():
+                    hook(parameter)
+
+    def _find(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that have hooks of the loop's."""
+        for _, parameter in self._parameters.values():
+            if any(map(self._of_loop, _tables(parameter))):
+                yield parameter
+        for fqn, parameter in self._context.named_parameters():
+            if id(parameter) not in self._parameters and any(map(self._of_loop, _tables(parameter))):
+                raise StepError(
+                    f'a hook was registered on "{fqn}" while a forward had gathered it, and would be called with this '
+                    "rank's gradient; register hooks before the forward"
+                )
+
+    def _of_loop(self, table: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the hooks of a table that a loop has registered, by number."""
+        return {n: hook for n, hook in table.items() if n not in self._known and not _is_ours(hook)} if table else {}
+
+
+def _tables(parameter: nn.Parameter) -> Iterator[MutableMapping[int, Any]]:
+    before, after = torch_compat.gradient_hooks(parameter)
+    yield {} if before is None else before
+    yield {} if after is None else after
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("composer3d")
+
+
+def _pass(parameter: nn.Parameter, hooks: Iterable[Any]) -> None:
+    """Replace a gradient by what hooks make of it; what they keep of it is not changed later."""
+    from torch.distributed.tensor import DTensor
+
+    grad: Any = parameter.grad
+    value: Any = grad
+    for hook in hooks:
+        returned = hook(value)
+        value = value if returned is None else returned
+    parameter.grad = fresh = grad.clone()
+    if value is not grad:
+        is_local = isinstance(value, DTensor) and value.placements == grad.placements
+        fresh.copy_(
+            value if is_local or not isinstance(value, DTensor) else value.redistribute(placements=grad.placements)
+        )
