@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from support.models import composed, mine, one_step, padded, seeded, write_manifest
 
-from composer3d import ManifestError, NCCLOptions, PluginError, StepError, check, torch_compat
-from composer3d.testing import count_collectives, full, run_ranks
+from composer3d import GroupOptions, ManifestError, NCCLOptions, PluginError, StepError, check, torch_compat
+from composer3d.communication.group_options import override_of
+from composer3d.mesh import arrange, build, resolve
+from composer3d.testing import assert_parity, count_collectives, full, run_ranks
 
 UNITS = 4  # three blocks and the root
 FSDP, GROUPS = "[sharding.fsdp2]\n", "[communication.process_groups]\n"
@@ -296,16 +298,42 @@ def test_registered_buffers_are_the_process_groups():
     assert run_ranks(registered, 2)[0] == {("ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", True)}
 
 
+def overridden():
+    """Return what the mesh takes for an axis with options of NCCL, from a world on gloo."""
+    options = GroupOptions(nccl=NCCLOptions(max_ctas=4, collnet=True, high_priority_stream=True), timeout_s=30.0)
+    backend, made = override_of(options)
+    config = made.config
+    return backend, config.max_ctas, config.collnet_enable, made.is_high_priority_stream, made._timeout.total_seconds()
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_the_mesh_takes_the_options_of_nccl():
+    assert run_ranks(overridden, 1) == [("gloo", 4, 1, True, 30.0)]
+
+
+def made_on_a_gpu():
+    options = {"tp": GroupOptions(nccl=NCCLOptions(max_ctas=4, high_priority_stream=True), timeout_s=30.0)}
+    layout = resolve({}, axes=arrange(()), world_size=1, default=None)
+    made = build(layout, device_type="cuda", options=options).get_group("tp")._get_backend(torch.device("cuda")).options
+    return made.config.max_ctas, made.is_high_priority_stream, made._timeout.total_seconds()
+
+
 @pytest.mark.gpu
 def test_options_of_nccl_on_a_gpu():
-    text = FSDP + GROUPS + of_axis("dp_shard", "max_ctas = 4\nhigh_priority_stream = true\ntimeout_s = 30")
+    assert run_ranks(made_on_a_gpu, 1, backend="nccl") == [(4, True, 30.0)]
 
-    def made():
-        run = composed(text)
-        options = run.mesh.get_group("dp_shard")._get_backend(torch.device("cuda")).options
-        return options.config.max_ctas, options.is_high_priority_stream, options._timeout.total_seconds()
 
-    assert run_ranks(made, 1, backend="nccl") == [(4, True, 30.0)]
+@pytest.mark.slow
+def test_verify_proves_it():
+    from support.composition_faults import Even
+    from support.models import sum_loss
+    from support.verification_cases import batch
+
+    path = write_manifest("[mesh]\ndp_shard = 2\n" + FSDP + GROUPS)
+    found = assert_parity(Even, path, batch(), loss_fn=sum_loss, grad_clip=0.5, microbatch=3).verdict
+    assert (found.failures, found.diagnosis) == ((), ())
+    rows = {(row.op, row.axis): row for row in found.evidence.rows}
+    assert ("reduce_scatter", "dp_shard") not in rows and rows["all_to_all", "dp_shard"].ok
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
