@@ -7,6 +7,7 @@ from composer3d.communication.coded_collectives import (
     Codec,
     CodedCollectives,
     CodedExchange,
+    Held,
     ReplicaReduction,
     ReplicaReductions,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "CodedCollectives",
     "CodedExchange",
     "GroupOptions",
+    "Held",
     "NCCLOptions",
     "ReplicaReduction",
     "ReplicaReductions",

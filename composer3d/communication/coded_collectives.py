@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["AllReduce", "Codec", "CodedCollectives", "CodedExchange", "ReplicaReduction", "ReplicaReductions"]
+__all__ = ["AllReduce", "Codec", "CodedCollectives", "CodedExchange", "Held", "ReplicaReduction", "ReplicaReductions"]
 
+# A module and the name that it has for one of its parameters: tensors change, while units gather and materialise them.
+Held = tuple["nn.Module", str]
 # Takes a buffer of gradients, N, with parameters and their gradients, views of the buffer that may leave padding out,
 # and the process group of replicas; puts the mean over replicas in the buffer's place.
-AllReduce = Callable[["Tensor", Sequence[tuple["nn.Parameter", "Tensor"]], Any], None]
+AllReduce = Callable[["Tensor", Sequence[tuple[Held, "Tensor"]], Any], None]
 
 
 class Codec(Protocol):
@@ -88,12 +90,12 @@ class ReplicaReduction:
     """An all-reduce of gradients over replicas: of a unit, or of buckets.
 
     Args:
-        parameters: Returns those whose gradients it reduces.
+        parameters: Returns those whose gradients it reduces, each as a module that holds it, and its name there.
         group: Process group of the replicas.
         replace: Takes a function in its place.
     """
 
-    parameters: Callable[[], Sequence[nn.Parameter]]
+    parameters: Callable[[], Sequence[Held]]
     group: Any
     replace: Callable[[AllReduce], None]
 

@@ -119,6 +119,7 @@ from composer3d.torch_compat.processes import (
 from composer3d.torch_compat.recomputed import recomputed_tensors
 from composer3d.torch_compat.replaced_sums import replace_operator_sums
 from composer3d.torch_compat.replica_reductions import (
+    bucket_parameters,
     replace_all_reduce,
     replace_bucket_reduction,
     replica_groups,
@@ -170,6 +171,7 @@ __all__ = [
     "torch_handled",
     "backend_of",
     "bounded_messages",
+    "bucket_parameters",
     "group_among",
     "group_override",
     "nccl_fields",

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer3d.torch_compat.layouts import fsdp_groups
 
-__all__ = ["replace_all_reduce", "replace_bucket_reduction", "replica_groups", "unit_parameters"]
+__all__ = ["bucket_parameters", "replace_all_reduce", "replace_bucket_reduction", "replica_groups", "unit_parameters"]
 
 
 def replica_groups(module: Any) -> list[Any]:
@@ -17,10 +17,14 @@ def replica_groups(module: Any) -> list[Any]:
     return [info.replicate_process_group for info in infos if hasattr(info, "replicate_process_group")]
 
 
-def unit_parameters(module: Any) -> list[Any]:
+def unit_parameters(module: Any) -> list[tuple[Any, str]]:
     """Return the parameters of a unit of FSDP2 that are trained, in the order of its buffers (torch 2.11-2.15)."""
-    found = [parameter.sharded_param for group, _, _ in fsdp_groups(module) for parameter in group.fsdp_params]
-    return [parameter for parameter in found if parameter.requires_grad]
+    found = [parameter for group, _, _ in fsdp_groups(module) for parameter in group.fsdp_params]
+    return [_held(parameter) for parameter in found if parameter.sharded_param.requires_grad]
+
+
+def _held(parameter: Any) -> tuple[Any, str]:
+    return parameter._module_info.module, parameter._module_info.param_name
 
 
 def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[Any, Any]], Any], None]) -> None:
@@ -32,8 +36,8 @@ def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[An
 
     Args:
         module: A unit with replicas.
-        all_reduce: Called with the reduced buffer, the sharded parameters with their gradients in it, and the process
-            group of replicas.
+        all_reduce: Called with the reduced buffer, parameters with their gradients in it, and the process group of
+            replicas.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
@@ -50,12 +54,22 @@ def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[An
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param"):
                 piece = buffer.narrow(0, start, parameter.sharded_size.numel())
-                pairs.append((parameter.sharded_param, piece.view(parameter.sharded_size)))
+                pairs.append((_held(parameter), piece.view(parameter.sharded_size)))
                 start += parameter.padded_sharded_param_size.numel()
         assert start == buffer.numel(), "the unit packs the gradients of all parameters that are trained"
         all_reduce(buffer, pairs, both.replicate_process_group)
 
     module.set_all_reduce_hook(hook)
+
+
+def bucket_parameters(module: Any) -> dict[Any, tuple[Any, str]]:
+    """Return the parameters that are trained, each with the first module that holds it, and its name there."""
+    found: dict[Any, tuple[Any, str]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(parameter, (owner, name))
+    return found
 
 
 def replace_bucket_reduction(
@@ -70,8 +84,13 @@ def replace_bucket_reduction(
     """
     import torch
 
+    held: dict[Any, tuple[Any, str]] = {}
+
     def hook(_: Any, bucket: Any) -> Any:
-        all_reduce(bucket.buffer(), list(zip(bucket.parameters(), bucket.gradients(), strict=True)), group)
+        if not held:
+            held.update(bucket_parameters(module))
+        parameters = [held[parameter] for parameter in bucket.parameters()]
+        all_reduce(bucket.buffer(), list(zip(parameters, bucket.gradients(), strict=True)), group)
         reduced: Any = torch.futures.Future()
         reduced.set_result(bucket.buffer())
         return reduced

@@ -33,7 +33,7 @@ class Recorded:
 
 def by_name(means, gradients):
     """Return gradients as they are sent, one after the other."""
-    named = {means.name_of(p): g.detach().double().numpy().copy() for p, g in gradients}
+    named = {means.name_of(held): g.detach().double().numpy().copy() for held, g in gradients}
     return dict(sorted(named.items()))
 
 
@@ -48,10 +48,9 @@ def power_sgd(ranks, *, rank, seed=0, feedback=True):
     """
     worst, compressed = 0.0, 0
     owed, factors = {}, {}
-    for number, (group, _, _) in enumerate(ranks[0]):
-        assert all(len(calls) == len(ranks[0]) for calls in ranks)
-        del group
-        for members in sorted({calls[number][0] for calls in ranks}):
+    for members in sorted({call[0] for calls in ranks for call in calls}):
+        assert len({len(ranks[member]) for member in members}) == 1
+        for number in range(len(ranks[members[0]])):
             for name in ranks[members[0]][number][1]:
                 given = [ranks[member][number][1][name] for member in members]
                 sent = [x + owed.get((members, name, r), 0.0) for r, x in enumerate(given)]
@@ -84,8 +83,8 @@ def power_sgd(ranks, *, rank, seed=0, feedback=True):
 def rows_of_codec(ranks, *, codec, feedback=True):
     """Return the largest distance of recorded means from a codec of rows on one device, as `power_sgd` does."""
     worst, owed = 0.0, {}
-    for number in range(len(ranks[0])):
-        for members in sorted({calls[number][0] for calls in ranks}):
+    for members in sorted({call[0] for calls in ranks for call in calls}):
+        for number in range(len(ranks[members[0]])):
             size, names = len(members), tuple(ranks[members[0]][number][1])
             given = [flat(ranks[member][number][1]) for member in members]
             length = -(-given[0].numel() // size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from composer3d_plugins.communication.compression import replica_means
 from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
 from support.verification_cases import batch
@@ -45,3 +46,52 @@ def test_a_wrong_codec_is_found(name, said):
     with pytest.raises(AssertionError) as caught:
         verdict(f'gradients = "support.codecs:{name}"\n')
     assert said in str(caught.value)
+
+
+REPLICAS = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n[communication.compression]\n"
+
+
+def replicated(table):
+    options = {"loss_fn": sum_loss, "grad_clip": 0.5, "microbatch": 3}
+    return assert_parity(Even, write_manifest(REPLICAS + table), batch(), **options).verdict
+
+
+@pytest.mark.parametrize(
+    "table",
+    ['gradients = "topk"\nratio = 0.1\nblock = 16\n', 'gradients = "powersgd"\nrank = 2\n', 'gradients = "int8"\n'],
+    ids=["topk", "powersgd", "int8"],
+)
+def test_means_of_replicas_are_proven(table):
+    found = replicated(table)
+    assert (found.failures, found.diagnosis) == ((), ())
+    assert any("on the wire are gradients over replicas as" in note for note in found.notes)
+    assert all(row.ok for row in found.evidence.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Parted", "returns other numbers on some replicas than on others"),
+        ("Shrinking", "is off by more than its codec's bound"),
+    ],
+)
+def test_a_wrong_mean_of_replicas_is_found(name, said):
+    with pytest.raises(AssertionError) as caught:
+        replicated(f'gradients = "support.codecs:{name}"\n')
+    assert said in str(caught.value)
+
+
+def test_a_residual_that_is_lost_is_found(monkeypatch):
+    """What senders have left over is forgotten after each exchange."""
+    exchange = replica_means.mean_of_replicas
+
+    def forgetful(x_N, codec, group, owed=None):  # noqa: N803 - shapes are in names
+        mean = exchange(x_N, codec, group, owed)
+        if owed is not None:
+            owed.sender_N.zero_()
+        return mean
+
+    monkeypatch.setattr(replica_means, "mean_of_replicas", forgetful)
+    with pytest.raises(AssertionError) as caught:
+        replicated('gradients = "topk"\nratio = 0.1\n')
+    assert "loses, or sends twice" in str(caught.value)

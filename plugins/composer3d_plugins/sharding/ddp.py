@@ -187,7 +187,7 @@ class DDP:
         group = mesh.get_group()
         context.stash(ReplicaReductions).made.append(
             ReplicaReduction(
-                parameters=lambda: [parameter for parameter in model.parameters() if parameter.requires_grad],
+                parameters=lambda: list(torch_compat.bucket_parameters(model).values()),
                 group=group,
                 replace=lambda reduce: torch_compat.replace_bucket_reduction(model, reduce, group),
             )

@@ -42,3 +42,24 @@ def test_state_on_disk_is_counted_and_kept_nowhere(tmp_path):
     assert plain["peak"] - away["peak"] > plain["optimizer"] / 2
     assert set(os.listdir("/proc/self/fd")) <= before
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml"}
+
+
+def test_compressed_exchanges_are_those_of_compression_in_bytes_of_payloads(tmp_path):
+    layout = "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
+    coded = layout + '[communication.compression]\ngradients = "int8"\nweights = "int8"\n'
+    plain, compressed = (
+        tracer_of(Case(text, world_size=4, num_layers=2, num_microbatches=1), tmp_path).trace(0)
+        for text in (layout, coded)
+    )
+    found = {(each.op, each.axis): each for segment in compressed.segments for each in segment.transfers}
+    assert {each.plugin for key, each in found.items() if key[1] != "world"} == {"compression"}
+    assert all(each.plugin is None for key, each in found.items() if key[1] == "world")
+    assert {key for key in found if key[1] == "dp_replicate"} == {
+        ("all_to_all", "dp_replicate"),
+        ("all_gather", "dp_replicate"),
+    }
+    sent, before = (
+        sum(each.wire_bytes for segment in trace.segments for each in segment.transfers if each.axis != "world")
+        for trace in (compressed, plain)
+    )
+    assert 0.2 < sent / before < 0.35

@@ -34,13 +34,14 @@ class Factors:
     rank: int
     seed: int
     is_dispensable: bool = True
+    _keys: dict[str, str] = field(default_factory=dict)
     _held: dict[str, Tensor] = field(default_factory=dict)
     _before: dict[str, Tensor] = field(default_factory=dict)
 
-    def allocate(self, name: str, tensor: Tensor) -> None:
-        """Draw the factor of a tensor that is reduced, where it has one."""
-        if tensor.ndim > 1:
-            self.of(name, _matrix(tensor))
+    def allocate(self, name: str, tensor: Tensor, *, key: str) -> None:
+        """Draw the factor of a tensor that is reduced, where it has one; in checkpoints it is under a key."""
+        if tensor.ndim > 1 and self.of(name, _matrix(tensor)) is not None:
+            self._keys[name] = key
 
     def of(self, name: str, matrix_AB: Tensor) -> Tensor | None:
         """Return the factor of a matrix, BR; None where two of them would not be smaller than the matrix is."""
@@ -69,15 +70,15 @@ class Factors:
         self._before.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return them by name."""
-        return dict(self._held)
+        """Return them by key."""
+        return {key: self._held[name] for name, key in self._keys.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         """Take them back, but for those of other shards."""
         self._before.clear()
-        for name, held_BR in self._held.items():
-            if name in state and state[name].shape == held_BR.shape:
-                held_BR.copy_(state[name])
+        for name, key in self._keys.items():
+            if key in state and state[key].shape == self._held[name].shape:
+                self._held[name].copy_(state[key])
 
     def _drawn(self, name: str, columns: int, rank: int) -> Tensor:
         import torch

@@ -30,15 +30,15 @@ class ReplicaMeans:
             all-reduce that it has without compression.
         note: Called with the process group and N where it is compressed.
         residuals: Of error feedback; None does without.
-        name_of: Returns the name of a parameter's factors.
+        name_of: Returns the name of a parameter, the same on all replicas.
     """
 
     method: Callable[[int], Codec | LowRank | None]
     note: Callable[[Any, int], None]
     residuals: Residuals | None
-    name_of: Callable[[nn.Parameter], str]
+    name_of: Callable[[tuple[nn.Module, str]], str]
 
-    def __call__(self, buffer_N: Tensor, gradients: Sequence[tuple[nn.Parameter, Tensor]], group: Any) -> None:
+    def __call__(self, buffer_N: Tensor, gradients: Sequence[tuple[tuple[nn.Module, str], Tensor]], group: Any) -> None:
         """Take the mean in place; see `composer3d.communication.AllReduce`."""
         import torch
         import torch.distributed as dist
@@ -51,13 +51,12 @@ class ReplicaMeans:
         self.note(group, numel)
         # Buckets are formed again, in another order, after the first backward of every run: a resumed one's, too.
         gradients = sorted(gradients, key=lambda pair: self.name_of(pair[0]))
-        parameters = [parameter for parameter, _ in gradients]
         with torch.no_grad():
-            named = {self.name_of(parameter): gradient for parameter, gradient in gradients}
-            owed = None if self.residuals is None else self.residuals.owed(parameters)
+            named = {self.name_of(held): gradient for held, gradient in gradients}
+            owed = None if self.residuals is None else self.residuals.owed(list(named))
             mean_N = mean_by(method, named, group, owed)
             if self.residuals is not None and owed is not None:
-                self.residuals.put(parameters, owed)
+                self.residuals.put(list(named), owed)
             for (_, gradient), piece in zip(gradients, mean_N.split([g.numel() for _, g in gradients]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d import PluginError, ReplicaReductions, RunContext, StoredOrders, torch_compat
+from composer3d import PluginError, RunContext, StoredOrders, torch_compat
 from composer3d_plugins.communication.compression.exchange import Owed
 
 if TYPE_CHECKING:
@@ -65,51 +65,42 @@ class Residuals:
     """
 
     context: RunContext
-    _places: dict[int, Place] = field(default_factory=dict)
-    _held: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    _before: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _places: dict[str, Place] = field(default_factory=dict)
+    _held: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    _before: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
-    def allocate(self) -> None:
-        """Make residuals of zeros for all parameters that are reduced over replicas."""
+    def allocate(self, name: str, parameter: nn.Parameter, group: Any) -> None:
+        """Make residuals of zeros for a parameter that is reduced over replicas, under its name."""
         import torch
 
-        names = {id(parameter): fqn for fqn, parameter in self.context.named_parameters()}
-        copies = self.context.copies()
-        for reduction in self.context.stash(ReplicaReductions).made:
-            for parameter in reduction.parameters() if reduction.group.size() > 1 else ():
-                if id(parameter) not in names:
-                    continue  # tied: under its first name
-                fqn = names[id(parameter)] + (" of another stage" if id(parameter) in copies else "")
-                self._places[id(parameter)] = _place(fqn, parameter, reduction.group)
-                local = _local(parameter)
-                wide = torch.promote_types(local.dtype, torch.float32)
-                for kind in KINDS:
-                    self._held[kind][id(parameter)] = torch.zeros_like(local, dtype=wide)
+        self._places[name] = _place(name, parameter, group)
+        local = _local(parameter)
+        wide = torch.promote_types(local.dtype, torch.float32)
+        for kind in KINDS:
+            self._held[kind][name] = torch.zeros_like(local, dtype=wide)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def owed(self, parameters: Sequence[nn.Parameter]) -> Owed:
+    def owed(self, names: Sequence[str]) -> Owed:
         """Return the residuals of some parameters, one after the other."""
         import torch
 
-        sender_N, owner_N = (
-            torch.cat([self._held[kind][id(parameter)].reshape(-1) for parameter in parameters]) for kind in KINDS
-        )
+        sender_N, owner_N = (torch.cat([self._held[kind][name].reshape(-1) for name in names]) for kind in KINDS)
         return Owed(sender_N=sender_N, owner_N=owner_N)
 
-    def put(self, parameters: Sequence[nn.Parameter], owed: Owed) -> None:
+    def put(self, names: Sequence[str], owed: Owed) -> None:
         """Take what an exchange has left over."""
         for kind, left_N in (("sender", owed.sender_N), ("owner", owed.owner_N)):
             held = self._held[kind]
-            pieces = left_N.split([held[id(parameter)].numel() for parameter in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                self._before.setdefault((kind, id(parameter)), held[id(parameter)])
-                held[id(parameter)] = piece.view_as(held[id(parameter)])
+            pieces = left_N.split([held[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self._before.setdefault((kind, name), held[name])
+                held[name] = piece.view_as(held[name])
 
     def begin(self) -> None:
         """Return to what was before a step that was not taken."""
-        for (kind, key), tensor in self._before.items():
-            self._held[kind][key] = tensor
+        for (kind, name), tensor in self._before.items():
+            self._held[kind][name] = tensor
         self._before.clear()
 
     def taken(self) -> None:
@@ -121,23 +112,23 @@ class Residuals:
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of all replicas by FQN, with W in front of the parameter's dims."""
         return {
-            kind: {place.key: self._stack(place, self._held[kind][key]) for key, place in self._places.items()}
+            kind: {place.key: self._stack(place, self._held[kind][name]) for name, place in self._places.items()}
             for kind in KINDS
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take them back; those of another number of replicas as their mean."""
         self._before.clear()
-        for key, place in self._places.items():
+        for name, place in self._places.items():
             saved = {kind: state[kind][place.key] for kind in KINDS}
             if saved["sender"].shape[0] == place.num_replicas:
                 for kind in KINDS:
-                    self._held[kind][key].copy_(self._own(place, saved[kind]))
+                    self._held[kind][name].copy_(self._own(place, saved[kind]))
             else:
                 # The mean of what senders have left over, and the sum of what owners have, which no two share.
                 owed = saved["sender"].mean(dim=0) + saved["owner"].sum(dim=0)
-                self._held["sender"][key].copy_(self._sharded(place, self._stored(place, owed)))
-                self._held["owner"][key].zero_()
+                self._held["sender"][name].copy_(self._sharded(place, self._stored(place, owed)))
+                self._held["owner"][name].zero_()
 
     def _stack(self, place: Place, local: Tensor) -> Tensor:
         import torch

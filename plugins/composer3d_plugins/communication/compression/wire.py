@@ -72,7 +72,7 @@ class Wire:
         self._options, self._context = options, context
         self._coded = context.stash(CodedCollectives)
         self._is_begun, self._num_replaced = True, 0
-        self._names: dict[int, str] = {}
+        self._names: dict[tuple[nn.Module, str], str] = {}
         is_random = options.rounding == "stochastic"
         self._generator = torch.Generator(device=context.device) if is_random else None
         self.residuals = Residuals(context=context) if options.error_feedback else None
@@ -99,7 +99,7 @@ class Wire:
             method=lambda numel: self._codec("replicas", numel),
             note=lambda group, length: self._note("replicas", group, length),
             residuals=self.residuals,
-            name_of=self._name_of,
+            name_of=lambda held: self._names[held],
         )
 
     def replace_all_reduces(self) -> None:
@@ -112,13 +112,22 @@ class Wire:
 
     def allocate(self) -> None:
         """Take the names of parameters, and make what earlier steps leave behind: zeros, and first factors."""
-        self._names = {id(each): fqn for fqn, each in self._context.named_parameters()}
+        for part in self._context.parts:
+            first = {fqn: group[0] for group in self._context.ties for fqn in group} if part.num_stages == 1 else {}
+            for prefix, module in part.module.named_modules():
+                for name in module._parameters:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    fqn = f"{fqn} of stage {part.index}" if fqn in part.copies else first.get(fqn, fqn)
+                    self._names[module, name] = fqn
+        for reduction in self._context.stash(ReplicaReductions).made:
+            for held in reduction.parameters() if reduction.group.size() > 1 else ():
+                self._allocate(self._names[held], getattr(*held), reduction.group)
+
+    def _allocate(self, name: str, parameter: nn.Parameter, group: Any) -> None:
         if self.residuals is not None:
-            self.residuals.allocate()
-        for reduction in self._context.stash(ReplicaReductions).made if self.factors is not None else ():
-            for parameter in reduction.parameters() if reduction.group.size() > 1 else ():
-                assert self.factors is not None
-                self.factors.allocate(self._name_of(parameter), _wide(parameter))
+            self.residuals.allocate(name, parameter, group)
+        if self.factors is not None:
+            self.factors.allocate(name, _wide(parameter), key=_key_of(name, parameter))
 
     def begin(self, step: int) -> None:
         """Begin a step; plans and verify show what a run does once it compresses."""
@@ -200,18 +209,16 @@ class Wire:
 
         return run
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        """Return a name of this rank's shard of a parameter, the same on its replicas alone."""
-        from torch.distributed.tensor import DTensor
 
-        name = self._names[id(parameter)]
-        if id(parameter) in self._context.copies():
-            name += " of another stage"
-        if not isinstance(parameter, DTensor):
-            return name
-        mesh, placements = parameter.device_mesh, parameter.placements
-        index = [mesh.get_local_rank(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
-        return " ".join([name, *map(str, index)])
+def _key_of(name: str, parameter: nn.Parameter) -> str:
+    """Return the name of what is kept for this rank's shard of a parameter, and on its replicas alone."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return name
+    mesh, placements = parameter.device_mesh, parameter.placements
+    index = [mesh.get_local_rank(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
+    return " ".join([name, *map(str, index)])
 
 
 def _as_matrix(x_N: Tensor) -> dict[str, Tensor]:
