@@ -276,6 +276,8 @@ class Propagation(ShapeRules):
         if options.get("generator") is not None:
             raise PropagationError("it draws from a generator of its own, which is in the same state on all ranks")
         self._num_draws += 1
+        if self._record is not None:
+            self._record.placed = placed
         return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded(placed)
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -61,6 +61,10 @@ class Share:
             return shape
         return (*shape[: self.dim], sum(self.parts), *shape[self.dim + 1 :])
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether tensors of a shape are shards of this kind, or have one number for the whole dim."""
+        return self.dim >= len(shape) or shape[self.dim] == 1 or shape[self.dim] * self.degree == sum(self.parts)
+
     def local(self, tensor: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor."""
         import torch

@@ -42,7 +42,7 @@ class Draw:
 
     def has_samples(self, count: int, share: Share | None = None) -> bool:
         """Return whether the leading dim holds so many samples."""
-        if self.by_sample is None or (share is not None and self.is_called):
+        if self.by_sample is None or (share is not None and (self.is_called or not share.fits(self.shape))):
             return False
         shape = self.shape if share is None else share.whole(self.shape)
         leads = shape[self.batch_dim] if len(shape) > self.batch_dim else 0

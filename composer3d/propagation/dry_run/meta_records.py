@@ -12,6 +12,7 @@ from torch import Tensor
 from composer3d import torch_compat
 from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, name_of
 from composer3d.propagation.random_functions import draws
+from composer3d.propagation.view_shapes import Placed
 
 __all__ = ["Record"]
 
@@ -29,11 +30,14 @@ class Record:
     Attributes:
         entries: What is compared.
         places: The innermost module at work at each entry.
+        placed: The sharded dim of what was drawn last.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.places: list[str] = []
+        self.placed: Placed | None = None
+        self._drawn: dict[int, Placed | None] = {}
         self._order: dict[int, int] = {}
         # A tensor that was freed would leave its identity to another one.
         self._kept: list[Tensor] = []
@@ -84,6 +88,8 @@ class Record:
             is_shaped = name in SHAPED or (name == "__getitem__" and _is_basic(args[1]))
             given = tuple(self._tensors([list(args), options])) if is_shaped else self._values([list(args), options])
             stream = draws(name, args, options) and ("sharded" if is_apart or self._is_apart else "replicated")
+            if is_apart:
+                self._drawn[len(self.entries)] = self.placed
             self.entries.append((name, given, self._results(result), has_acted, stream))
             self.places.append(self._stack[-1] if self._stack else "")
 
@@ -101,6 +107,11 @@ class Record:
     def draws_apart(self, at: int) -> bool:
         """Return whether an entry drew from the sharded stream."""
         return at < len(self.entries) and self.entries[at][4] == "sharded"
+
+    def placed_in(self, fqn: str) -> Placed | None:
+        """Return the sharded dim of all that a module, and those in it, drew; None where they differ."""
+        placed = {p for at, p in self._drawn.items() if f"{self.places[at]}.".startswith(f"{fqn}.")}
+        return placed.pop() if len(placed) == 1 else None
 
     def _number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._order:

@@ -194,7 +194,7 @@ def _joined(codes: Mapping[str, Code]) -> Code:
         propagated=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.propagated),
         gathered=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.gathered),
         given={full(fqn, name): sharded for fqn, code in codes.items() for name, sharded in code.given.items()},
-        apart=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.apart),
+        apart={full(fqn, name): placed for fqn, code in codes.items() for name, placed in code.apart.items()},
     )
 
 

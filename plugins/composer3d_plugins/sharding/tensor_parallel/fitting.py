@@ -45,7 +45,7 @@ def fit(
         PropagationError: The code does with sharded features what cannot be done with them.
     """
     search = Search(block=block, roles=roles, degree=degree, call=call, regions=regions)
-    return search.run(Code(apart=apart))
+    return search.run(Code(apart=dict.fromkeys(apart)))
 
 
 def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call, training: bool = True) -> bool:
@@ -139,7 +139,7 @@ class Search:
             return
         for fqn in self._around(reached):
             if fqn and fqn not in code.apart:
-                yield replace(code, apart=code.apart | {fqn})
+                yield replace(code, apart={**code.apart, fqn: self.right.placed_in(fqn)})
 
     def _sized(self, code: Code, reached: int) -> Iterator[Code]:
         sizes: dict[tuple[str, str], int] = {}

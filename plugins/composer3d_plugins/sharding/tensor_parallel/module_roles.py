@@ -87,11 +87,11 @@ class Code:
         gathered: Modules that are given the full sequence, of which all they do with it is to project it.
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
-        apart: Modules that draw on nothing but sharded tensors.
+        apart: Modules that draw on nothing but sharded tensors, and the sharded dim if that is one.
     """
 
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     propagated: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-    apart: frozenset[str] = frozenset()
+    apart: Mapping[str, Placed | None] = field(default_factory=dict)

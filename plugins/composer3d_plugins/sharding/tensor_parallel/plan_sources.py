@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d.propagation import blocks_of, kind_of
+from composer3d.propagation import Placed, blocks_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
@@ -45,7 +45,7 @@ class Made:
         gathered: Modules that are given the full sequence where activations around them are sharded.
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
-        apart: Modules whose every random draw is on sharded tensors.
+        apart: Modules whose every random draw is on sharded tensors, and the sharded dim if that is one.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         unread: Names of tied parameters by which no code reads them.
         whole: Parameters that code multiplies and that stay whole, by the reasons.
@@ -57,7 +57,7 @@ class Made:
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     gathered: tuple[str, ...] = ()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-    apart: tuple[str, ...] = ()
+    apart: Mapping[str, Placed | None] = field(default_factory=dict)
     unsharded: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
         sizes=found.sizes,
         gathered=tuple(fqn for fqn in codes.context.fqns if fqn in found.gathered),
         given=found.given,
-        apart=tuple(fqn for fqn in codes.context.fqns if fqn in found.apart),
+        apart={fqn: found.apart[fqn] for fqn in codes.context.fqns if fqn in found.apart},
         unread=unread,
         unsharded=codes.unsharded,
     )

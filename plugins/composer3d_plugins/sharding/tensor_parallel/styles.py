@@ -158,9 +158,9 @@ class Applier:
         for (fqn, name), value in self.made.sizes.items():
             if fqn in held:
                 setattr(held[fqn], name, value)
-        for fqn in self.made.apart:
+        for fqn, placed in self.made.apart.items():
             if fqn in held and fqn not in self.rules:
-                self._draw_apart(fqn, held[fqn])
+                self._draw_apart(fqn, held[fqn], placed)
         for fqn in self.made.propagated:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
                 PropagatedModule(held[fqn], fqn, mesh=self.mesh, shard_dim=self._dim_around(fqn), context=self.context)
@@ -335,8 +335,8 @@ class Applier:
         elif rule.style == "sequence":
             self._draw_apart(fqn, module)
 
-    def _draw_apart(self, fqn: str, module: nn.Module) -> None:
-        """Let dropout on x_B(S/T)D draw other numbers on every rank."""
+    def _draw_apart(self, fqn: str, module: nn.Module, found: Placed | None = None) -> None:
+        """Let dropout on x_B(S/T)D, or on what is sharded as found, draw other numbers on every rank."""
         forward, context = module.forward, self.context
         degree, is_known = self.mesh.size(), self._is_propagated(fqn)
 
@@ -344,7 +344,7 @@ class Applier:
             if not module.training:
                 return forward(x, *args, **kwargs)
             spec = spec_of(x)
-            placed = None if spec is None else spec.placed
+            placed = found if spec is None else spec.placed
             if placed is None and not is_known and x.ndim > 2:
                 placed = Placed(dim=1, parts=(x.shape[1] * degree,))
             where = (None, ()) if placed is None else (placed.dim, placed.parts)
