@@ -12,6 +12,7 @@ from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
 from composer3d.step.accumulated_steps import AccumulatedSteps
 from composer3d.step.criterion import Criterion
+from composer3d.step.dropped_gradients import DroppedGradients
 from composer3d.step.evaluation import let_go
 from composer3d.step.guard import Guard
 from composer3d.step.ledger import Ledger
@@ -20,7 +21,7 @@ from composer3d.step.microbatches import cut
 from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.outside_parameters import OutsideParameters
 from composer3d.step.own_forward import OwnForward
-from composer3d.step.own_steps import OwnSteps
+from composer3d.step.own_steps import OwnSteps, refuse_incomplete
 from composer3d.step.parameter_hooks import ParameterHooks
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
@@ -59,7 +60,7 @@ class StepEngine:
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
-        self.loop, self.criterion = LoopState(context), criterion
+        self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
@@ -70,8 +71,6 @@ class StepEngine:
         self.state: StepState | None = None
         self._own: OwnForward | None = None
         self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
-
-    # ---- the step ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def step(self, number: int, target: Any) -> Iterator[StepState]:
@@ -84,6 +83,7 @@ class StepEngine:
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
         self._ledger.clear()
+        self._dropped.forget()
         self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
         self._used, self.is_stepping, self._own = False, False, None
         self.scaling.begin()
@@ -133,8 +133,6 @@ class StepEngine:
         """Run what follows a micro-batch."""
         if not self._evaluating:
             self._at(StepPoint.AFTER_MICROBATCH)
-
-    # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def identity(self, value: Any) -> int:
         """Return the digest that ranks of one batch compare; before plugins shard it and it moves to a device."""
@@ -212,8 +210,6 @@ class StepEngine:
         is_scaled = self._own is not None and self._own.is_scaled
         self.scaling.correct(parameters, 1.0 if is_scaled else self._ledger.correction)
 
-    # ---- a loop's own forward ----------------------------------------------------------------------------------------
-
     @property
     def is_running(self) -> bool:
         """Whether a forward that begins now is the engine's, of a batch that plugins have placed."""
@@ -221,6 +217,8 @@ class StepEngine:
 
     def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step; open one to train in."""
+        if self.own_steps.is_open and not self.is_running and self._dropped.are_gone(self._own, self.state):
+            self.own_steps.close()
         if self.state is None and trains and self.optimizer is not None and not (self._evaluating or self.is_plain):
             self.own_steps.open()
         if self.state is not None and not self.is_running:
@@ -249,6 +247,8 @@ class StepEngine:
     def backward(self, value: Any, *, last: bool, reduction: Reduction | None = None) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
         state = self._begun()
+        if self._dropped.are_gone(self._own, self.state):
+            self._begin_anew()
         self._refuse_used("backward")
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
@@ -264,7 +264,19 @@ class StepEngine:
             self.scaling.scale(self._ledger.scaled(loss)).backward()
         self.end_microbatch()
         self._gathered = state.forward_done = False
-        return self._settle(state, self._ledger.pending) * self._own.handed() if last else None
+        if not last:
+            return None
+        mean = self._settle(state, self._ledger.pending) * self._own.handed()
+        if self.stepper is None and not self._context.claimants("moved_gradients"):
+            self._dropped.complete(state)
+        return mean
+
+    def _begin_anew(self) -> None:
+        """Forget what this step's backwards have counted, whose gradients are gone."""
+        self._ledger.clear()
+        self._dropped.forget()
+        self.scaling.begin()
+        self._own, self._used, self.own_steps.num_backwards = None, False, 0
 
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
@@ -274,8 +286,6 @@ class StepEngine:
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""
         self._ledger.forget()
-
-    # ---- counts ------------------------------------------------------------------------------------------------------
 
     def _agree(self, counts: Sequence[int], identity: int) -> None:
         assert self.state is not None, "inside a step"
@@ -288,8 +298,6 @@ class StepEngine:
         self._call, self._equal = self._call + 1, totals.equal
         self.state.count += totals.count
         self._ledger.announce(totals.count)
-
-    # ---- the optimizer -----------------------------------------------------------------------------------------------
 
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
@@ -304,16 +312,8 @@ class StepEngine:
             let_go(state.parts)
 
     def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
-        if self._ledger.pending:
-            raise StepError(
-                f"{call} was called, and no backward of this step was the last one; "
-                "call run.backward(loss, last=True) for the last loss of a step"
-            )
-        if self._num_forwards and not self.own_steps.num_backwards and not self.is_plain:
-            raise StepError(
-                f"{call} was called, and no backward of step {state.step} was the composition's, which normalises "
-                "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
-            )
+        is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
+        refuse_incomplete(call, step=state.step, is_pending=bool(self._ledger.pending), is_foreign=is_foreign)
         self._used = True
         parameters = list(state.parameters())
         if self.stepper is not None:  # nothing is left to do to gradients, which are gone

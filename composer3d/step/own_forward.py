@@ -47,6 +47,7 @@ class OwnForward:
         count: Valid tokens of the step's target, 1 without one.
         total: The same of all ranks.
         calls: Backwards so far.
+        is_told: Whether the loop has announced the step's target.
         is_scaled: Whether the loop divides its losses itself: gradients are then their plain sum.
     """
 
@@ -62,8 +63,8 @@ class OwnForward:
         self.total = count * num_ranks
         self._num_ranks, self._weights = num_ranks, weights or RankWeights()
         self.calls = 0
-        self._told = target is not None
-        self._padded = self._told and any(count != t.numel() for t in tensors(target))
+        self.is_told = target is not None
+        self._padded = self.is_told and any(count != t.numel() for t in tensors(target))
         self.is_scaled = False
         self._factors = 0.0
 
@@ -89,10 +90,10 @@ class OwnForward:
 
         self.calls += 1
         if not isinstance(value, torch.Tensor):
-            is_even = equal and (self._told or self._num_ranks == 1)
+            is_even = equal and (self.is_told or self._num_ranks == 1)
             return as_loss(value, count=self.count, equal=is_even, reduction=reduction)
         factor, known = without_factors(value)
-        if not self._told:
+        if not self.is_told:
             if value.numel() != 1:
                 return as_loss(value, count=1, equal=True, reduction="sum")  # which says what is wrong
             return self._weighted(value, reduction, known, factor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from composer3d.errors import StepError
 from composer3d.step.step_state import StepState
 
-__all__ = ["OwnSteps"]
+__all__ = ["OwnSteps", "refuse_incomplete"]
 
 
 class OwnSteps:
@@ -58,3 +58,24 @@ class OwnSteps:
             given_up = StepError("the step was given up")
             with contextlib.suppress(StepError):
                 stack.__exit__(StepError, given_up, None)
+
+
+def refuse_incomplete(call: str, *, step: int, is_pending: bool, is_foreign: bool) -> None:
+    """Raise where gradients are used that are not complete.
+
+    Args:
+        call: What uses them.
+        step: Its number.
+        is_pending: Whether no backward was the last one.
+        is_foreign: Whether the loop ran backwards without the composition.
+    """
+    if is_pending:
+        raise StepError(
+            f"{call} was called, and no backward of this step was the last one; "
+            "call run.backward(loss, last=True) for the last loss of a step"
+        )
+    if is_foreign:
+        raise StepError(
+            f"{call} was called, and no backward of step {step} was the composition's, which normalises "
+            "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
+        )

@@ -191,7 +191,9 @@ def test_micro_batches_of_one_rank_without_targets(way):
 
 
 def parts(*pairs, numel=12, zero=()):
-    return [Part(divisor=d, count=n, is_zero=not n or index in zero, numel=numel) for index, (d, n) in enumerate(pairs)]
+    return [
+        Part(divisor=d, count=n, is_zero=n == 0 or index in zero, numel=numel) for index, (d, n) in enumerate(pairs)
+    ]
 
 
 @pytest.mark.parametrize(
