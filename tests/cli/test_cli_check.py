@@ -1,9 +1,11 @@
+"""`composer3d check`: the plan, all problems at once with their lines, warnings, and the view of any rank."""
+
 from __future__ import annotations
 
 import gc
-import json
 
 import pytest
+from support.cli_reports import report
 
 from composer3d.checking.check import collected_rarely
 from composer3d.manifest import shipped
@@ -15,12 +17,6 @@ in every step:
   BEFORE_MICROBATCH       fsdp2                    [sharding.fsdp2]
   OPTIMIZER               AdamW                    [optimizer]
 """
-
-
-def report(command, *arguments):
-    code, out, err = command("check", *arguments, "--json")
-    assert err == ""
-    return code, json.loads(out)
 
 
 def test_a_good_manifest_gives_its_plan(folder, command):
@@ -119,16 +115,6 @@ def test_the_report_for_programs(folder, command):
             "groups": {"pp": [0], "dp_replicate": [0], "dp_shard": [0, 1], "cp": [0], "tp": [0], "ep": [0]},
         },
     )
-
-
-def test_two_plugins_that_would_make_the_optimizer_are_found(edited, command):
-    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\n[sharding.cpu_offload]\n"
-    edited("[sharding.fsdp2]", table + 'mode = "all"')  # which leaves the optimizer alone
-    assert report(command, "run.toml")[1]["ok"]
-    edited("[sharding.fsdp2]", table)
-    (problem,) = report(command, "run.toml")[1]["problems"]
-    assert "[sharding.cpu_offload]" in problem["message"] and "[precision.low_bit_optimizer]" in problem["message"]
-    assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
 
 
 def test_a_problem_for_programs(edited, command):
@@ -272,189 +258,3 @@ def test_shipped_manifests_are_good(command):
     for name in shipped():
         code, _, err = command("check", name, "--strict")
         assert (code, err) == (0, ""), name
-
-
-STEPPED = """\
-composer3d = 1
-[model]
-use = "composer3d.models:llama"
-args = { dim = 32, num_heads = 2, num_layers = 2 }
-[data]
-use = "synthetic"
-seq_len = 16
-[train]
-steps = 1
-[optimizer]
-in_backward = true
-"""
-
-
-def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
-    (folder / "run.toml").write_text(STEPPED)
-    sets = (
-        "train.global_batch=4",
-        "stability.on_nonfinite=skip",
-        "mesh.pp=2",
-        "scheduling.pipeline={}",
-        'precision.mixed={ param_dtype = "float16" }',
-        'sharding.cpu_offload={ mode = "gradients" }',
-    )
-    code, told = report(command, "run.toml", *(f"--set={each}" for each in sets))
-    assert code == 2
-    messages = [problem["message"] for problem in told["problems"]]
-    begins = [
-        "in_backward cannot be: grad_clip = 1 needs the norm of all gradients, and in_backward waits",
-        "in_backward cannot be: a gradient is complete after all 4 micro-batches of a step, not after the first",
-        "in_backward cannot be: a pipeline's micro-batches add to a gradient, and tied weights meet, after",
-        "in_backward cannot be: [precision.mixed] (--set precision.mixed=",
-        "in_backward cannot be: [sharding.cpu_offload] (--set sharding.cpu_offload=",
-        'on_nonfinite = "skip" would have to take back what optimizer.in_backward has stepped',
-    ]
-    assert len(messages) == len(begins)
-    assert all(any(message.startswith(begin) for message in messages) for begin in begins), messages
-    more = ("train.grad_clip=inf", "sharding.nvme_offload={}")
-    code, told = report(command, "run.toml", *(f"--set={each}" for each in more))
-    assert (code, len(told["problems"])) == (2, 1)
-    assert "steps pieces of many parameters" in told["problems"][0]["message"]
-    assert (
-        command("check", "run.toml", "--set", "train.grad_clip=inf", "--set", "precision.low_bit_optimizer={}")[0] == 0
-    )
-
-
-@pytest.mark.parametrize(
-    ("sets", "place", "message"),
-    [
-        (
-            ("optimizer.use=sgd",),
-            "optimizer",
-            "low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer",
-        ),
-        (
-            ("precision.low_bit_optimizer.min_numel=10000000",),
-            "precision.low_bit_optimizer",
-            "min_numel = 10000000 leaves all moments in float32: the largest parameter has ",
-        ),
-    ],
-)
-def test_an_optimizer_that_a_plugin_does_not_replace_is_found(folder, command, sets, place, message):
-    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", "") + "[precision.low_bit_optimizer]\n")
-    code, told = report(command, "run.toml", *(f"--set={each}" for each in sets))
-    assert code == 2
-    (problem,) = told["problems"]
-    assert problem["message"].startswith(message)
-    assert problem["table"].startswith(place)
-
-
-@pytest.mark.parametrize(
-    ("matrices", "message"),
-    [
-        ("layerz", 'matrices = "layerz" finds no parameter; it is a regular expression; the model has tok_embeddings'),
-        ("_norm", 'matrices = "_norm" finds 4 parameters, and none of them is a matrix; it is a regular expression'),
-    ],
-)
-def test_matrices_that_are_none_are_found(folder, command, matrices, message):
-    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true", f'use = "muon"\nmatrices = "{matrices}"'))
-    code, told = report(command, "run.toml")
-    assert code == 2
-    (problem,) = told["problems"]
-    assert problem["message"].startswith(message.partition("; it")[0])
-    assert (problem["table"], problem["key"]) == ("optimizer", "matrices")
-
-
-@pytest.mark.parametrize("other", ["precision.low_bit_optimizer={}", "sharding.nvme_offload={}"])
-def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
-    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", ""))
-    offload = 'sharding.cpu_offload={ mode = "%s" }'
-    code, told = report(command, "run.toml", "--set", offload % "optimizer", "--set", other)
-    assert code == 2
-    (problem,) = told["problems"]
-    assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
-    assert all(name in problem["message"] for name in ("sharding.cpu_offload", other.partition("=")[0]))
-    assert command("check", "run.toml", "--set", offload % "gradients", "--set", other)[0] == 0
-
-
-# ---- what happens in every step --------------------------------------------------------------------------------------
-
-
-ACTING = '''
-from composer3d import StepAction, StepPoint, hookimpl, plugin
-
-
-@plugin(family="profiling")
-class Acting:
-    """Act where the manifest says. Memory: none. Collectives: none."""
-
-    name: str = "acting"
-    needs: str = ""
-
-    @hookimpl
-    def composer3d_step_actions(self, context):
-        if self.needs == "mesh":
-            context.mesh
-        if self.needs == "memory":
-            context.state[self]
-        first = StepAction(name=self.name, point=StepPoint.AFTER_OPTIMIZER, run=print)
-        second = StepAction(name="second", point=StepPoint.AFTER_OPTIMIZER, run=print, before=(self.name,))
-        return [first, second, StepAction(name="begin", point=StepPoint.BEGIN, run=print)]
-'''
-
-
-@pytest.fixture
-def acting(folder, edited):
-    (folder / "acting.py").write_text(ACTING)
-
-    def write(options="", optimizer=""):
-        table = f'[sharding.fsdp2]\n[profiling.acting]\nuse = "acting:Acting"\n{options}{optimizer}\n'
-        edited("[sharding.fsdp2]\n", table)
-
-    return write
-
-
-def steps(told):
-    return [(row["point"], row["name"], row["plugin"]) for row in told["step"]]
-
-
-def test_actions_and_the_optimizer_stand_in_the_order_in_which_they_apply(acting, command):
-    acting('name = "zero"\n', "[precision.low_bit_optimizer]\n")
-    code, told = report(command, "run.toml")
-    assert (code, steps(told)) == (
-        0,
-        [
-            ("BEGIN", "begin", "[profiling.acting]"),
-            ("BEFORE_MICROBATCH", "fsdp2", "[sharding.fsdp2]"),
-            ("OPTIMIZER", "AdamW", "[precision.low_bit_optimizer]"),
-            ("AFTER_OPTIMIZER", "second", "[profiling.acting]"),
-            ("AFTER_OPTIMIZER", "zero", "[profiling.acting]"),
-        ],
-    )
-
-
-def test_an_optimizer_that_steps_in_the_backward_stands_there(acting, command):
-    acting()
-    changes = ("optimizer.in_backward=true", "train.grad_clip=inf", "train.global_batch=2")
-    told = report(command, "run.toml", *(f"--set={change}" for change in changes))[1]
-    assert [row[:2] for row in steps(told)][1:3] == [("BEFORE_MICROBATCH", "fsdp2"), ("BACKWARD", "AdamW")]
-
-
-@pytest.mark.parametrize(("needs", "why"), [("mesh", "the mesh exists only inside"), ("memory", "KeyError")])
-def test_actions_that_need_more_than_a_check_has_are_said_to(acting, command, needs, why):
-    acting(f'needs = "{needs}"\n')
-    code, told = report(command, "run.toml")
-    assert (code, steps(told)[-1]) == (0, ("?", "acting", "[profiling.acting]"))
-    assert told["step"][-1]["note"].startswith(f"declared when the run is composed: {why}")
-
-
-def test_actions_that_cannot_be_ordered_are_a_problem(acting, command):
-    acting('name = "second"\n')
-    code, told = report(command, "run.toml")
-    assert (code, told["ok"]) == (2, False)
-    assert [problem["message"] for problem in told["problems"]] == ['two plugins declare "second"; names must differ']
-
-
-def test_gradients_that_travel_do_so_in_every_step(edited, command):
-    edited("[sharding.fsdp2]", '[sharding.fsdp2]\n[sharding.cpu_offload]\nmode = "gradients"')
-    told = report(command, "run.toml")[1]
-    assert [row[:2] for row in steps(told) if "cpu_offload" in row[2]] == [
-        ("AFTER_MICROBATCH", "cpu_offload.away"),
-        ("GRADIENTS_LOCAL", "cpu_offload.back"),
-    ]
