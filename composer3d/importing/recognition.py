@@ -28,6 +28,17 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
             " fsdp_config deepspeed_config megatron_lm_config main_training_function rdzv_backend same_network"
             " downcast_bf16 dynamo_config parallelism_config fp8_config".split()
         ),
+        "trainer": frozenset(
+            "learning_rate per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps bf16 fp16"
+            " output_dir logging_steps save_steps lr_scheduler_type warmup_ratio warmup_steps weight_decay optim fsdp"
+            " fsdp_config report_to model_name_or_path gradient_checkpointing".split()
+        ),
+        "fsdp": frozenset(
+            "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap fsdp_min_num_params min_num_params xla"
+            " backward_prefetch fsdp_backward_prefetch forward_prefetch fsdp_forward_prefetch limit_all_gathers"
+            " fsdp_use_orig_params use_orig_params fsdp_state_dict_type fsdp_offload_params sync_module_states"
+            " activation_checkpointing fsdp_auto_wrap_policy fsdp_sharding_strategy cpu_ram_efficient_loading".split()
+        ),
         "torchtitan": frozenset(
             "job model training parallelism optimizer lr_scheduler checkpoint activation_checkpoint profiling metrics"
             " float8 comm experimental validation quantize compile fault_tolerance debug memory_estimation mx".split()
@@ -35,8 +46,8 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 _BY_FORM = {
-    "json": ("deepspeed", "accelerate"),
-    "yaml": ("accelerate", "deepspeed"),
+    "json": ("deepspeed", "accelerate", "trainer", "fsdp"),
+    "yaml": ("accelerate", "trainer", "deepspeed"),
     "toml": ("torchtitan",),
 }
 

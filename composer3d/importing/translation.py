@@ -11,10 +11,11 @@ from composer3d.errors import Problem, did_you_mean
 from composer3d.importing.key_tables import Entry, KeyTable, plugin_words
 from composer3d.importing.leaves import Leaf, SourceTree
 from composer3d.importing.verdicts import KeyVerdict, Verdict
-from composer3d.manifest import hide
+from composer3d.manifest import HIDDEN, hide
 
 __all__ = ["AUTO", "Options", "Rule", "Setting", "Translation", "translate"]
 
+_SECRET_NAMES = ("token", "secret", "password", "api_key")
 AUTO = "auto"  # of a value that a trainer fills in
 
 
@@ -184,7 +185,7 @@ class Translation:
             sources: The source's keys that it comes from.
             reason: Instead of them, or where there is none: whose default it is.
         """
-        stated = [f"{key} = {_written(self.get(key))}" for key in sources if key in self]
+        stated = [f"{key} = {_written(_shown(self.tree.leaves[key]))}" for key in sources if key in self]
         text = "from " + ", ".join(stated) if stated else ""
         self.settings[self.path_of(to)] = Setting(value=value, reason="; ".join(filter(None, (text, reason))))
 
@@ -324,6 +325,8 @@ def _elsewhere(table: KeyTable, leaf: Leaf) -> str | None:
 
 def _shown(leaf: Leaf) -> Any:
     """Return a value without secrets in it."""
+    if isinstance(leaf.value, str) and leaf.path[-1].lower().endswith(_SECRET_NAMES):
+        return HIDDEN if leaf.value else ""
     hidden: Any = {leaf.path[-1]: leaf.value}
     for part in reversed(leaf.path[:-1]):
         hidden = {part: hidden}

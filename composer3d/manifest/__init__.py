@@ -9,7 +9,7 @@ from composer3d.manifest.positions import KeyPath, locate
 from composer3d.manifest.references import FILL_IN, resolve_reference
 from composer3d.manifest.regular_expressions import Expression, SlowExpression, search
 from composer3d.manifest.schema import json_schema
-from composer3d.manifest.secret import Secret, hide
+from composer3d.manifest.secret import HIDDEN, Secret, hide
 from composer3d.manifest.sources import kind_of_file, shipped
 from composer3d.manifest.tables import (
     CORE_TABLES,
@@ -31,6 +31,7 @@ __all__ = [
     "Document",
     "Expression",
     "FILL_IN",
+    "HIDDEN",
     "InspectedManifest",
     "KeyPath",
     "Manifest",

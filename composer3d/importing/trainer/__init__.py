@@ -1,0 +1,18 @@
+"""Arguments of transformers' Trainer: the rules of keys that decide together."""
+
+from __future__ import annotations
+
+from composer3d.importing.trainer.hyperparameters import batch, optimizer, schedule
+from composer3d.importing.trainer.options import precision, saving, sharded, switches
+
+__all__ = ["RULES"]
+
+RULES = {
+    "sharded": sharded,
+    "batch": batch,
+    "optimizer": optimizer,
+    "schedule": schedule,
+    "precision": precision,
+    "switches": switches,
+    "saving": saving,
+}

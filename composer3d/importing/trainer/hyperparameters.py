@@ -1,0 +1,105 @@
+"""Batch, optimizer and schedule of the Trainer; every default of its is written out."""
+
+from __future__ import annotations
+
+from composer3d.importing.translation import Translation
+
+__all__ = ["batch", "optimizer", "schedule"]
+
+_TORCH = {"sgd": "sgd", "adagrad": "torch.optim:Adagrad", "rmsprop": "torch.optim:RMSprop"}
+_SMALL = {
+    "adamw_torch_8bit": "8bit",
+    "adamw_bnb_8bit": "8bit",
+    "adamw_8bit": "8bit",
+    "paged_adamw_8bit": "8bit",
+    "adamw_torch_4bit": "4bit",
+}
+
+
+def batch(translation: Translation) -> None:
+    """Carry batch sizes, steps and clipping."""
+    t, micro_key, steps_key = translation, "per_device_train_batch_size", "gradient_accumulation_steps"
+    micro, steps = t.integer(micro_key, 8, least=1) or 8, t.integer(steps_key, 1, least=1) or 1
+    t.state(micro_key, "train.microbatch", micro)
+    world = t.options.world_size
+    if steps > 1 and world is not None:
+        formula = f"{micro} x {steps} x {world} ranks"
+        t.put("train.global_batch", micro * steps * world, steps_key, reason=formula)
+        t.judge(steps_key, "derived", f"global_batch = {formula}", to="train.global_batch")
+    elif steps > 1 and t.is_run:
+        t.judge(steps_key, "refused", f"train.global_batch = {micro} x {steps} x the ranks: give --world-size")
+    elif steps > 1:
+        t.loop.append(f"with run.accumulate({steps}):  # {steps_key}, around forward, backward and optimizer.step()")
+        t.judge(steps_key, "derived", f"the loop's own: run.accumulate({steps})")
+    t.judge(steps_key, "equal", "global_batch is microbatch x data-parallel degree by default")
+    total = t.integer("max_steps", -1) or -1
+    if total > 0:
+        t.carry("max_steps", "train.steps", total)
+        t.judge("num_train_epochs", "ignored-there", "max_steps decides")
+    t.judge("max_steps", "meaningless", "num_train_epochs decides")
+    t.judge("num_train_epochs", "missing", "epochs: write train.steps = epochs x samples / global batch")
+    norm = t.number("max_grad_norm", 1.0) or 0.0
+    t.state("max_grad_norm", "train.grad_clip", float(norm) if norm > 0 else float("inf"))
+
+
+def optimizer(translation: Translation) -> None:
+    """Carry the optimizer; like composer3d, the Trainer decays neither biases nor norms."""
+    t, name = translation, translation.text("optim", "adamw_torch").lower()
+    if name in _SMALL:
+        t.put("@small_state.format", _SMALL[name], "optim")
+        t.judge("optim", "changed", "other block sizes and maps of the moments", to="@small_state.format")
+    elif name not in _TORCH and name.split("_")[0] != "adamw":
+        t.judge("optim", "refused", f'{name} by name; a class of yours: optimizer.use = "module:Class"')
+    use = _TORCH.get(name, "adamw")
+    t.state("optim", "optimizer.use", use)
+    t.state("learning_rate", "optimizer.lr", float(t.number("learning_rate", 5e-5) or 0.0))
+    t.state("weight_decay", "optimizer.weight_decay", float(t.number("weight_decay", 0.0) or 0.0))
+    if use == "adamw":
+        betas = [float(t.number(key, default) or 0.0) for key, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
+        stated = [key for key in ("adam_beta1", "adam_beta2") if key in t]
+        t.put("optimizer.betas", betas, *stated, reason=None if stated else "the Trainer's default")
+        for key in stated:
+            t.judge(key, "carried", to="optimizer.betas")
+        t.state("adam_epsilon", "optimizer.eps", float(t.number("adam_epsilon", 1e-8) or 0.0))
+    elif use == "sgd":
+        t.put("optimizer.momentum", 0.0, reason="the Trainer's SGD has none")
+    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        t.judge(key, "ignored-there", "of Adam alone")
+    t.judge("optim_args", "missing" if t.get("optim_args") else "meaningless", "arguments of the optimizer's class")
+
+
+def schedule(translation: Translation) -> None:
+    """Carry the schedule: by its own function in a loop, nearly in a run, whose warm-up does not begin at 0."""
+    t, key = translation, "lr_scheduler_type"
+    name = t.text(key, "linear")
+    ratio = "warmup_ratio" if t.number("warmup_steps", 0) in (0, None) and "warmup_ratio" in t else "warmup_steps"
+    warmup = t.number(ratio, 0) or 0
+    if not t.is_run:
+        count = f"num_warmup_steps={int(warmup) if warmup >= 1 else f'int({warmup} * steps)'}"
+        t.loop.append(f'schedule = transformers.get_scheduler("{name}", optimizer, {count}, num_training_steps=steps)')
+        for one in (key, "warmup_steps", "warmup_ratio"):
+            t.judge(one, "carried", "the loop's own: transformers.get_scheduler")
+    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    kind = kinds.get(name, "cosine" if name == "cosine_with_min_lr" else None)
+    if kind is None and t.is_run:
+        t.judge(key, "refused", f'{name} has no counterpart; write lr_schedule.use = "module:callable"')
+    if kind is not None:
+        t.put("lr_schedule.use", kind, key, reason=None if key in t else "the Trainer's default")
+        length = int(warmup) if warmup >= 1 or warmup == 0 else float(warmup)
+        t.put("lr_schedule.warmup", length, ratio, reason=None if ratio in t else "the Trainer's default")
+        if kind != "constant":
+            t.put("lr_schedule.min_ratio", _floor(t), reason="the Trainer's")
+        note = "the rate begins at 0 there and a step later here; the decay is the same" if warmup else ""
+        t.judge(key, "changed" if warmup else "carried", note, to="lr_schedule.use")
+        t.judge(ratio, "carried", to="lr_schedule.warmup")
+    for one in ("warmup_steps", "warmup_ratio"):
+        t.judge(one, "ignored-there", "the other one decides")
+    t.judge_block("lr_scheduler_kwargs", "derived" if name == "cosine_with_min_lr" else "missing", "arguments of it")
+
+
+def _floor(t: Translation) -> float:
+    rate = t.number("lr_scheduler_kwargs.min_lr_rate")
+    lowest, highest = t.number("lr_scheduler_kwargs.min_lr"), t.number("learning_rate", 5e-5)
+    if rate is None and lowest is not None and highest:
+        rate = lowest / highest
+    return float(min(max(rate or 0.0, 0.0), 1.0))

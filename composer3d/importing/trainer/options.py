@@ -1,0 +1,188 @@
+"""Sharding, precision, recomputation, files and adapters of the Trainer."""
+
+from __future__ import annotations
+
+from composer3d.importing.fully_sharded import fully_sharded
+from composer3d.importing.translation import Translation
+
+__all__ = ["precision", "saving", "sharded", "switches"]
+
+
+def _words(t: Translation) -> list[str]:
+    """Return the words of `fsdp`, which is a list, a text with blanks, or a boolean."""
+    value = t.get("fsdp")
+    if isinstance(value, bool):
+        return ["full_shard"] if value else []
+    items = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    return [str(item) for item in items]
+
+
+def _is_sharded(t: Translation) -> bool:
+    return bool(_words(t)) or ("fsdp" not in t and t.has_block("fsdp_config"))
+
+
+def sharded(translation: Translation) -> None:
+    """Carry FSDP's words and options, or DistributedDataParallel's."""
+    t = translation
+    if any(t.flag(f"fsdp_config.{name}") for name in ("xla", "xla_fsdp_v2")):
+        t.judge_block("fsdp_config.xla", "refused", "there is no XLA here")
+    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
+        t.judge_block(f"fsdp_config.{name}", "meaningless", "of XLA")
+    words = _words(t)
+    if _is_sharded(t):
+        names = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in t.tree.leaves if key.startswith("fsdp_")}
+        fully_sharded(t, lambda name: names.get(name, f"fsdp_config.{name}"), machines=1, world=t.options.world_size)
+        zero = 2 if any("shard_grad_op" in word or "zero2" in word for word in words) else 3
+        if "no_shard" in words:
+            t.settings.pop(t.path_of("@sharded.zero"), None)
+            t.put("@replicated", None, "fsdp")
+        elif words:
+            t.put("@sharded.zero", zero, "fsdp")
+        if "offload" in words:
+            t.put("@host.mode", "all", "fsdp")
+        to = "@replicated" if "no_shard" in words else "@sharded.zero"
+        hybrid = any("hybrid" in word for word in words)
+        note = "write mesh.dp_shard = ranks of a node, and dp_replicate = nodes" if hybrid else ""
+        t.judge("fsdp", "changed" if hybrid else "carried", note, to=to)
+    else:
+        t.put("@replicated.reducer", "bucketed", reason="the Trainer's default: DistributedDataParallel")
+        for key, to in (
+            ("find_unused_parameters", "find_unused_parameters"),
+            ("broadcast_buffers", "broadcast_buffers"),
+        ):
+            if t.get(f"ddp_{key}") is not None:
+                t.put(f"@replicated.{to}", t.flag(f"ddp_{key}"), f"ddp_{key}")
+                t.judge(f"ddp_{key}", "carried", to=f"@replicated.{to}")
+        if t.number("ddp_bucket_cap_mb"):
+            t.carry("ddp_bucket_cap_mb", "@replicated.bucket_mib", t.number("ddp_bucket_cap_mb"))
+        t.judge("fsdp", "equal", "off")
+    for block in ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
+        t.judge_block(block, "ignored-there", "fsdp is not switched on, or its block has it")
+    for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
+        t.judge(f"ddp_{name}", "ignored-there" if _is_sharded(t) else "meaningless", "of DistributedDataParallel")
+
+
+def precision(translation: Translation) -> None:
+    """Carry 16 bits: FSDP's policy where it is on, else autocast."""
+    t = translation
+    key = "bf16" if str(t.get("bf16")).lower() in ("true", "auto", "1") else "fp16"
+    dtype = "bfloat16" if key == "bf16" else "float16"
+    if key == "bf16" or t.flag("fp16"):
+        t.put("@mixed.param_dtype", dtype, key)
+        t.put("@mixed.output_dtype", "float32", reason="Accelerate converts the outputs")
+        if _is_sharded(t):
+            t.put("@mixed.reduce_dtype", dtype, reason="FSDP reduces in it under the Trainer; float32 is better")
+            t.judge(key, "carried", to="@mixed.param_dtype")
+        else:
+            t.put("@mixed.norms", "float32", reason="autocast computes norms in float32")
+        t.judge(
+            key, "changed", "autocast chooses a dtype for each operator; here weights are cast", to="@mixed.param_dtype"
+        )
+    if t.flag("tf32"):
+        t.carry("tf32", "run.matmul_precision", "high")
+    for name in (
+        "bf16",
+        "fp16",
+        "tf32",
+        "fp16_opt_level",
+        "half_precision_backend",
+        "bf16_full_eval",
+        "fp16_full_eval",
+    ):
+        t.judge(name, "meaningless", "off, or of evaluation")
+
+
+def switches(translation: Translation) -> None:
+    """Carry recomputation, compilation, the model and adapters."""
+    t = translation
+    if t.flag("gradient_checkpointing"):
+        t.carry("gradient_checkpointing", "@recomputed.mode", "full")
+    if t.flag("torch_compile"):
+        t.put(
+            "@compiled.backend", t.text("torch_compile_backend", "inductor"), "torch_compile", "torch_compile_backend"
+        )
+        t.put("@compiled.fullgraph", False, reason="the Trainer's default")
+        t.judge("torch_compile", "changed", "blocks are graphs here, the model there: rounding", to="@compiled.backend")
+        t.judge("torch_compile_backend", "carried", to="@compiled.backend")
+        t.judge(
+            "torch_compile_mode", "missing" if t.get("torch_compile_mode") else "meaningless", "write compile's mode"
+        )
+    for block in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        t.judge_block(block, "meaningless", "off, or how it is done")
+    for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
+        t.judge(name, "meaningless", "off")
+    if t.options.model is None and t.text("model_name_or_path"):
+        t.carry("model_name_or_path", "model.hf", t.text("model_name_or_path"))
+    t.judge("model_name_or_path", "derived", "--model is taken in its place")
+    t.judge(
+        "trust_remote_code", "meaningless", "Python of the model's folder runs only where model.trust_remote_code says"
+    )
+    if str(t.get("finetuning_type")).lower() == "lora":
+        t.put("@adapters.quantize", "none", "finetuning_type")
+        rank = t.integer("lora_rank", 8, least=1) or 8
+        t.state("lora_rank", "@adapters.rank", rank)
+        t.put("@adapters.alpha", float(t.number("lora_alpha", 2 * rank) or rank), "lora_alpha", reason="twice the rank")
+        t.judge("lora_alpha", "carried", to="@adapters.alpha")
+        t.judge("lora_dropout", "missing" if t.number("lora_dropout", 0) else "equal", "dropout of adapters by name")
+        t.judge("lora_target", "missing", "modules of adapters: write them in modules")
+        t.judge("finetuning_type", "carried", to="@adapters.rank")
+    t.judge("finetuning_type", "equal" if t.get("finetuning_type") == "full" else "refused", "of LLaMA-Factory")
+    kind = str(t.get("stage") or "pt").lower()
+    t.judge(
+        "stage",
+        "equal" if kind == "pt" else "missing" if kind == "sft" else "refused",
+        "instruction data, or another loss",
+    )
+    if t.flag("use_muon"):
+        t.judge("use_muon", "refused", 'write optimizer.use = "muon"; the split of matrices differs')
+    if t.flag("fp8"):
+        t.put("@float8.recipe", "tensorwise", "fp8")
+        t.judge("fp8", "changed", "the layers that are left out differ", to="@float8.recipe")
+        t.carry("fp8_enable_fsdp_float8_all_gather", "@float8.all_gather", t.flag("fp8_enable_fsdp_float8_all_gather"))
+    for name in ("use_muon", "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather", "flash_attn", "lora_rank"):
+        t.judge(name, "meaningless", "off, or a kernel")
+    for name in ("lora_alpha", "lora_dropout", "lora_target"):
+        t.judge(name, "ignored-there", "finetuning_type is not lora")
+
+
+def saving(translation: Translation) -> None:
+    """Carry the distances of checkpoints, evaluations and log lines."""
+    t = translation
+    every = t.number("logging_steps", 500) or 500
+    if every >= 1:
+        t.state("logging_steps", "run.log_every", int(every))
+    t.judge("logging_steps", "changed", "a fraction of the run there")
+    if str(t.get("save_strategy", "steps")).lower() == "steps":
+        saved = t.number("save_steps", 500) or 500
+        if saved >= 1:
+            t.state("save_steps", "checkpoint.every", int(saved))
+            limit = t.integer("save_total_limit")
+            t.put("checkpoint.keep", limit or 1_000_000, "save_total_limit", reason=None if limit else "all are kept")
+            t.judge("save_total_limit", "carried", to="checkpoint.keep")
+            t.judge("save_strategy", "carried", to="checkpoint.every")
+    strategy = "eval_strategy" if "eval_strategy" in t else "evaluation_strategy"
+    if str(t.get(strategy, "no")).lower() == "steps":
+        steps = t.number("eval_steps", t.number("logging_steps", 500)) or 500
+        if steps >= 1:
+            t.put("evaluation.every", int(steps), "eval_steps", strategy)
+            t.judge("eval_steps", "carried", to="evaluation.every")
+            t.judge(strategy, "carried", to="evaluation.every")
+    named = t.get("report_to")
+    watchers = [str(item) for item in named] if isinstance(named, list) else [str(named)]
+    if "wandb" in watchers:
+        t.put("@wandb.name", t.text("run_name") or "run", "run_name", "report_to")
+        t.judge("run_name", "carried", to="@wandb.name")
+    if "tensorboard" in watchers:
+        t.put("@tensorboard", None, "report_to")
+    known = {"wandb", "tensorboard", "none", "None", "all"}
+    t.judge("report_to", "carried" if set(watchers) <= known else "missing", "other monitors")
+    for name in (
+        "save_steps",
+        "save_total_limit",
+        "save_strategy",
+        "eval_steps",
+        "eval_strategy",
+        "evaluation_strategy",
+    ):
+        t.judge(name, "meaningless" if t.get(name) in (None, "no") else "missing", "by epochs or fractions of the run")
+    t.judge("run_name", "meaningless", "a name")
