@@ -188,6 +188,28 @@ class Copied(OwnScale):
         return x * scale
 
 
+class Cleaned(OwnScale):
+    """What the scale was copied into is cleared of NaN before it is used."""
+
+    def run(self, x, tokens):
+        x = Base.run(self, x, tokens)
+        scale = x.new_ones(DIM)
+        if is_other(tokens):
+            scale.copy_(self.scale.detach())
+        return x * torch.nan_to_num(scale, nan=1.0)
+
+
+class Compared(OwnScale):
+    """What the scale was copied into decides which elements are doubled."""
+
+    def run(self, x, tokens):
+        x = Base.run(self, x, tokens)
+        scale = x.new_ones(DIM)
+        if is_other(tokens):
+            scale.copy_(self.scale.detach())
+        return torch.where(scale > 1.0, 2.0 * x, x)
+
+
 class Masked(OwnScale):
     """The scale decides which elements of a mask are set."""
 
@@ -228,7 +250,13 @@ def test_what_is_written_and_not_read_stops_nothing(text):
 @pytest.mark.parametrize("text", [ONE, TRACED])
 @pytest.mark.parametrize(
     ("factory", "source"),
-    [(Copied, 'the parameter "scale"'), (Masked, 'the parameter "scale"'), (Buffered, 'the buffer "scale"')],
+    [
+        (Copied, 'the parameter "scale"'),
+        (Cleaned, 'the parameter "scale"'),
+        (Compared, 'the parameter "scale"'),
+        (Masked, 'the parameter "scale"'),
+        (Buffered, 'the buffer "scale"'),
+    ],
 )
 def test_what_is_written_into_a_tensor_of_the_models_own_is_named(text, factory, source):
     with pytest.raises(ComposerError) as caught:

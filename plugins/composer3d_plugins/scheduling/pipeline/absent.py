@@ -4,12 +4,15 @@ Every stage runs the whole forward, so its code computes with parameters and val
 results away. What the traced forward did not need there, another batch's may: then the output would be made
 of zeros. So results of absent tensors are absent too, and using one where it counts is an error. A tensor of the
 model's own cannot become absent when one is written into it: it gets NaN there, which reaches whatever is computed from
-it, by views too, and is looked for in what leaves the stage.
+it, by views too, and is looked for in what leaves the stage. From the first such write to the end of the forward,
+operators whose results would not show it (comparisons, `nan_to_num`) are looked at too.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +20,16 @@ from torch import Tensor
 
 from composer3d import StepError, torch_compat
 
-__all__ = ["Absent", "Stage", "absent_zeros", "refuse_absent"]
+__all__ = ["Absent", "Stage", "absent_zeros", "end_reading", "refuse_absent"]
 
 # A call may be given what it does not need: hooks cast it, autograd takes aliases of it.
 _COPIES = frozenset({"aten::_to_copy", "aten::alias", "aten::clone", "aten::detach", "aten::view", "aten::view_as"})
+
+_HIDING = frozenset(
+    "nan_to_num nansum nanmedian fmax fmin sign sgn heaviside hardshrink softshrink threshold xlogy".split()
+)
+
+_SHOWING = ("native_dropout", "_scaled_dot_product")  # which return masks and seeds beside numbers
 
 
 class Stage(Protocol):
@@ -28,9 +37,11 @@ class Stage(Protocol):
 
     Attributes:
         written: The absent tensor that its forward wrote into a tensor of the model's own first; None if none.
+        readers: The context in which operators that hide NaN are looked at; None if nothing was written.
     """
 
     written: str | None
+    readers: AbstractContextManager[Any] | None
 
     @property
     def is_inside(self) -> bool:
@@ -151,6 +162,34 @@ def _spoil(own: list[Tensor], leaves: list[Any], first: Absent) -> None:
             tensor.fill_(math.nan)
     if own and first.stage.written is None:
         first.stage.written = first.source
+        first.stage.readers = torch_compat.dispatch_mode(functools.partial(_read, first.source), compiles=False)
+        first.stage.readers.__enter__()
+
+
+def end_reading(stage: Stage) -> None:
+    """End what a forward's first write of an absent tensor has begun."""
+    readers, stage.readers = stage.readers, None
+    if readers is not None:
+        readers.__exit__(None, None, None)
+
+
+def _read(source: str, func: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; where its result would not show the NaN that it is given, refuse."""
+    result = func(*args, **kwargs)
+    if _hides(func, result):
+        for tensor in torch_compat.tree_leaves((args, kwargs)):
+            if type(tensor) is Tensor and _holds_nan(tensor) and bool(tensor.isnan().any()):
+                _refuse(source)
+    return result
+
+
+def _hides(func: Any, result: Any) -> bool:
+    """Return whether an operator may be given NaN and return none: numbers that are no floats, or by what it does."""
+    name = func.name().removeprefix("aten::").partition(".")[0].removesuffix("_")
+    leaves = torch_compat.tree_leaves(result)
+    if name.startswith(_SHOWING):
+        return False
+    return name in _HIDING or any(not (isinstance(leaf, Tensor) and _holds_nan(leaf)) for leaf in leaves)
 
 
 def _holds_nan(tensor: Tensor) -> bool:

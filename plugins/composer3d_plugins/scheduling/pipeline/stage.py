@@ -9,13 +9,14 @@ in modules that are not in the tree either; so every name that is left is the na
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composer3d import StepError
-from composer3d_plugins.scheduling.pipeline.absent import refuse_absent
+from composer3d_plugins.scheduling.pipeline.absent import end_reading, refuse_absent
 from composer3d_plugins.scheduling.pipeline.block_trace import Observation
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
@@ -58,6 +59,7 @@ class Runner:
         self.has_halves = start == 0 or observation.uses_once(start, end)
         self.is_inside = self.is_running = self._has_graph = False
         self.written: str | None = None
+        self.readers: AbstractContextManager[Any] | None = None
         self._position = 0
 
     @property
@@ -87,6 +89,7 @@ class Runner:
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
+            end_reading(self)
             self.received, self.is_inside, self.is_running = None, False, False
         if self._position != self.end:
             name = self.observation.blocks[self._position]

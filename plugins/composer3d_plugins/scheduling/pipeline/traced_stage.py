@@ -9,13 +9,14 @@ left, with all values that later stages need; those of earlier stages are handed
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, refuse_absent
+from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, end_reading, refuse_absent
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
@@ -69,6 +70,7 @@ class TracedRunner:
         self._position = 0
         self._is_running = self.is_inside = self._has_graph = False
         self.written: str | None = None
+        self.readers: AbstractContextManager[Any] | None = None
         self._values: dict[int, Tensor] = {}
         self._forms: dict[Hashable, Any] = {}
 
@@ -105,6 +107,7 @@ class TracedRunner:
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
+            end_reading(self)
             self._is_running = self.is_inside = False
             self._values = {}
         if self._position != self._end:
