@@ -38,9 +38,9 @@ def probe(source: str, *, world_size: int | None) -> NetworkReport | None:
     from composer3d.composition import layout_of
     from composer3d.hooks import Hooks
     from composer3d.processes import temporary_folder
-    from composer3d.runner import launch_local, under_torchrun
+    from composer3d.runner import is_rank, launch_local
 
-    if under_torchrun():
+    if is_rank():
         return measure(source)
     opened = open_manifest(source, ())
     if opened.problems:
