@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["know_orders", "place_rows", "record_write", "sharded_like"]
+__all__ = ["know_orders", "place_rows", "record_write", "sharded_like", "whole_rows"]
 
 _CONTEXTS: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
@@ -44,6 +44,14 @@ def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None) -
     """
     order = _order_of(target if like is None else like, draws=like is not None)
     initialisation.place(target, whole if order is None else order.stored(whole))
+
+
+def whole_rows(tensor: DTensor) -> Tensor:
+    """Return the whole of a DTensor in the model's order of rows. Collectives: those of `full_tensor`."""
+    order = _order_of(tensor, draws=False)
+    whole: Tensor = tensor.full_tensor()
+    # Of replicas, and of one rank, it is the tensor itself.
+    return whole.clone() if order is None else order.model(whole)
 
 
 def record_write(target: DTensor, whole: Tensor) -> None:

@@ -18,6 +18,7 @@ from composer3d.step.call_sites import caller
 from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
 from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
 from composer3d.step.whole_draws import draw_whole
+from composer3d.step.written_views import compute_by_torch, compute_view, compute_write, remember_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +50,20 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     know_orders(context)
     know_meshes(context)
     mixable = torch_compat.mixable_operators()
+    handlers = {
+        **dict.fromkeys(torch_compat.viewing_operators(), compute_view),
+        **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
+        **dict.fromkeys(mixable.elementwise, _compute_mixed),
+        **dict.fromkeys(mixable.lists, _compute_lists),
+        **dict.fromkeys(mixable.of_data, _compute_of_data),
+        **dict.fromkeys(mixable.reading, _compute_read),
+        mixable.stack: _compute_stack,
+        mixable.number: _compute_number,
+    }
+    for operator in torch_compat.writing_operators():
+        handlers[operator] = functools.partial(compute_write, handlers.get(operator, compute_by_torch))
     torch_compat.handle_operators(
-        {
-            **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
-            **dict.fromkeys(mixable.elementwise, _compute_mixed),
-            **dict.fromkeys(mixable.lists, _compute_lists),
-            **dict.fromkeys(mixable.of_data, _compute_of_data),
-            mixable.stack: _compute_stack,
-            mixable.number: _compute_number,
-        },
+        handlers,
         uncovered=_compute_whole,
         mixed=_refuse_mixed,
         owns=owns,
@@ -83,6 +89,18 @@ def _compute_of_data(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return _by_torch(operator, args, kwargs)
 
 
+def _compute_read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read what plain indices say of whole tensors; with gradients torch says what it lacks."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    tensors = [x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    is_mixed = any(not isinstance(tensor, DTensor) and tensor.dim() for tensor in tensors)
+    if not is_mixed or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return _by_torch(operator, args, kwargs)
+    return _compute_whole(operator, args, kwargs)
+
+
 def _place() -> str:
     _, place = caller(())
     return f"{place}: " if place else ""
@@ -100,6 +118,10 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     leaves = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     writes = torch_compat.is_in_place(operator)
+    if torch_compat.is_view(operator) and not writes and isinstance(args[0], DTensor):
+        views = torch_compat.tree_map(_whole, (args, kwargs))
+        result = torch_compat.tree_map(lambda view: _replicated(view, leaves[0]), operator(*views[0], **views[1]))
+        return remember_views(operator, args, kwargs, result)
     if torch_compat.is_view(operator) or (writes and not _writes_first(operator)):
         raise StepError(
             f"{_place()}{operator.name()} would return a view, or write into a tensor, across the shards of several "
@@ -138,15 +160,20 @@ def _whole(value: Any) -> Any:
 def _as_sharded(value: Any, likes: Sequence[DTensor]) -> Any:
     """Return a whole tensor sharded as one of the same shape, else replicated."""
     import torch
-    from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(value, torch.Tensor):
         return value
     for like in likes:
         if like.shape == value.shape and not any(p.is_partial() for p in like.placements):
             return sharded_like(like, value)
-    mesh = likes[0].device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _replicated(value, likes[0])
+
+
+def _replicated(whole: Tensor, like: DTensor) -> DTensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 # ---- plain tensors and DTensors --------------------------------------------------------------------------------------

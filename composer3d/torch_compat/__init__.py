@@ -131,6 +131,8 @@ from composer3d.torch_compat.sharded_operators import (
     leave_operators,
     mixable_operators,
     torch_handled,
+    viewing_operators,
+    writing_operators,
 )
 from composer3d.torch_compat.tensors import (
     allocate,
@@ -152,6 +154,7 @@ from composer3d.torch_compat.tensors import (
     tree_leaves,
     tree_map,
     unviewed,
+    weak_tensor_dictionary,
     with_attributes_of,
     written_tensors,
 )
@@ -298,7 +301,10 @@ __all__ = [
     "watch_custom_operators",
     "watch_group_collectives",
     "watch_operator_collectives",
+    "viewing_operators",
     "watch_units",
+    "weak_tensor_dictionary",
+    "writing_operators",
     "watching_messages",
     "with_attributes_of",
     "with_local",

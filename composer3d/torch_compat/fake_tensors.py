@@ -140,8 +140,10 @@ def is_in_place(operator: Any) -> bool:
 
 
 def is_view(operator: Any) -> bool:
-    """Return whether an operator only returns views of what it is given; operators have no public home."""
-    return bool(operator.is_view) or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+    """Return whether an operator only makes views of what it is given, in place too; operators have no public home."""
+    import torch
+
+    return bool(operator.is_view) or torch.Tag.inplace_view in operator.tags or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
 
 
 @contextlib.contextmanager

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["drawing_operators", "handle_operators", "leave_operators", "mixable_operators", "torch_handled"]
+__all__ = [
+    "drawing_operators",
+    "handle_operators",
+    "leave_operators",
+    "mixable_operators",
+    "torch_handled",
+    "viewing_operators",
+    "writing_operators",
+]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -23,6 +32,15 @@ _OF_DATA = (
     "minimum.default", "mm.default", "mse_loss_backward.default", "mv.default", "native_layer_norm.default",
     "where.self",
 )  # fmt: skip
+_READING = (
+    "bucketize.Tensor", "cat.default", "gather.default", "index.Tensor", "index_select.default",
+    "masked_select.default", "searchsorted.Tensor", "take.default",
+)  # fmt: skip
+_VIEWING = (
+    "alias.default", "detach.default", "diagonal.default", "expand.default", "permute.default", "select.int",
+    "slice.Tensor", "split.Tensor", "split_with_sizes.default", "squeeze.default", "squeeze.dim", "squeeze.dims",
+    "t.default", "transpose.int", "unbind.int", "unfold.default", "unsqueeze.default", "view.default",
+)  # fmt: skip
 
 
 def drawing_operators() -> list[Any]:
@@ -34,6 +52,29 @@ def drawing_operators() -> list[Any]:
     return [o for o in found if torch.Tag.nondeterministic_seeded in o.tags and "out" not in o._overloadname]
 
 
+@functools.cache
+def writing_operators() -> tuple[Any, ...]:
+    """Return the operators of aten that write into their first argument, and leave its shape; names are private."""
+    import torch
+
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        matched = re.fullmatch(r"aten::([a-z]\w*[^_]_)(?:\.(\w+))?", name)
+        if matched is not None:
+            operator = getattr(getattr(torch.ops.aten, matched[1]), matched[2] or "default")
+            if operator._schema.is_mutable and torch.Tag.inplace_view not in operator.tags:
+                found.append(operator)
+    return tuple(found)
+
+
+def viewing_operators() -> tuple[Any, ...]:
+    """Return the operators of aten that loops view tensors by."""
+    import torch
+
+    pairs = [name.split(".") for name in _VIEWING]
+    return tuple(getattr(getattr(torch.ops.aten, name), overload) for name, overload in pairs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _MixableOperators:
     """Operators of aten that loops apply to tensors of several kinds; operators have no public home.
@@ -43,6 +84,7 @@ class _MixableOperators:
         lists: To lists of them, as clipping does.
         stack: To numbers of each.
         of_data: To a rank's data.
+        reading: That read by plain indices.
         number: Returns the number in a tensor of one.
     """
 
@@ -50,6 +92,7 @@ class _MixableOperators:
     lists: tuple[Any, ...]
     stack: Any
     of_data: tuple[Any, ...]
+    reading: tuple[Any, ...]
     number: Any
 
 
@@ -67,6 +110,7 @@ def mixable_operators() -> _MixableOperators:
         lists=found(_LISTS, "_foreach_"),
         stack=torch.ops.aten.stack.default,
         of_data=found(_OF_DATA),
+        reading=found(_READING),
         number=torch.ops.aten._local_scalar_dense.default,
     )
 

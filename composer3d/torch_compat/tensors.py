@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
+    "weak_tensor_dictionary",
     "record_memory_history",
     "dump_memory_history",
     "allocate",
@@ -251,3 +252,10 @@ def dump_memory_history(path: str) -> None:
     import torch
 
     torch.cuda.memory._dump_snapshot(path)
+
+
+def weak_tensor_dictionary() -> Any:
+    """Return a dictionary of tensors that are kept by others, by identity; torch's own is private (2.11-2.15)."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()

@@ -50,4 +50,10 @@ def test_operators_that_draw_and_that_are_mixed_are_found_in_this_torch():
     assert {"aten::normal_", "aten::uniform_", "aten::bernoulli_.float", "aten::randn_like"} <= names
     mixable = torch_compat.mixable_operators()
     assert "aten::add_.Tensor" in {operator.name() for operator in mixable.elementwise}
+    writing = {operator.name() for operator in torch_compat.writing_operators()}
+    assert {"aten::zero_", "aten::index_put_", "aten::masked_fill_.Scalar"} <= writing and "aten::t_" not in writing
+    assert "aten::select.int" in {operator.name() for operator in torch_compat.viewing_operators()}
+    kept, tensor = torch_compat.weak_tensor_dictionary(), torch.ones(2)
+    kept[tensor] = "root"
+    assert tensor in kept and torch.ones(2) not in kept
     assert "aten::_foreach_norm.Scalar" in {operator.name() for operator in mixable.lists}
