@@ -143,7 +143,8 @@ def is_view(operator: Any) -> bool:
     """Return whether an operator only makes views of what it is given, in place too; operators have no public home."""
     import torch
 
-    return bool(operator.is_view) or torch.Tag.inplace_view in operator.tags or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+    named = operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+    return bool(operator.is_view) or torch.Tag.inplace_view in operator.tags or named
 
 
 @contextlib.contextmanager
