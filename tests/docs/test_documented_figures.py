@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import communication
 import harness
 import house
 import layout_matrix
@@ -81,6 +82,18 @@ def test_the_summaries_of_the_matrices_are_those_of_their_runs():
     assert found == [cell for cell, context in cells.items() if context == "cp1"]
     assert f"Its {len(cells) - len(found)} layouts with `cp` above 1 are in no run on record yet." in FIGURES
     assert layouts["summary"]["failed"] == plugins["summary"]["failed"] == plugins["summary"]["left"] == 0
+
+
+def test_the_table_of_what_travels_is_the_one_measured():
+    report = recorded("communication")
+    assert harness.with_marked(FIGURES, "communication", communication.summary(report)) == FIGURES
+    assert FIGURES.count("<!-- communication -->") == 1
+    rows = {row["name"]: row for row in report["rows"]}
+    plain, torchs, ours, least = (
+        rows[f"shards: {name}"] for name in ("float32", "bf16 of torch", "bf16", "int4, int8 weights")
+    )
+    assert ours["error"] < torchs["error"] / 2 and ours["mib_on_wire"] < torchs["mib_on_wire"]
+    assert least["mib_on_wire"] < plain["mib_on_wire"] / 5
 
 
 def test_the_shape_of_the_tree_is_the_one_counted():
