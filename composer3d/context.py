@@ -56,6 +56,7 @@ class RunContext:
         fqns: Names of all modules of the whole model, before any split.
         uncalled: Those of them that have no forward: lists and dicts.
         parameter_fqns: Names of all parameters of the whole model, tied ones under each of their names.
+        parameter_forms: Each of them once, on meta, by its first name.
         ties: Groups of FQNs that are one tensor in the whole model.
         state: State of plugins, by plugin instance.
         split: The answer to `composer3d_split`, if a plugin gave one.
@@ -86,6 +87,7 @@ class RunContext:
         self.fqns: tuple[str, ...] = ()
         self.uncalled: frozenset[str] = frozenset()
         self.parameter_fqns: tuple[str, ...] = ()
+        self.parameter_forms: Mapping[str, Tensor] = {}
         self.ties: tuple[tuple[str, ...], ...] = ()
         self.own_units: tuple[str, ...] = ()
         self.state: dict[Any, Any] = {}

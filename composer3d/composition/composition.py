@@ -18,6 +18,7 @@ from composer3d.composition.own_loop import OwnLoop
 from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
+from composer3d.composition.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.unsaved_shards import refuse_saving
 from composer3d.errors import StepError
 from composer3d.interfaces import Stateful
@@ -32,7 +33,7 @@ from composer3d.step.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -56,7 +57,9 @@ class Composition(OwnLoop):
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
         self._unwatch = refuse_other_optimizers(self._engine, self.context)
-        if not assembled.has_schedule:
+        if assembled.has_schedule:
+            refuse_norms_of_stages(self.context)
+        else:
             watch_model(self.parts[0].module, self._engine, self.context, assembled.placed_call)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
@@ -75,14 +78,6 @@ class Composition(OwnLoop):
     def coordinates(self) -> Mapping[str, int]:
         """This rank's index along every axis."""
         return self.context.coordinates
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards.
-
-        `full_tensor(fqn, parameter)` gathers one of them.
-        """
-        let_go(self.parts)
-        yield from self.context.named_parameters()
 
     def full_tensor(self, fqn: str, tensor: Tensor) -> Tensor:
         """Return the whole of a parameter, of its gradient, or of another tensor sharded like it, as the model has it.

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
+from composer3d.composition.stage_parameters import named_parameters
 from composer3d.errors import StepError
+from composer3d.step.evaluation import let_go
 from composer3d.step.whole_gradients import whole_gradients
 
 if TYPE_CHECKING:
@@ -51,6 +53,20 @@ class OwnLoop:
         if self._assembled.has_schedule:
             raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
         return self.parts[0].module
+
+    def named_parameters(self, *, of_all_stages: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards.
+
+        `full_tensor(fqn, parameter)` gathers one of them.
+
+        Args:
+            of_all_stages: Of a pipeline yield those of other stages, too, as scratch tensors: for loops that draw.
+        """
+        let_go(self.parts)
+        if self._assembled.has_schedule:
+            yield from named_parameters(self.context, of_all_stages=of_all_stages)
+        else:
+            yield from self.context.named_parameters()
 
     @property
     def has_grad_scaler(self) -> bool:

@@ -179,6 +179,9 @@ def prepare(
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
     context.uncalled = frozenset(fqn for fqn, module in model.named_modules() if not _has_forward(module))
     context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
+    context.parameter_forms = {
+        fqn: p.detach().to("meta").requires_grad_(p.requires_grad) for fqn, p in model.named_parameters()
+    }
     context.ties = initialisation.ties(model)
     attachments = Attachments.of(model)
     preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe, attachments=attachments)

@@ -16,6 +16,7 @@ from composer3d.torch_compat.attention_kernels import (
 )
 from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.compiling import compile_module, trace_quantisers
+from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
 from composer3d.torch_compat.fake_tensors import (
     active_fake_mode,
     device_question,
@@ -165,6 +166,8 @@ from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
+    "default_generators",
+    "watch_total_norm",
     "drawing_operators",
     "handle_operators",
     "local_of",
