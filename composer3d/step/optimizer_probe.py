@@ -41,8 +41,8 @@ def probe_optimizer(
 ) -> None:
     """Step a small parameter that is sharded as the first of some is, and compare with a whole one.
 
-    An optimizer that reads a number from a DTensor (`float(p.norm())`), or works on `to_local()`, gets that of its
-    shard, and nothing else says so. Torch's elementwise ones are not tried.
+    An optimizer that works on `to_local()` gets the numbers of its shard, and nothing else says so.
+    Torch's elementwise ones are not tried.
 
     Args:
         cls: Of the optimizer.
@@ -73,7 +73,7 @@ def probe_optimizer(
     if not _agree(one, sharded):
         raise StepError(
             f"{cls.__name__} steps a sharded parameter otherwise than a whole one: what it computes of a parameter, as "
-            "float(p.norm()) or p.to_local().norm(), is of this rank's shard alone. Keep it a tensor: p.norm() of a "
+            "p.to_local().norm(), is of this rank's shard alone. Keep it a tensor: p.norm() of a "
             "DTensor sums over ranks, as torch.where(norm > 0, ...) and p.mul_(norm) then do; or take numbers of "
             "p.full_tensor()"
         )
