@@ -155,15 +155,7 @@ def prepare(
     layout = layout_of(manifest, hooks, world_size=world_size)
     recipe = None
     if not isinstance(model, nn.Module):
-        factory = model
-        try:
-            model, recipe = initialisation.record(factory)
-            if isinstance(factory, WeightsOnDisk):
-                recipe.source = factory.open_weights(model)
-        except ManifestError:
-            raise
-        except ComposerError as error:
-            raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
+        model, recipe = _record(model, manifest)
     refuse_unsuitable(model)
     context = RunContext(
         purpose=purpose,
@@ -187,6 +179,23 @@ def prepare(
     preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe, attachments=attachments)
     _find_problems(preparation)
     return preparation
+
+
+def _record(factory: Callable[[], nn.Module], manifest: Manifest) -> tuple[nn.Module, Recipe]:
+    """Run a factory on meta; return its module, and how its weights come to be.
+
+    Raises:
+        ManifestError: It fails, or the weights on disk are not its model's.
+    """
+    try:
+        model, recipe = initialisation.record(factory)
+        if isinstance(factory, WeightsOnDisk):
+            recipe.source = factory.open_weights(model)
+    except ManifestError:
+        raise
+    except ComposerError as error:
+        raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
+    return model, recipe
 
 
 def _has_forward(module: nn.Module) -> bool:

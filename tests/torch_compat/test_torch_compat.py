@@ -99,6 +99,22 @@ def test_foreach_kernels_take_lists():
     assert [tensor.tolist() for tensor in tensors] == [[3.0, 4.0], [-5.0]]
 
 
+def test_draws_on_a_cpu_come_from_one_generator():
+    assert torch_compat.default_generators(torch.device("cpu")) == [torch.default_generator]
+
+
+def test_total_norms_are_seen_before_they_are_computed(monkeypatch):
+    from torch.nn.utils import clip_grad, clip_grad_norm_
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", clip_grad._get_total_norm)  # which is put back after the test
+    seen = []
+    torch_compat.watch_total_norm(seen.append)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([parameter], 1.0).item() == 5.0
+    assert [[tensor is parameter.grad for tensor in tensors] for tensors in seen] == [[True]]
+
+
 def test_every_name_has_a_test_here():
     public = set(torch_compat.__all__)
     for file in Path(torch_compat.__file__).parent.glob("[a-z]*.py"):

@@ -77,8 +77,11 @@ def test_a_layout_is_given_to_other_memory():
         tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
         local = tensor.to_local() + 10
         made = torch_compat.with_local(tensor, local)
-        return made.to_local().data_ptr() == local.data_ptr(), made.placements == tensor.placements, full(made)
+        same = made.to_local().data_ptr() == local.data_ptr() == torch_compat.local_of(made).data_ptr()
+        return same, made.placements == tensor.placements, full(made)
 
+    plain = torch.ones(2)
+    assert torch_compat.local_of(plain) is plain
     for same, placed, value in run_ranks(other, 2):
         assert same and placed
         assert value.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
