@@ -373,5 +373,5 @@ def freeze(
         metric_sinks=functions(hooks.metrics()),
         states=acting.states(states),
         acting=acting,
-        release=functools.partial(close_all, (*ends, release)),
+        release=functools.partial(close_all, (*ends, engine.units.close, release)),
     )

@@ -11,6 +11,7 @@ from composer3d import torch_compat
 from composer3d.interfaces import DataDependent
 from composer3d.mesh import Role
 from composer3d.step import gradients
+from composer3d.step.late_graphs import LateGraphs
 from composer3d.step.passed_parameters import refuse_passed
 from composer3d.step.unit_order import END, UnitOrder
 
@@ -56,6 +57,7 @@ class UnitRecord:
         self._order: UnitOrder | None = None
         self._is_partial = self._is_open = self._agrees = self.takes_gradients = False
         self._num_unused = 0
+        self._late = LateGraphs(self._units, lambda: self.takes_gradients)
 
     @contextlib.contextmanager
     def over(self, kind: Literal["step", "evaluation"], number: int) -> Iterator[None]:
@@ -111,10 +113,15 @@ class UnitRecord:
             yield
             for units in self._units:
                 units.complete()
+            self._late.open()
         finally:
             self.takes_gradients = outer
             for units in self._units:
                 units.is_trained = False
+
+    def close(self) -> None:
+        """Look at no backward of the loop's any longer."""
+        self._late.shut()
 
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:

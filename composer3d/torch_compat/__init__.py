@@ -32,6 +32,7 @@ from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
 from composer3d.torch_compat.group_calls import watch_group_collectives
 from composer3d.torch_compat.group_overrides import backend_of, group_override, nccl_fields, nccl_options
+from composer3d.torch_compat.later_backwards import LaterBackwards
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -204,6 +205,7 @@ __all__ = [
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
     "FlexCall",
+    "LaterBackwards",
     "ResultMemory",
     "Entries",
     "Places",

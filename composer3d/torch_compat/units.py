@@ -69,6 +69,7 @@ class Units:
         is_trained: Whether a backward that runs now is one whose gradients are used.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
+        gathers: Called when a unit is gathered.
         passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
 
     Args:
@@ -80,6 +81,7 @@ class Units:
         self.is_trained = self.builds_graph = False
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
+        self.gathers: Callable[[], None] = lambda: None
         self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
@@ -114,6 +116,11 @@ class Units:
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
         return [(p.sharded_param, p in self.used) for group in self.groups for p in group.trained()]
+
+    def freed(self) -> list[tuple[str, Any]]:
+        """Return FQN and gathered copy of the parameters whose copy is freed until they are gathered again."""
+        parameters = [p for group in self.groups if not group.is_unsharded for p in group.fsdp_params]
+        return [(p._param_fqn, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
 
     def settle(self, trained: Sequence[Any]) -> None:
         """Record which parameters of a unit that is about to be reduced were not used."""
@@ -265,6 +272,7 @@ class _WatchedGroup(_Group):
 
     def _to_unsharded(self) -> None:
         self._entries.open()
+        self._units.gathers()
         super()._to_unsharded()
 
     def _to_sharded(self) -> None:
