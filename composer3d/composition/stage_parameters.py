@@ -66,7 +66,9 @@ def _scratch(like: Tensor, device: torch.device) -> nn.Parameter:
 def _drawn(device: torch.device) -> tuple[list[int], list[bytes]]:
     """Return the seeds of torch's default generators, and how far they have come."""
     generators = torch_compat.default_generators(device)
-    return [g.initial_seed() for g in generators], [bytes(g.get_state().numpy()) for g in generators]
+    with torch_compat.with_values():  # a plan's loop runs among fake tensors, and a fake state is memory of nobody
+        states = [g.get_state() for g in generators]
+        return [g.initial_seed() for g in generators], [bytes(state.numpy()) for state in states]
 
 
 def refuse_norms_of_stages(context: RunContext) -> None:
