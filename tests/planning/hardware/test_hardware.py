@@ -43,7 +43,8 @@ def test_what_is_no_size(text):
 
 
 def test_the_devices_and_networks_that_are_shipped():
-    assert {"a100-40", "a100-80", "h100", "h200", "b200", "mi300x"} <= set(DEVICES)
+    named = "a100-40 a100-80 h100 h200 b200 b300 gb200 gb300 mi300x mi325x mi355x"
+    assert set(named.split()) <= set(DEVICES)
     for technology in ("ib", "efa", "roce", "ethernet"):
         assert any(name.startswith(f"/{technology}-") for name in NETWORKS)
 
@@ -71,7 +72,12 @@ def test_every_shipped_network_joins_a_device(network):
         ("h100", 80, 989e12, 450e9),
         ("h200", 141, 989e12, 450e9),
         ("b200", 180, 2250e12, 900e9),
+        ("b300", 270, 2250e12, 900e9),
+        ("gb200", 186, 2500e12, 900e9),
+        ("gb300", 279, 2500e12, 900e9),
         ("mi300x", 192, 1307e12, 448e9),
+        ("mi325x", 256, 1307e12, 448e9),
+        ("mi355x", 288, 2500e12, 537.5e9),
     ],
 )
 def test_figures_of_data_sheets(name, memory_gib, peak, each_direction):
@@ -79,6 +85,13 @@ def test_figures_of_data_sheets(name, memory_gib, peak, each_direction):
     assert read.device.memory_bytes / 2**30 == pytest.approx(memory_gib, rel=0.02)
     assert read.device.peaks["bfloat16"] == peak
     assert read.intra.bandwidth == each_direction
+
+
+@pytest.mark.parametrize("name", ["gb200", "gb300"])
+def test_an_nvlink_domain_of_72_devices(name):
+    read = load_hardware(name)
+    assert read.devices_per_node == 72
+    assert read.host.bandwidth == 225e9  # 900 GB/s of a Grace, both directions together, for two devices
 
 
 def test_a_node_shares_its_network():
