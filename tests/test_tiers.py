@@ -12,8 +12,12 @@ from support.tiers import COLLECTED, TESTS, is_chosen, read_choice, split
 
 CHOICE = read_choice()
 # Nothing of these is for every day: a GPU, an agent that takes its time to notice.
-WITHOUT_FAST = {"plugins/test_offload_gpu.py",
-    "jobs/test_slurm_cluster.py", "benchmarks/test_gpu.py", "diagnostics/test_doctor_torchrun.py"}
+WITHOUT_FAST = {
+    "plugins/test_offload_gpu.py",
+    "jobs/test_slurm_cluster.py",
+    "benchmarks/test_gpu.py",
+    "diagnostics/test_doctor_torchrun.py",
+}
 
 
 @pytest.fixture
