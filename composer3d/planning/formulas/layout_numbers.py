@@ -49,6 +49,7 @@ class Setup:
         cp: Ranks over which a sequence is sharded.
         tp: Ranks over which matrices are sharded.
         pp: Ranks over which the layers are divided.
+        ep: Ranks over which experts are sharded, taken from dp_shard x cp, or from these x tp.
         zero: What dp_shard divides: 1 the optimizer's state, 2 gradients too, 3 parameters too; 0 nothing.
         schedule: Of the pipeline, as torch names it.
         stages_per_rank: Of the pipeline.
@@ -75,6 +76,7 @@ class Setup:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     zero: int = 3
     schedule: str = "1F1B"
     stages_per_rank: int = 1

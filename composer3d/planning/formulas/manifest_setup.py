@@ -17,7 +17,16 @@ from composer3d.manifest import Manifest, inline
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.registry import FAMILIES, Catalogue
 
-__all__ = ["Offered", "choices_of", "degrees_of", "installed_offers", "patch", "setup_of", "shards_sequences"]
+__all__ = [
+    "Offered",
+    "choices_of",
+    "degrees_of",
+    "installed_offers",
+    "patch",
+    "setup_of",
+    "shards_experts",
+    "shards_sequences",
+]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -72,7 +81,16 @@ def choices_of(offers: Sequence[Offered], trait: str) -> tuple[Any, ...]:
 
 def shards_sequences(offers: Sequence[Offered]) -> bool:
     """Return whether a plugin shards sequences where `cp` has several ranks."""
-    tables = [(each.offer.table(LayoutTraits(), {"cp": degree}) for degree in (1, 2)) for each in offers]
+    return _shards_over("cp", offers)
+
+
+def shards_experts(offers: Sequence[Offered]) -> bool:
+    """Return whether a plugin shards experts, where a model has any and `ep` has several ranks."""
+    return _shards_over("ep", offers)
+
+
+def _shards_over(axis: str, offers: Sequence[Offered]) -> bool:
+    tables = [[each.offer.table(LayoutTraits(), {axis: degree}) for degree in (1, 2)] for each in offers]
     return any(alone is None and several is not None for alone, several in tables)
 
 
@@ -99,6 +117,7 @@ def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
         cp=degrees.get("cp", 1),
         tp=degrees.get("tp", 1),
         pp=pp,
+        ep=degrees.get("ep", manifest.degrees.get("ep") or 1),
         zero=traits.zero or 0,
         schedule=traits.schedule or "1F1B",
         stages_per_rank=(traits.stages_per_rank or 1) if pp > 1 else 1,
@@ -166,7 +185,7 @@ def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered
         changes.append(f"train.microbatch={setup.microbatch}")
     if manifest.train.global_batch is None and setup.microbatch * setup.data_parallel != setup.global_batch:
         changes.append(f"train.global_batch={setup.global_batch}")
-    experts, before_experts = (_expert_degree(manifest, each) for each in (setup, own))
+    experts, before_experts = (_expert_degree(own, each) for each in (setup, own))
     changes += [f"mesh.ep={experts}"] if experts != (stated.get("ep") or 1) else []
     for offered in offers:
         table = offered.offer.table(_traits_of(setup), {**degrees_of(setup), "ep": experts})
@@ -176,12 +195,16 @@ def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered
     return tuple(changes)
 
 
-def _expert_degree(manifest: Manifest, setup: Setup) -> int:
-    """Return over how many ranks a layout shards experts: as the manifest, as far as that divides dp_shard x cp.
+def _expert_degree(own: Setup, setup: Setup) -> int:
+    """Return over how many ranks a layout shards experts: as it says, as far as that divides dp_shard x cp.
+
+    The given manifest's may be taken from tp too, and stay so where its degrees do.
 
     What ZeRO divides is the same then: a rank has experts / ep, and of those one of (dp_shard x cp / ep) shards.
     """
-    return math.gcd(manifest.degrees.get("ep") or 1, setup.dp_shard * setup.cp)
+    if setup.ep == own.ep and degrees_of(setup) == degrees_of(own):
+        return own.ep
+    return math.gcd(setup.ep, setup.dp_shard * setup.cp)
 
 
 def _table_changes(

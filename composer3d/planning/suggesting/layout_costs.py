@@ -114,7 +114,7 @@ class LayoutCosts:
     def _base_of(self, setup: Setup) -> Setup:
         """Return what is traced of a layout."""
         size = self.own.microbatch
-        alone = replace(setup, dp_replicate=1, dp_shard=1, pp=1, stages_per_rank=1, schedule="1F1B", zero=3)
+        alone = replace(setup, dp_replicate=1, dp_shard=1, pp=1, ep=1, stages_per_rank=1, schedule="1F1B", zero=3)
         return replace(alone, recompute="none", offload=False, microbatch=size, global_batch=size)
 
     def _costs(self, base: Setup) -> TracedCosts | None:

@@ -201,7 +201,7 @@ def _rate(candidate: Candidate) -> str:
 
 
 def _layout(setup: Setup) -> str:
-    parts = [f"{axis}={getattr(setup, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+    parts = [f"{axis}={getattr(setup, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")]
     words = [part for part in parts if not part.endswith("=1")] or ["one rank"]
     if setup.pp > 1:
         words.append(setup.schedule + (f" x {setup.stages_per_rank}" if setup.stages_per_rank > 1 else ""))

@@ -14,6 +14,8 @@ __all__ = ["KEYS", "kept"]
 KEYS: Mapping[str, Callable[[Setup], object]] = {
     "dp_replicate": lambda setup: setup.dp_replicate,
     "dp_shard": lambda setup: setup.dp_shard,
+    "cp": lambda setup: setup.cp,
+    "ep": lambda setup: setup.ep,
     "tp": lambda setup: setup.tp,
     "pp": lambda setup: setup.pp,
     "microbatch": lambda setup: setup.microbatch,

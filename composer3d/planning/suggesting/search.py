@@ -14,10 +14,21 @@ from typing import Any, Protocol
 
 from composer3d.planning.costs.allocator import reserved_bytes
 from composer3d.planning.formulas.layout_numbers import Recompute, Setup
-from composer3d.planning.formulas.manifest_setup import Offered, choices_of, shards_sequences
+from composer3d.planning.formulas.manifest_setup import Offered, choices_of, shards_experts, shards_sequences
 from composer3d.planning.hardware.cluster import Hardware
 
-__all__ = ["Candidate", "Choices", "Costs", "Found", "Keep", "evaluate", "search", "search_choices", "sequence_degrees"]
+__all__ = [
+    "Candidate",
+    "Choices",
+    "Costs",
+    "Found",
+    "Keep",
+    "divisors",
+    "evaluate",
+    "search",
+    "search_choices",
+    "sequence_degrees",
+]
 
 Keep = Callable[[Setup], bool]
 FITS, TIGHT = 0.92, 1.0  # of the device's memory; between them a run may fail on a longer batch or fragmentation
@@ -54,6 +65,7 @@ class Choices:
         offload: Whether optimizer state may go to the host where nothing else fits.
         tensor_parallel: Whether `tp` may be more than 1.
         context_parallel: Whether `cp` may be more than the manifest's, where nothing fits with that.
+        expert_parallel: Whether `ep` may be more than the manifest's, where the model has experts.
     """
 
     zero: tuple[int, ...] = (1, 2, 3)
@@ -66,6 +78,7 @@ class Choices:
     offload: bool = True
     tensor_parallel: bool = True
     context_parallel: bool = False
+    expert_parallel: bool = False
 
 
 def search_choices(offers: Sequence[Offered]) -> Choices:
@@ -79,6 +92,7 @@ def search_choices(offers: Sequence[Offered]) -> Choices:
         offload=True in choices_of(offers, "offloads_state"),
         tensor_parallel=bool(choices_of(offers, "sequence_parallel")),
         context_parallel=shards_sequences(offers),
+        expert_parallel=shards_experts(offers),
     )
 
 
@@ -246,7 +260,9 @@ def _families(
         for sharded in _sharded(degrees, hardware.devices_per_node, choices.zero):
             sizes = list(_microbatches(sharded))
             for schedule, stages in _schedules(num_blocks, sharded, choices):
-                scheduled = [replace(setup, schedule=schedule, stages_per_rank=stages) for setup in sizes]
+                experts = math.gcd(sharded.ep, sharded.dp_shard * sharded.cp)
+                alike = [replace(setup, ep=experts) for setup in sizes]
+                scheduled = [replace(setup, schedule=schedule, stages_per_rank=stages) for setup in alike]
                 family = [setup for setup in scheduled if _runs(setup)]
                 if family:
                     yield family

@@ -15,6 +15,7 @@ from composer3d.planning.suggesting.search import (
     Costs,
     Found,
     Keep,
+    divisors,
     evaluate,
     search,
     sequence_degrees,
@@ -24,6 +25,7 @@ __all__ = ["Planned", "Suggestion", "against", "bases", "different", "suggest"]
 
 GIB = 2**30
 NUM_SUGGESTIONS, NUM_PLANNED = 5, 12
+_EXPERT_DEGREES = 4  # that are planned at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,8 @@ def suggest(
         found = _together(tried)
         if not trials.hear(different(found.best, trials.chosen)):
             break
+    if choices is not None and choices.expert_parallel:
+        trials.ask_experts(keep)
     trials.ask_float8(keep)
     # Lower precision is another run: it comes after all that compute what was asked for.
     trials.chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
@@ -188,6 +192,27 @@ class _Trials:
             return True
         self.chosen.append(found)
         return False
+
+    def ask_experts(self, keep: Keep) -> None:
+        """Plan the fastest of the chosen with its experts over more ranks, from the least on until that is slower.
+
+        The search does not tell such layouts apart; a model without experts is refused once, which is no news.
+        """
+        best = min(self.chosen, key=lambda candidate: candidate.step_s, default=None)
+        if best is None:
+            return
+        setup = best.setup
+        degrees = [degree for degree in divisors(setup.dp_shard * setup.cp) if degree > setup.ep]
+        wanted = [other for degree in degrees if keep(other := replace(setup, ep=degree))]
+        for other in wanted[:_EXPERT_DEGREES]:
+            try:
+                found = self.plan(other).of(other)
+            except ComposerError:
+                return
+            if found.verdict(self.memory_bytes) == "does not fit" or found.step_s >= best.step_s:
+                return
+            self.chosen = [found, *(one for one in self.chosen if one.setup.ep == setup.ep)]
+            best = found
 
     def ask_float8(self, keep: Keep) -> None:
         """Ask for the fastest of the chosen with products in float8, where the device has them and they are faster."""

@@ -9,7 +9,14 @@ import pytest
 from composer3d.errors import QueryError
 from composer3d.manifest import read_text, type_manifest
 from composer3d.planning.formulas.layout_numbers import Precision
-from composer3d.planning.formulas.manifest_setup import choices_of, installed_offers, patch, setup_of
+from composer3d.planning.formulas.manifest_setup import (
+    choices_of,
+    installed_offers,
+    patch,
+    setup_of,
+    shards_experts,
+    shards_sequences,
+)
 from composer3d.planning.suggesting.search import search_choices
 from composer3d.runner import TABLES
 
@@ -50,6 +57,22 @@ def test_experts_stay_sharded_over_as_many_ranks_as_the_layout_allows():
     assert [change for change in changes[6] if "ep" in change] == ["mesh.ep=2"]
     assert [change for change in changes[2] if "ep" in change] == ["mesh.ep=2"]
     assert [change for change in changes[1] if "ep" in change] == ["mesh.ep=1"]
+
+
+def test_experts_are_sharded_where_a_layout_says_so_and_the_given_one_is_not_changed():
+    tables = "[mesh]\ndp_shard = 4\n[sharding.fsdp2]\n"
+    assert patched(tables, {"dp_shard": 4}, ep=2) == ("mesh.ep=2", "sharding.expert_parallel={}")
+    # Taken from tp too: ep need not divide dp_shard x cp.
+    plugins = "".join(f"[sharding.{name}]\n" for name in ("fsdp2", "tensor_parallel", "expert_parallel"))
+    taken = f"[mesh]\ndp_shard = 2\ntp = 2\nep = 4\n{plugins}"
+    assert patched(taken, {"dp_shard": 2, "tp": 2, "ep": 4}) == ()
+    offers = installed_offers(typed(tables))
+    others = [each for each in offers if each.name not in ("expert_parallel", "context_parallel")]
+    for order in (offers, offers[::-1]):
+        assert shards_experts(order)
+        assert shards_sequences(order)
+    assert not shards_experts(others)
+    assert not shards_sequences(others)
 
 
 def test_nothing_said_is_one_device_in_float32():

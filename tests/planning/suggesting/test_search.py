@@ -195,6 +195,39 @@ def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_costs():
     assert len(planned) <= NUM_PLANNED + 1
 
 
+def test_experts_are_sharded_over_more_ranks_as_long_as_the_plan_says_that_it_is_faster():
+    costs, asked = DecoderCosts(LLAMA_1B, H100), []
+    as_planned = planned_by(costs)
+    speeds = {1: 1.0, 2: 0.8, 4: 0.7, 8: 0.9}
+
+    def plan(setup):
+        asked.append(setup.ep)
+        made = as_planned(setup)
+        return replace(made, time=made.time | {"step_s": {"value": speeds[setup.ep]}})
+
+    def suggested_with(plan, *pins):
+        options = {"world_size": 8, "memory_bytes": 79 * GIB, "keep": kept(["tp=1", "pp=1", *pins], RUN)}
+        own = replace(RUN, dp_shard=8)
+        made, _, refused = suggest(costs, own, H100, plan=plan, choices=Choices(expert_parallel=True), **options)
+        return [each.candidate.setup.ep for each in made], refused
+
+    pins = ["zero=3", "dp_replicate=1"]
+    found, _ = suggested_with(plan, *pins)
+    assert found[0] == 4
+    assert max(asked) == 8  # which was slower
+    assert set(suggested_with(plan, *pins, "ep")[0]) == {1}
+    assert suggested_with(plan, *pins, "ep<=2")[0][0] == 2
+
+    def dense(setup):
+        if setup.ep > 1:
+            raise ComposerError("there are no experts")
+        return as_planned(setup)
+
+    found, refused = suggested_with(dense, *pins)
+    assert set(found) == {1}
+    assert refused == ()
+
+
 def test_precision_is_searched_where_it_is_not_pinned():
     own = replace(RUN, dp_shard=8, precision=Precision(dtype="float32", compute_bytes=4, gather_bytes=4))
 
