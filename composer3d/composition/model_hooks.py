@@ -16,6 +16,7 @@ from composer3d.composition.second_derivatives import exchanging_axes, refuse_se
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.errors import StepError
 from composer3d.mesh import Role
+from composer3d.step.assigned_values import refuse_late_writes
 from composer3d.step.evaluation import let_go
 from composer3d.step.whole_gradients import refuse_rank_gradients
 
@@ -78,6 +79,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if owner is not module:
             return None
+        refuse_late_writes(context)
         engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
         return None if engine.is_running else place(args, kwargs)
 

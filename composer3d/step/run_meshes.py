@@ -40,6 +40,7 @@ def forget_meshes(context: RunContext) -> None:
     _PARAMETERS.pop(context, None)
     if not _MESHES:
         torch_compat.leave_operators()
+        torch_compat.leave_data()
 
 
 def owners_of(mesh: DeviceMesh) -> Iterator[RunContext]:

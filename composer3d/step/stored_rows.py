@@ -31,18 +31,19 @@ def know_orders(context: RunContext) -> None:
         _CONTEXTS.add(context)
 
 
-def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None) -> None:
+def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None, is_written: bool = False) -> None:
     """Write a whole tensor of the model's order of rows into a DTensor.
 
     Args:
         target: Of any placements.
         whole: The same on all ranks.
         like: Parameter whose order counts, if `target` is none.
+        is_written: Whether `like` is to have these values, and not a new tensor.
 
     Raises:
         StepError: It may be sharded like a parameter that is stored in another order, and is none itself.
     """
-    order = _order_of(target if like is None else like, draws=like is not None)
+    order = _order_of(target if like is None else like, draws=like is not None and not is_written)
     initialisation.place(target, whole if order is None else order.stored(whole))
 
 
@@ -72,13 +73,13 @@ def _name_of(context: weakref.ref[RunContext], storage: tuple[int, int], shape: 
     return f"a sharded tensor of shape {list(shape)}"
 
 
-def sharded_like(like: DTensor, whole: Tensor) -> Tensor:
-    """Return a whole tensor of the model's order of rows sharded as another one of its shape."""
+def sharded_like(like: DTensor, whole: Tensor, *, is_written: bool = False) -> Tensor:
+    """Return a whole tensor of the model's order of rows sharded as another one of its shape; see `place_rows`."""
     import torch
 
     with torch.no_grad():
         shard: Any = torch.empty_like(like, dtype=whole.dtype)
-        place_rows(shard, whole, like=like)
+        place_rows(shard, whole, like=like, is_written=is_written)
     return shard
 
 

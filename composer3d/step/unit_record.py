@@ -11,6 +11,7 @@ from composer3d import torch_compat
 from composer3d.interfaces import DataDependent
 from composer3d.mesh import Role
 from composer3d.step import gradients
+from composer3d.step.assigned_values import record_gathered
 from composer3d.step.late_graphs import LateGraphs
 from composer3d.step.passed_parameters import refuse_passed
 from composer3d.step.unit_order import END, UnitOrder
@@ -53,7 +54,7 @@ class UnitRecord:
         self._context, self._guard, self._flight = context, guard, flight
         self._units = [torch_compat.watch_units(part.module) for part in context.parts]
         for units in self._units:
-            units.left, units.passed = left, refuse_passed
+            units.left, units.passed, units.written = left, refuse_passed, record_gathered
         self._order: UnitOrder | None = None
         self._is_partial = self._is_open = self._agrees = self.takes_gradients = False
         self._num_unused = 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
+from composer3d.step.assigned_values import assign_values
 from composer3d.step.call_sites import caller
 from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
 from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
@@ -68,6 +69,7 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
         mixed=_refuse_mixed,
         owns=owns,
     )
+    torch_compat.assign_data(assign_values)
     return functools.partial(forget_meshes, context)
 
 

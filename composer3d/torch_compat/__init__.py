@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
+from composer3d.torch_compat.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
 from composer3d.torch_compat.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
@@ -30,6 +31,7 @@ from composer3d.torch_compat.fake_tensors import (
 )
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
+from composer3d.torch_compat.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.group_calls import watch_group_collectives
 from composer3d.torch_compat.group_overrides import backend_of, group_override, nccl_fields, nccl_options
 from composer3d.torch_compat.later_backwards import LaterBackwards
@@ -167,6 +169,13 @@ from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
+    "versions_of",
+    "write_back",
+    "UnitShard",
+    "assign_data",
+    "leave_data",
+    "take_local",
+    "unit_shards",
     "default_generators",
     "watch_total_norm",
     "drawing_operators",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer3d.torch_compat.function_transforms import outside_transforms
+from composer3d.torch_compat.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
 from composer3d.torch_compat.unit_entries import Entries, entries_of
@@ -71,6 +72,7 @@ class Units:
         left: Called after a forward that did not begin in the root; None where nobody asks.
         gathers: Called when a unit is gathered.
         passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
+        written: Called with FQN, shard and gathered tensor of a parameter into whose gathered tensor was written.
 
     Args:
         root: FSDP2's state of the part; None where it has none.
@@ -82,6 +84,7 @@ class Units:
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
         self.gathers: Callable[[], None] = lambda: None
+        self.written: Callable[[str, Any, Any], None] = lambda fqn, shard, whole: None
         self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
@@ -265,6 +268,11 @@ class _WatchedGroup(_Group):
         self.is_ready = self.is_final = self.has_run = self.is_used = False
         self.num_hooks = 0
         self.earlier: dict[Any, Any] = {}
+        self.versions: dict[Any, tuple[int, int]] = {}
+
+    def write_back(self) -> None:
+        if self.is_unsharded:
+            write_back(self, self.versions, self._units.written)
 
     def reshard(self) -> None:
         if not self.is_held:
@@ -274,12 +282,15 @@ class _WatchedGroup(_Group):
         self._entries.open()
         self._units.gathers()
         super()._to_unsharded()
+        self.versions = versions_of(self)
 
     def _to_sharded(self) -> None:
+        self.write_back()
         super()._to_sharded()
         self._entries.shut()
 
     def _to_sharded_post_forward(self) -> None:
+        self.write_back()
         super()._to_sharded_post_forward()
         self._entries.shut()
 
