@@ -117,11 +117,7 @@ def suggest(
         found = _together(tried)
         if not trials.hear(different(found.best, trials.chosen)):
             break
-    if choices is not None and choices.expert_parallel:
-        trials.ask_experts(keep)
-    trials.ask_float8(keep)
-    # Lower precision is another run: it comes after all that compute what was asked for.
-    trials.chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
+    trials.finish(own, keep, choices or Choices())
     mine = None if given is None else given.of(own)
     found_all = tuple(
         Suggestion(candidate=candidate, reasons=tuple(against(candidate, mine, memory_bytes)))
@@ -192,6 +188,14 @@ class _Trials:
             return True
         self.chosen.append(found)
         return False
+
+    def finish(self, own: Setup, keep: Keep, choices: Choices) -> None:
+        """Plan what the search does not tell apart, and order what was chosen."""
+        if choices.expert_parallel:
+            self.ask_experts(keep)
+        self.ask_float8(keep)
+        # Lower precision is another run: it comes after all that compute what was asked for.
+        self.chosen.sort(key=lambda one: (one.setup.precision.dtype != own.precision.dtype, one.step_s))
 
     def ask_experts(self, keep: Keep) -> None:
         """Plan the fastest of the chosen with its experts over more ranks, from the least on until that is slower.
