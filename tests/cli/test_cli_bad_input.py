@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 OWNER = "composer3d plugins shows which plugin owns which axis"
-OPTIONS = "backward_prefetch, forward_prefetch, ignored, reshard_after_forward, reshard_root, units, zero"
+OPTIONS = (
+    "backward_prefetch, delay_all_reduce, forward_prefetch, ignored, reshard_after_forward, reshard_root, units, zero"
+)
 
 CASES = {
     "unknown key": (

@@ -87,17 +87,17 @@ def test_equals_the_ordinary_step_bit_for_bit(world_size):
 def peak(text, in_backward):
     """Return the bytes of a gradient of the whole model, of its largest unit, and the most alive in a second step."""
     run = composed(text, seeded(Even, dim=16))
-    optimizer = run.optimizer(torch.optim.SGD, lr=1e-2, in_backward=in_backward)
+    held, named = [], list(run.named_parameters())
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            held.append(sum(q.grad.numel() * 4 // run_degree() for _, q in named if q.grad is not None))
+            return super().step(closure)
+
+    optimizer = run.optimizer(Noting, lr=1e-2, in_backward=in_backward)
     parameters = [p.to_local() if hasattr(p, "to_local") else p for _, p in run.named_parameters()]
     sizes = {name: full(p).numel() * 4 // run_degree() for name, p in run.named_parameters()}
     blocks = [sum(size for name, size in sizes.items() if name.startswith(f"layers.{n}.")) for n in range(4)]
-    held, named = [], list(run.named_parameters())
-    handles = [
-        p.register_post_accumulate_grad_hook(
-            lambda _: held.append(sum(q.grad.numel() * 4 // run_degree() for _, q in named if q.grad is not None))
-        )
-        for _, p in named
-    ]
     tokens, targets = (mine(run, tensor) for tensor in padded(2 * run_degree()))
     points, kept = [], 0 if in_backward else sum(sizes.values())
     for number in range(2):
@@ -110,8 +110,6 @@ def peak(text, in_backward):
                 points.append(memory.settled(base + kept + SMALL) - base)
                 optimizer.step()
                 optimizer.zero_grad()
-    for handle in handles:
-        handle.remove()
     run.close()
     return sum(sizes.values()), max(blocks), points[-1], max(held)
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import composer3d
+from composer3d.step import gradients
 from composer3d.testing import count_collectives, fake_world, full
 from support.block_habits import MODELS
 from support.branching_models import FLOWS
@@ -109,18 +110,26 @@ def errors(run, gradients):
     )
 
 
+@contextlib.contextmanager
 def watch_partial_sums(run):
-    """Return the set to which the name of every parameter is added whose gradient is a partial sum in the backward."""
-    found = set()
-    for name, parameter in run.named_parameters():
+    """Yield the set to which the name of every parameter is added whose gradient is a partial sum after the backward.
 
-        def note(parameter, name=name):
-            if isinstance(parameter.grad, DTensor) and any(each.is_partial() for each in parameter.grad.placements):
-                found.add(name)
+    By the function that completes them: a hook on a parameter would be called with the completed gradient.
+    """
+    found, names, settle = set(), {id(p): name for name, p in run.named_parameters()}, gradients.settle_partial
 
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(note)
-    return found
+    def noting(parameters):
+        parameters = list(parameters)
+        for each in parameters:
+            if isinstance(each.grad, DTensor) and any(placement.is_partial() for placement in each.grad.placements):
+                found.add(names[id(each)])
+        settle(parameters)
+
+    gradients.settle_partial = noting
+    try:
+        yield found
+    finally:
+        gradients.settle_partial = settle
 
 
 def steps_of(cases):
@@ -135,11 +144,10 @@ def one_step(family, text, *, options=None, num_samples=4):
     one that ends it for each gradient that is a partial sum then).
     """
     torch.set_default_dtype(torch.float64)
-    loss_1, gradients, norm_1 = reference(family, options, num_samples)
+    loss_1, wanted, norm_1 = reference(family, options, num_samples)
     run = composer3d.compose(built(family, options), write_manifest(text), loss_fn=class_loss)
     inputs, targets = (mine(run, tensor) for tensor in batch_of(family, num_samples))
-    partial = watch_partial_sums(run)
-    with run.step(0):
+    with run.step(0), watch_partial_sums(run) as partial:
         # Dynamo refuses to work under the mode that counts.
         with contextlib.nullcontext() if "scheduling.compile" in text else count_collectives(run.mesh) as collectives:
             loss = run.forward_backward(inputs, target=targets)
@@ -147,7 +155,7 @@ def one_step(family, text, *, options=None, num_samples=4):
         if partial and counted:
             counted["all_reduce", "tp"] -= len(partial)
         norm = run.clip_grad_norm_(float("inf"))
-        error = errors(run, gradients)
+        error = errors(run, wanted)
     run.close()
     return float((loss - loss_1).abs()), float((norm - norm_1).abs() / norm_1), error, counted
 
