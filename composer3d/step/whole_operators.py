@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ from composer3d.step.call_sites import caller
 from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
 from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
 from composer3d.step.whole_draws import draw_whole
-from composer3d.step.written_views import compute_by_torch, compute_view, compute_write, remember_views
+from composer3d.step.written_views import Handler, compute_by_torch, compute_view, compute_write, remember_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,17 +51,7 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     """
     know_orders(context)
     know_meshes(context)
-    mixable = torch_compat.mixable_operators()
-    handlers = {
-        **dict.fromkeys(torch_compat.viewing_operators(), compute_view),
-        **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
-        **dict.fromkeys(mixable.elementwise, _compute_mixed),
-        **dict.fromkeys(mixable.lists, _compute_lists),
-        **dict.fromkeys(mixable.of_data, _compute_of_data),
-        **dict.fromkeys(mixable.reading, _compute_read),
-        mixable.stack: _compute_stack,
-        mixable.number: _compute_number,
-    }
+    handlers = _handlers()
     for operator in torch_compat.writing_operators():
         handlers[operator] = functools.partial(compute_write, handlers.get(operator, compute_by_torch))
     torch_compat.handle_operators(
@@ -71,6 +62,21 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     )
     torch_compat.assign_data(assign_values)
     return functools.partial(forget_meshes, context)
+
+
+def _handlers() -> dict[Any, Handler]:
+    mixable = torch_compat.mixable_operators()
+    return {
+        **dict.fromkeys(torch_compat.viewing_operators(), compute_view),
+        **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
+        **dict.fromkeys(mixable.elementwise, _compute_mixed),
+        **dict.fromkeys(mixable.lists, _compute_lists),
+        **dict.fromkeys(mixable.of_data, _compute_of_data),
+        **dict.fromkeys(mixable.reading, _compute_read),
+        **dict.fromkeys(mixable.extremes, _compute_extreme),
+        mixable.stack: _compute_stack,
+        mixable.number: _compute_number,
+    }
 
 
 def _refuse_mixed(operator: Any) -> NoReturn:
@@ -266,6 +272,17 @@ def _compute_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if all(placement.is_replicate() for placement in args[0].placements):
         return _by_torch(operator, args, kwargs)
     return operator(_whole(args[0]), **kwargs)
+
+
+def _compute_extreme(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an extreme on the whole tensor where some rank's shard is empty: it alone would raise."""
+    tensor, dims = args[0], args[0].shape
+    if operator.name() == "aten::linalg_vector_norm" and abs(args[1] if len(args) > 1 else 2) != math.inf:
+        return _by_torch(operator, args, kwargs)
+    pairs = zip(tensor.device_mesh.shape, map(torch_compat.shard_of, tensor.placements), strict=True)
+    if all(shard is None or (n - 1) * -(-dims[shard.dim] // n) < dims[shard.dim] for n, shard in pairs):
+        return _by_torch(operator, args, kwargs)
+    return _compute_whole(operator, args, kwargs)
 
 
 def _compute_stack(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

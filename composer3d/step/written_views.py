@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["compute_by_torch", "compute_view", "compute_write", "remember_views"]
+__all__ = ["Handler", "compute_by_torch", "compute_view", "compute_write", "remember_views"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _COPIES = torch_compat.weak_tensor_dictionary()

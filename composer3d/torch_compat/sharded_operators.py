@@ -36,6 +36,10 @@ _READING = (
     "bucketize.Tensor", "cat.default", "gather.default", "index.Tensor", "index_select.default",
     "masked_select.default", "searchsorted.Tensor", "take.default",
 )  # fmt: skip
+_EXTREMES = (
+    "amax.default", "amin.default", "argmax.default", "argmin.default", "linalg_vector_norm.default", "max.default",
+    "max.dim", "min.default", "min.dim",
+)  # fmt: skip
 _VIEWING = (
     "alias.default", "detach.default", "diagonal.default", "expand.default", "permute.default", "select.int",
     "slice.Tensor", "split.Tensor", "split_with_sizes.default", "squeeze.default", "squeeze.dim", "squeeze.dims",
@@ -85,6 +89,7 @@ class _MixableOperators:
         stack: To numbers of each.
         of_data: To a rank's data.
         reading: That read by plain indices.
+        extremes: That have no value of an empty shard.
         number: Returns the number in a tensor of one.
     """
 
@@ -93,6 +98,7 @@ class _MixableOperators:
     stack: Any
     of_data: tuple[Any, ...]
     reading: tuple[Any, ...]
+    extremes: tuple[Any, ...]
     number: Any
 
 
@@ -111,6 +117,7 @@ def mixable_operators() -> _MixableOperators:
         stack=torch.ops.aten.stack.default,
         of_data=found(_OF_DATA),
         reading=found(_READING),
+        extremes=found(_EXTREMES),
         number=torch.ops.aten._local_scalar_dense.default,
     )
 

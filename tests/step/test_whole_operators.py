@@ -224,3 +224,20 @@ def test_what_cannot_be_is_refused_with_its_line():
         "aten::mul_.Tensor is given a tensor of shape [7, 4] and a sharded one, whose whole shape is [5, 4]; a plain "
         "tensor beside it is taken for the whole, on all ranks",
     ]
+
+
+def extremes(path):
+    """Return extremes of a parameter with fewer rows than there are ranks, and its values."""
+    run = composer3d.compose(nn.Linear(4, 2), path)
+    weight = run.model.weight.detach()
+    found = [weight.max(), weight.min(), weight.norm(float("inf")), weight.abs().amax(), weight.norm()]
+    values = [float(value) for value in found], weight.full_tensor().tolist()
+    run.close()
+    return values
+
+
+def test_extremes_where_a_ranks_shard_is_empty():
+    for found, weight in run_ranks(extremes, 3, write_manifest(LAYOUTS["fsdp2"][1])):
+        whole = torch.tensor(weight)
+        expected = [whole.max(), whole.min(), whole.abs().max(), whole.abs().max(), whole.norm()]
+        assert found == pytest.approx([float(value) for value in expected], rel=1e-6)
