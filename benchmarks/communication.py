@@ -4,11 +4,12 @@ A byte model of 135,808 parameters (two blocks of width 64) trains on Python's o
 whatever travels. Told of each method: the bytes that all ranks together put on the loopback in a step, headers
 included, where a network namespace is to be had, and by axis the payloads that the observer of collectives counts; the
 distance of the first step's gradient from that of float32, relative to its norm; the mean loss of the last ten steps;
-the CPU time of a step. With --bandwidth, what a step costs where the loopback carries so much and no more (a token
-bucket of `tc`), for a model of 10 million parameters: the ratio of float32 to int8.
+the CPU time of a step. With --bandwidth, instead, the time of a step where the loopback carries so much and no more (a
+token bucket of `tc`), for the quickstart's model widened to 10 million parameters, beside that in float32.
 
 communication: bf16 on the wire is to have at most half the error of torch's bf16 at fewer bytes, and int8 weights with
-int4 gradients at most a fifth of the bytes of torch's float32.
+int4 gradients at most a fifth of the bytes of torch's float32. At 1 Gbit/s steps with int8 on the wire are to take at
+most half the time of those in float32, over shards (gradients and weights) and over replicas.
 
 Usage: python benchmarks/communication.py [--quick] [--steps 200] [--bandwidth MBIT] [--json]
 """
@@ -38,6 +39,7 @@ from harness import conditions, fail, note, say, say_rows
 from torch import Tensor, nn
 
 import composer3d
+from composer3d.models.llama import llama
 from composer3d.testing import count_collectives, full, run_ranks
 
 RANKS, LENGTH, BATCH, DIM = 4, 64, 8, 64
@@ -73,6 +75,20 @@ METHODS = {
         "float32, int4": BOTH + CODED + 'gradients = "int4"\naxes = ["dp_replicate"]\n',
     },
 }
+# By layout, at a limited bandwidth: the first of each is what the others are compared with.
+LIMITED = {
+    "shards": {
+        "float32": SHARDS,
+        "int8 gradients": SHARDS + CODED + 'gradients = "int8"\n',
+        "int8": SHARDS + CODED + 'gradients = "int8"\nweights = "int8"\n',
+    },
+    "replicas": {
+        "float32": REPLICAS,
+        "int8": REPLICAS + CODED + 'gradients = "int8"\n',
+    },
+}
+QUICKSTART = {"num_layers": 4, "num_heads": 4}
+WIDE = 448  # 10.0 million parameters in the quickstart's model
 QUICK = ("float32", "bf16 of torch", "bf16", "int4, int8 weights", "PowerSGD, rank 4", "int8, int8")
 
 
@@ -150,12 +166,14 @@ def trained(manifest: str, num_steps: int, warmup: int, dim: int, is_alone: bool
 
     torch.manual_seed(0)
     data, is_frozen = text(), "onebit" in Path(manifest).read_text()
-    run = composer3d.compose(Bytes(dim, max(2, dim // 64), max(2, dim // 32)), manifest, loss_fn=loss_of)
+    model = Bytes() if dim == DIM else llama(dim=dim, **QUICKSTART)
+    run = composer3d.compose(model, manifest, loss_fn=loss_of)
     if is_frozen:
         optimizer = run.optimizer(FrozenAdamW, lr=1e-3, freeze_step=warmup)
     else:
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
-    size = BATCH // run.context.data_parallel_degree
+    # At a limited bandwidth one sequence a rank: what is compared is what travels.
+    size = (BATCH if dim == DIM else RANKS) // run.context.data_parallel_degree
     losses, cpu_s, elapsed_s, on_wire = [], [], [], 0
     first: dict[str, Tensor] = {}
     counted: dict[str, int] = {}
@@ -228,8 +246,8 @@ def measured(layout: str, methods: dict[str, str], run: Callable[[str], dict[str
     return rows
 
 
-def limited(mbit: int, run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Return the ratio of step times of float32 to int8 where the loopback carries so many Mbit/s."""
+def limited(mbit: int, run: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the time of a step by method where the loopback carries so many Mbit/s, and that of float32 over it."""
     bucket = ["tc", "qdisc", "replace", "dev", "lo", "root", "tbf"]
     bucket += ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
     try:
@@ -238,13 +256,43 @@ def limited(mbit: int, run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         fail("tc is not installed: no token bucket, so no bandwidth is limited")
     if done.returncode:
         fail(f"{' '.join(bucket)}: {done.stderr.strip()}: no token bucket, so no bandwidth is limited")
-    plain, coded = (run(manifest)["elapsed_s"] for manifest in (SHARDS, METHODS["shards"]["int8"]))
-    return {
-        "name": f"float32 over int8 at {mbit} Mbit/s, 10 million parameters",
-        "ratio": round(plain / coded, 2),
-        "float32_s": round(plain, 3),
-        "int8_s": round(coded, 3),
-    }
+    rows = []
+    for layout, methods in LIMITED.items():
+        plain_s = 0.0
+        for method, manifest in methods.items():
+            note(f"{layout}: {method}, {mbit} Mbit/s")
+            found = run(manifest)
+            plain_s = plain_s or found["elapsed_s"]
+            rows.append(
+                {
+                    "name": f"{layout}: {method}",
+                    "step_s": round(found["elapsed_s"], 3),
+                    "times_faster": round(plain_s / found["elapsed_s"], 2),
+                    "mib_on_wire": round(found["on_wire"] / MIB, 1),
+                    "cpu_s": round(found["cpu_s"], 3),
+                }
+            )
+    return rows
+
+
+def limited_summary(report: dict[str, Any]) -> str:
+    """Return the table of step times at a limited bandwidth, in Markdown, and the conditions."""
+    lines = [
+        f"| what travels over 4 ranks, {report['mbit']} Mbit/s | step, s | times faster | MiB of a step | CPU, s |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        cells = (row["step_s"], row["times_faster"], row["mib_on_wire"], row["cpu_s"])
+        lines.append(f"| {row['name']} | {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *_stated(report["conditions"])]) + "\n"
+
+
+def _stated(stated: dict[str, Any]) -> list[str]:
+    load = f"load {stated['load_1min_before']} before, {stated['load_1min_after']} after"
+    return [
+        f"Run on {stated['date']}, {load}: {stated['machine']};",
+        f"Python {stated['python']}, torch {stated['torch']}.",
+    ]
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -266,12 +314,25 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _report_limited(mbit: int, run: Callable[[str], dict[str, Any]], stated: dict[str, Any], is_json: bool) -> None:
+    rows = limited(mbit, run)
+    if is_json:
+        after = {"load_1min_after": round(os.getloadavg()[0], 2)}
+        say(json.dumps({"mbit": mbit, "rows": rows, "conditions": {**stated, **after}}, indent=1))
+    else:
+        say_rows(rows, stated, as_json=False)
+    for name in ("shards: int8", "replicas: int8") if mbit <= 1000 else ():
+        ratio = next(row["times_faster"] for row in rows if row["name"] == name)
+        if ratio < 2:
+            fail(f"{name} is {ratio} times faster than float32, and is to be 2 times faster")
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="some methods, 12 steps")
     parser.add_argument("--steps", type=int, default=200, help="of each run")
-    parser.add_argument("--bandwidth", type=int, metavar="MBIT", help="of a limited loopback, Mbit/s")
+    parser.add_argument("--bandwidth", type=int, metavar="MBIT", help="step times on a loopback of so many Mbit/s")
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     options = parser.parse_args()
     stated, is_alone = conditions(), own_loopback()
@@ -288,6 +349,9 @@ def main() -> None:
         return found[0]
 
     try:
+        if options.bandwidth is not None:
+            _report_limited(options.bandwidth, lambda manifest: run(manifest, steps=5, dim=WIDE), stated, options.json)
+            return
         rows = []
         for layout, methods in METHODS.items():
             chosen = {name: each for name, each in methods.items() if not options.quick or name in QUICK}
@@ -300,8 +364,6 @@ def main() -> None:
             plain, least = (by_name[f"shards: {each}"]["mib_on_wire"] for each in ("float32", "int4, int8 weights"))
             if not (ours["mib_on_wire"] < torchs["mib_on_wire"] and least < plain / 5):
                 fail(f"bytes are not what they are to be: {[(row['name'], row['mib_on_wire']) for row in rows]}")
-        if options.bandwidth is not None:
-            rows.append(limited(options.bandwidth, lambda manifest: run(manifest, steps=8, dim=320)))
         if options.json:
             after = {"load_1min_after": round(os.getloadavg()[0], 2)}
             say(json.dumps({"steps": num_steps, "rows": rows, "conditions": {**stated, **after}}, indent=1))

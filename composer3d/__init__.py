@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         NCCLOptions,
         ReplicaReduction,
         ReplicaReductions,
+        SequenceProjection,
+        SequenceProjections,
     )
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
@@ -114,6 +116,8 @@ _MODULES = {
         "NCCLOptions",
         "ReplicaReduction",
         "ReplicaReductions",
+        "SequenceProjection",
+        "SequenceProjections",
     ),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
@@ -244,6 +248,8 @@ __all__ = [
     "Sampler",
     "Schedule",
     "Secret",
+    "SequenceProjection",
+    "SequenceProjections",
     "Share",
     "Split",
     "Stateful",

@@ -141,6 +141,7 @@ class RunContext:
                 "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
                 "samples": it places batches, and leaves some of their samples to other ranks.
                 "all_gather": it replaces the all-gather of units. "reduce_scatter": the same of the reduce-scatter.
+                "sequence_projections": it replaces linear layers that exchange a sharded sequence.
             by: The plugin.
             each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is final.
 

@@ -45,12 +45,14 @@ Claim = Literal[
     "samples",
     "all_gather",
     "reduce_scatter",
+    "sequence_projections",
 ]
 _OF_ONE = {
     "optimizer": "make the optimizer",
     "grad_scaler": "scale the loss",
     "all_gather": "replace the all-gather",
     "reduce_scatter": "replace the reduce-scatter of gradients",
+    "sequence_projections": "replace projections of a sharded sequence",
 }
 
 

@@ -12,15 +12,25 @@ from composer3d.communication.coded_collectives import (
     ReplicaReductions,
 )
 from composer3d.communication.group_options import GroupOptions, NCCLOptions
+from composer3d.communication.sequence_projections import (
+    GatheredLinear,
+    SequenceProjection,
+    SequenceProjections,
+    SummedLinear,
+)
 
 __all__ = [
     "AllReduce",
     "Codec",
     "CodedCollectives",
     "CodedExchange",
+    "GatheredLinear",
     "GroupOptions",
     "Held",
     "NCCLOptions",
     "ReplicaReduction",
     "ReplicaReductions",
+    "SequenceProjection",
+    "SequenceProjections",
+    "SummedLinear",
 ]

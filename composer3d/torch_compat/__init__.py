@@ -63,6 +63,7 @@ from composer3d.torch_compat.messages import (
     watch_operator_collectives,
     watching_messages,
 )
+from composer3d.torch_compat.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.modes import (
     backward_inside,
     call_beside,
@@ -270,6 +271,9 @@ __all__ = [
     "lone_rendezvous",
     "mark_unsharded",
     "mesh_dim",
+    "FusedPairs",
+    "lacking_symmetric_memory",
+    "micro_pipeline",
     "neg_view",
     "no_torch_function",
     "num_flops",

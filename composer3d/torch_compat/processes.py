@@ -283,7 +283,7 @@ def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = F
     return gather(output, piece, group=group, async_op=async_op)
 
 
-def reduce_scatter_single(output: Any, tensor: Any, *, group: Any, op: Any = None) -> None:
+def reduce_scatter_single(output: Any, tensor: Any, *, group: Any, op: Any = None, async_op: bool = False) -> Any:
     """Reduce a tensor over all ranks, and keep this rank's part; torch 2.13 deprecates the name that torch 2.11 has.
 
     Args:
@@ -291,8 +291,9 @@ def reduce_scatter_single(output: Any, tensor: Any, *, group: Any, op: Any = Non
         tensor: Of all ranks' parts.
         group: Process group.
         op: Of `dist.ReduceOp`; None is the sum.
+        async_op: Return at once, with what waits for the result.
     """
     import torch.distributed as dist
 
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, tensor, group=group, op=dist.ReduceOp.SUM if op is None else op)
+    return scatter(output, tensor, group=group, op=dist.ReduceOp.SUM if op is None else op, async_op=async_op)

@@ -7,7 +7,8 @@ The modules, in the order in which a composition uses them:
 (`embedding_and_head`), parameters that code multiplies (`multiplied_parameters`) and the sequence (`sequence_plan`).
 `block_code` finds the blocks whose own code has to be propagated, and `fitting` the least change under which it can be.
 `styles` applies the plan: to parameters (`weight_shards`, `fused_projections`, `tied_parameters`, `local_weights`), and
-to activations (`activation_layouts`, `region`, `attention`, `logits`). `boundary_calls` watches every forward.
+to activations (`activation_layouts`, `region`, `exchanging_projections`, `attention`, `logits`). `boundary_calls`
+watches every forward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from composer3d import (
     PlannedShards,
     PluginError,
     RunContext,
+    SequenceProjections,
     Transform,
     hookimpl,
     plugin,
@@ -131,6 +133,7 @@ class TensorParallel:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import planned_exchanges
         from composer3d_plugins.sharding.tensor_parallel.plan_sources import make, planned_shards
 
         made = make(
@@ -144,6 +147,8 @@ class TensorParallel:
         context.state[self] = made
         if context.degrees["tp"] > 1:
             context.stash(PlannedShards).by_parameter |= planned_shards(model, made.rules, context.degrees["tp"])
+        if self.sequence_parallel and context.degrees["tp"] > 1:
+            context.stash(SequenceProjections).planned |= planned_exchanges(model, made)
         return list(made.rules)
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

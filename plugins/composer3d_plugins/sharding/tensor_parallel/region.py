@@ -89,8 +89,16 @@ class Region:
             if seen is x:
                 return shared
         shared = self._share(strip(x), None if self._is_known and spec_of(x) is None else placement)
-        self._shared.append((x, shared))
+        self.put(x, shared)
         return shared
+
+    def needs_gather(self, x: Tensor) -> bool:
+        """Return whether `x` is sharded along the sequence where that is stated, and nobody has gathered it yet."""
+        return not any(seen is x for seen, _ in self._shared) and not (self._is_known and spec_of(x) is None)
+
+    def put(self, x: Tensor, shared: Tensor) -> None:
+        """Take what the projections that read `x` share."""
+        self._shared.append((x, shared))
 
     def leave(self) -> None:
         """End the region: the next tensor enters again."""

@@ -40,6 +40,7 @@ from composer3d.propagation import (
 )
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations, local_results
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
+from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import Exchanges
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.logits import ShardedLogits
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import place_weights
@@ -114,15 +115,16 @@ class Applier:
 
     def apply(self, fqns: Sequence[str]) -> None:
         """Apply the rules of the modules with these names."""
+        exchanges = Exchanges.of(self.model, self._activations, self.context)  # before code is propagated
         regions = self._make_regions(fqns)
         for fqn in fqns:
             rule = self.rules[fqn]
             module = self.model.get_submodule(fqn)
             region = regions.get(region_of(fqn, self.rules) or "") if rule.style in (*EXPANDING, *CONTRACTING) else None
             if rule.style in EXPANDING:
-                self._colwise(fqn, module, rule, region)
+                self._colwise(fqn, module, rule, region, exchanges)
             elif rule.style in CONTRACTING:
-                self._rowwise(fqn, module, rule, regions)
+                self._rowwise(fqn, module, rule, regions, exchanges)
             elif rule.style == "vocab":
                 self._vocab(fqn, module, rule)
             elif rule.style == "head":
@@ -217,7 +219,7 @@ class Applier:
         self._place(fqn, module, "weight", dim)
         self._place(fqn, module, "bias", 0 if along == "outputs" else None)
 
-    def _colwise(self, fqn: str, module: Any, rule: Rule, region: Region | None) -> None:
+    def _colwise(self, fqn: str, module: Any, rule: Rule, region: Region | None, exchanges: Exchanges) -> None:
         assert region is not None, "checked with the plan"
         self._place_linear(fqn, module, rule, along="outputs")
 
@@ -234,10 +236,11 @@ class Applier:
             local: Tensor = torch_compat.unviewed(output.to_local())
             return marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_propagated else local
 
-        module.register_forward_pre_hook(before)
+        if not exchanges.gather_in(fqn, module, region, placement):
+            module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def _rowwise(self, fqn: str, module: Any, rule: Rule, regions: dict[str, Region]) -> None:
+    def _rowwise(self, fqn: str, module: Any, rule: Rule, regions: dict[str, Region], exchanges: Exchanges) -> None:
         self._place_linear(fqn, module, rule, along="inputs")
         around = [region for name, region in regions.items() if not name or fqn.startswith(f"{name}.")]
         outputs = 0 if kind_of(module) == "linear" else 1
@@ -264,6 +267,7 @@ class Applier:
                 self._sequence_marks.mark(local, Placed(dim=placement.dim, parts=(output.shape[placement.dim],)))
             return local
 
+        exchanges.sum_in(fqn, module, placement)
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 

@@ -1,0 +1,197 @@
+"""Asynchronous tensor parallelism: exchanges of a sequence in chunks beside their products, and torch's own pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from support.family_models import batch_of, class_loss
+from support.models import composed, mine, write_manifest
+from support.tensor_parallel import built, on_one_rank, steps_of, table
+from torch.distributed._symmetric_memory import _test_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import composer3d
+from composer3d import ManifestError, PluginError, torch_compat
+from composer3d.testing import count_collectives, fake_world, run_ranks
+
+TIGHT = 1e-12
+SP = "sequence_parallel = true\n"
+ASYNC = '[communication.async_tensor_parallel]\nmethod = "decomposed"\n'
+
+
+def tp(family, more="", degree=2, mesh=""):
+    return f"[mesh]\ntp = {degree}\n{mesh}" + table(family, SP, more)
+
+
+def auto(more=""):
+    return f"[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{SP}{more}"
+
+
+# ---- numerics, collectives -------------------------------------------------------------------------------------------
+
+CASES = {
+    # Of two blocks, each with a gather and a sum in attention and feed-forward, as many in the backward: 8 of each.
+    "llama": ("llama", tp("llama", ASYNC), 2),
+    "biases": ("gpt2", tp("gpt2", ASYNC), 2),
+    "a derived plan, three chunks": ("llama", auto(ASYNC + "chunks = 3\n"), 3),
+    "more chunks than positions": ("gpt2", tp("gpt2", ASYNC + "chunks = 256\n"), None),
+}
+MORE = {
+    "recomputed": ("llama", tp("llama", ASYNC + "[scheduling.activation_checkpoint]\n"), None),
+    "compiled around": ("llama", tp("llama", ASYNC + '[scheduling.compile]\nbackend = "aot_eager"\n'), None),
+    "exchanged sums": ("gpt2", tp("gpt2", ASYNC + "[communication.process_groups]\n"), None),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    cases = [(family, text) for family, text, _ in CASES.values()]
+    return [dict(zip(CASES, found, strict=True)) for found in run_ranks(steps_of, 2, cases)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_one_device(results, name):
+    for rank in results:
+        assert max(rank[name][:3]) < TIGHT
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[2] is not None])
+def test_collectives_are_in_chunks(results, name):
+    """Those of the logits and of embeddings stay."""
+    chunks = CASES[name][2]
+    for rank in results:
+        counted = rank[name][3]
+        assert counted["all_gather", "tp"] == 8 * chunks + 3
+        assert counted["all_to_all", "tp"] == 8 * chunks
+        assert counted.get(("reduce_scatter", "tp"), 0) in (0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_gradients_beside_other_plugins(name):
+    family, text, _ = MORE[name]
+    for (found,) in run_ranks(steps_of, 2, [(family, text)]):
+        assert max(found[:3]) < TIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degree", "mesh", "more"),
+    [
+        (2, "dp_shard = 2\n[train]\nmicrobatch = 1\n[sharding.fsdp2]\n", ASYNC),
+        (2, "pp = 2\n[train]\nmicrobatch = 1\n[scheduling.pipeline]\n", ASYNC),
+        (4, "", ASYNC + "chunks = 3\n"),
+    ],
+    ids=["fsdp2", "pipeline", "four ranks"],
+)
+def test_gradients_in_layouts(degree, mesh, more):
+    for (found,) in run_ranks(steps_of, 4, [("llama", tp("llama", more, degree=degree, mesh=mesh))]):
+        assert max(found[:3]) < TIGHT
+
+
+def bytes_of(texts):
+    """Return by manifest what travels over tp in the operators of two blocks."""
+    found = []
+    for text in texts:
+        run = composer3d.compose(built("llama"), write_manifest(text), loss_fn=class_loss)
+        inputs, targets = (mine(run, tensor) for tensor in batch_of("llama"))
+        with run.step(0), count_collectives(run.mesh) as collectives:
+            run.forward_backward(inputs, target=targets)
+        totals = collectives.summary()
+        run.close()
+        found.append({op: num_bytes for (op, axis), (_, num_bytes) in totals.items() if axis == "tp"})
+    return found
+
+
+def test_as_many_bytes_travel_as_in_whole():
+    whole, chunks = on_one_rank(bytes_of, 2, [tp("llama"), tp("llama", ASYNC)])
+    assert chunks["all_gather"] == whole["all_gather"] and chunks["all_reduce"] == whole["all_reduce"]
+    assert chunks["all_to_all"] + chunks["reduce_scatter"] == whole["reduce_scatter"]
+
+
+# ---- state, plan -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(text):
+    run = composer3d.compose(built("llama"), write_manifest(text), loss_fn=class_loss)
+    rows = {row.name: row.fqns for row in run.plan if row.name.startswith("async_tensor_parallel")}
+    names = sorted(name for name, _ in run.named_parameters())
+    run.close()
+    return rows, names
+
+
+def test_rows_name_what_overlaps_and_parameters_keep_their_names():
+    rows, names = on_one_rank(rows_of, 2, tp("llama", ASYNC))
+    of = [f"layers.{layer}." for layer in (0, 1)]
+    gathered = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    assert set(rows["async_tensor_parallel.gathered"]) == {each + name for each in of for name in gathered}
+    summed = ("attention.wo", "feed_forward.w2")
+    assert set(rows["async_tensor_parallel.summed"]) == {each + name for each in of for name in summed}
+    assert names == sorted(name for name, _ in built("llama").named_parameters())
+
+
+# ---- the compiler's pass ---------------------------------------------------------------------------------------------
+
+
+def both(x_LD, up_DF, down_FD):
+    group = dist.group.WORLD
+    gathered = functional.all_gather_tensor(x_LD, gather_dim=0, group=group) @ up_DF
+    return functional.reduce_scatter_tensor(torch.relu(gathered) @ down_FD, "sum", scatter_dim=0, group=group)
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_the_pass_is_counted(monkeypatch, has_nccl):
+    """Without NCCL torch's pass returns at once, and says nothing."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    with fake_world(2), _test_mode():
+        fused, end = torch_compat.micro_pipeline([])
+        from torch._inductor.fx_passes import post_grad
+
+        try:
+            graph = make_fx(both, tracing_mode="fake")(torch.rand(8, 16), torch.rand(16, 32), torch.rand(32, 16)).graph
+            assert torch._inductor.config._micro_pipeline_tp
+            post_grad.micro_pipeline_tp_pass(graph)
+        finally:
+            end()
+    assert (fused.gathered, fused.summed, fused.found) == ((1, 1, 2) if has_nccl else (0, 0, 2))
+    assert torch._inductor.config._micro_pipeline_tp is False
+
+
+def test_a_step_in_which_nothing_was_fused_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch_compat, "lacking_symmetric_memory", lambda device, num_ranks: None)
+    text = tp("llama", '[communication.async_tensor_parallel]\n[scheduling.compile]\nbackend = "aot_eager"\n')
+    monkeypatch.setattr(torch_compat, "micro_pipeline", lambda groups: (torch_compat.FusedPairs(found=4), ended.append))
+    ended = []
+
+    def step():
+        run = composer3d.compose(built("llama"), write_manifest(text), loss_fn=class_loss)
+        inputs, targets = batch_of("llama")
+        with run.step(0):
+            run.forward_backward(inputs, target=targets)
+
+    with pytest.raises(PluginError, match="has fused none of 4 exchanges of tp"):
+        on_one_rank(step, 2)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text)
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (auto('[communication.async_tensor_parallel]\nmethod = "micro_pipelined"\n'), "symmetric memory is of GPUs"),
+        (auto(ASYNC).replace(SP, ""), "there is nothing to overlap"),
+        ("[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n" + ASYNC, "no plugin of this manifest shards over tp"),
+        ("[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\n" + ASYNC, "tp = 1: no rank exchanges"),
+    ],
+)
+def test_refusals(text, said):
+    assert said in on_one_rank(refusal, 2, text)
