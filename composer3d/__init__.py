@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ReplicaReductions,
         SequenceProjection,
         SequenceProjections,
+        block_codec,
     )
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json
     from composer3d.registry import plugin
     from composer3d.runner.run import RunResult, run
-    from composer3d.step.evaluation import Evaluation
+    from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gathered_units import make_unit
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
@@ -118,6 +119,7 @@ _MODULES = {
         "ReplicaReductions",
         "SequenceProjection",
         "SequenceProjections",
+        "block_codec",
     ),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
@@ -142,7 +144,7 @@ _MODULES = {
         "StepError",
         "TransformError",
     ),
-    "step.evaluation": ("Evaluation",),
+    "step.evaluation": ("EvaluatedWeights", "Evaluation"),
     "step.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
     "step.own_meshes": ("own_meshes",),
@@ -206,6 +208,7 @@ __all__ = [
     "DataError",
     "Decisions",
     "Dtypes",
+    "EvaluatedWeights",
     "Evaluation",
     "Exports",
     "ForkError",
@@ -266,6 +269,7 @@ __all__ = [
     "VerifyResult",
     "all_gather_json",
     "average_whole",
+    "block_codec",
     "broadcast_json",
     "caller_of",
     "check",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.communication.block_codecs import Cast, Float8Blocks, IntegerBlocks, block_codec
 from composer3d.communication.coded_collectives import (
     AllReduce,
     Codec,
@@ -21,16 +22,20 @@ from composer3d.communication.sequence_projections import (
 
 __all__ = [
     "AllReduce",
+    "Cast",
     "Codec",
     "CodedCollectives",
     "CodedExchange",
+    "Float8Blocks",
     "GatheredLinear",
     "GroupOptions",
     "Held",
+    "IntegerBlocks",
     "NCCLOptions",
     "ReplicaReduction",
     "ReplicaReductions",
     "SequenceProjection",
     "SequenceProjections",
     "SummedLinear",
+    "block_codec",
 ]

@@ -37,7 +37,7 @@ class Codec(Protocol):
         """Return the payloads, uint8 RP."""
 
     def decode(self, payload_RP: Tensor, length: int, /) -> Tensor:
-        """Return the elements, float32 RN."""
+        """Return the elements, float32 RN; payloads are contiguous."""
 
     def bound(self, x_RN: Tensor, /) -> Tensor:
         """Return the largest error that decoding may leave in each element, RN."""

@@ -24,7 +24,7 @@ from composer3d.errors import StepError
 from composer3d.interfaces import Stateful
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
-from composer3d.step.evaluation import Evaluation, evaluating, let_go
+from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, let_go
 from composer3d.step.full_tensors import full
 from composer3d.step.measurement import measure
 from composer3d.step.optimizer import compose_step, make_optimizer
@@ -157,7 +157,7 @@ class Composition(OwnLoop):
         identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
         self._average_buffers()
-        with evaluating(self.parts):
+        with self.context.stash(EvaluatedWeights).applied(), evaluating(self.parts):
             loss, count = self._engine.evaluate(
                 batch,
                 identity=identity,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import checkpoint
+from composer3d import EvaluatedWeights, checkpoint
 from composer3d.errors import DataError, ManifestError, ReferenceFailure
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.blackbox import BlackBox
@@ -337,7 +337,8 @@ class Trainer:
         self._average_buffers()
         use_ema = self.ema is not None and self.manifest.tables["ema"].evaluate
         total = count = 0.0
-        with self.ema.applied() if use_ema and self.ema is not None else averaged:
+        weights = self.run.context.stash(EvaluatedWeights)
+        with self.ema.applied() if use_ema and self.ema is not None else averaged, weights.applied():
             for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
                 inputs = {**batch.kwargs, **self.factory.inputs(batch.targets)}
                 with self.figures.evaluating(len(batch.indices) // (self.manifest.train.microbatch or 1)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
@@ -13,7 +13,7 @@ from composer3d.interfaces import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Evaluation", "evaluating", "let_go"]
+__all__ = ["EvaluatedWeights", "Evaluation", "evaluating", "let_go"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,33 @@ class Evaluation:
 
     loss: Tensor
     count: float
+
+
+@dataclass(kw_only=True, eq=False)
+class EvaluatedWeights:
+    """Stash of what takes the place of weights while they are evaluated: `context.stash(EvaluatedWeights)`.
+
+    Attributes:
+        around: Contexts in which parameters hold other values; all ranks enter them.
+    """
+
+    around: list[Callable[[], contextlib.AbstractContextManager[None]]] = field(default_factory=list)
+    _is_applied: bool = False
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Enter all contexts once, for as many evaluations as happen inside."""
+        if self._is_applied or not self.around:
+            yield
+            return
+        self._is_applied = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for each in self.around:
+                    stack.enter_context(each())
+                yield
+        finally:
+            self._is_applied = False
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 Every plugin answers four questions with it. Numerics: `assert_parity`, or `run_ranks` and `assert_gradients_equal`.
 Collectives: `count_collectives`, exact, because a plugin that silently does nothing passes every comparison of numbers.
-State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fake_world`. Which combinations with
-others to try: `pairwise`.
+State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fake_world`. A codec on the wire:
+`assert_codec_conforms`. Which combinations with others to try: `pairwise`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from composer3d.observation import Collective, Collectives, count_collectives
 from composer3d.processes import fake_world
 from composer3d.step import full, gather_full
+from composer3d.testing.codec_conformance import assert_codec_conforms
 from composer3d.testing.combining import Combined, Refused, combine
 from composer3d.testing.covering import pairwise
 from composer3d.testing.parity import assert_gradients_equal
@@ -26,6 +27,7 @@ __all__ = [
     "Parity",
     "Refused",
     "Row",
+    "assert_codec_conforms",
     "assert_gradients_equal",
     "assert_parity",
     "combine",

@@ -96,6 +96,15 @@ def test_the_table_of_what_travels_is_the_one_measured():
     assert least["mib_on_wire"] < plain["mib_on_wire"] / 5
 
 
+def test_the_table_of_steps_at_a_limited_bandwidth_is_the_one_measured():
+    report = recorded("communication_bandwidth")
+    text = communication.limited_summary(report)
+    assert harness.with_marked(FIGURES, "communication_bandwidth", text) == FIGURES
+    assert FIGURES.count("<!-- communication_bandwidth -->") == 1
+    rows = {row["name"]: row for row in report["rows"]}
+    assert report["mbit"] == 1000 and rows["shards: int8"]["times_faster"] >= 2
+
+
 def test_the_shape_of_the_tree_is_the_one_counted():
     assert harness.with_marked(FIGURES, "house", house.summary(recorded("house"))) == FIGURES
     assert FIGURES.count("<!-- house -->") == 1

@@ -141,6 +141,7 @@ def both(x_LD, up_DF, down_FD):
     return functional.reduce_scatter_tensor(torch.relu(gathered) @ down_FD, "sum", scatter_dim=0, group=group)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_the_pass_is_counted(monkeypatch, has_nccl):
     """Without NCCL torch's pass returns at once, and says nothing."""
@@ -162,14 +163,15 @@ def test_the_pass_is_counted(monkeypatch, has_nccl):
 def test_a_step_in_which_nothing_was_fused_is_an_error(monkeypatch):
     monkeypatch.setattr(torch_compat, "lacking_symmetric_memory", lambda device, num_ranks: None)
     text = tp("llama", '[communication.async_tensor_parallel]\n[scheduling.compile]\nbackend = "aot_eager"\n')
-    monkeypatch.setattr(torch_compat, "micro_pipeline", lambda groups: (torch_compat.FusedPairs(found=4), ended.append))
-    ended = []
+    fused = torch_compat.FusedPairs(found=4)
+    monkeypatch.setattr(torch_compat, "micro_pipeline", lambda groups: (fused, lambda: None))
 
     def step():
         run = composer3d.compose(built("llama"), write_manifest(text), loss_fn=class_loss)
         inputs, targets = batch_of("llama")
         with run.step(0):
             run.forward_backward(inputs, target=targets)
+            run.clip_grad_norm_(1.0)
 
     with pytest.raises(PluginError, match="has fused none of 4 exchanges of tp"):
         on_one_rank(step, 2)

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from composer3d_plugins.communication.compression.codecs import IntegerBlocks, make_codec
+from composer3d_plugins.communication.compression.codecs import make_codec
 from support.models import composed, gradient_error, mine, one_step, padded, reference_gradients, seeded
 
 from composer3d import ManifestError
+from composer3d.communication import IntegerBlocks
 from composer3d.testing import count_collectives, full, run_ranks
 
 NAMES = ("bf16", "int8", "fp8", "int4")

@@ -9,7 +9,7 @@ import torch
 from support.models import composed, full, padded, seeded, sum_loss, unpadded
 
 import composer3d
-from composer3d import ManifestError
+from composer3d import ManifestError, block_codec
 from composer3d.testing import count_collectives, run_ranks
 
 STEPS, LR, ISLANDS = 6, 0.5, 2
@@ -106,18 +106,24 @@ def test_one_fragment_without_delay_is_diloco():
 # ---- formulas --------------------------------------------------------------------------------------------------------
 
 
-def simulated(*, every, lr, momentum, fragments=1, overlap=0, mix=0.0):
+def simulated(
+    *, every, lr, momentum, fragments=1, overlap=0, mix=0.0, quantise=None, weigh=False, make=unpadded, islands=ISLANDS
+):
     """Train the islands one after the other on one device, by the papers' formulas; return island 0 after each step."""
     torch.set_default_dtype(torch.float64)
-    models = [seeded() for _ in range(ISLANDS)]
+    models = [seeded() for _ in range(islands)]
     names = [fqn for fqn, _ in models[0].named_parameters()]
     held = [[f for f in names if fragment_of(f, fragments) == number] for number in range(fragments)]
     outer = {fqn: p.detach().clone() for fqn, p in models[0].named_parameters()}
     velocity = {fqn: torch.zeros_like(tensor) for fqn, tensor in outer.items()}
     flights, found = {}, []
+    counts = [[0] * islands for _ in held]
     for step in range(STEPS):
-        for model, (tokens, targets) in zip(models, batches(step), strict=True):
+        for island, (tokens, targets) in enumerate(batches(step, islands, make)):
+            model = models[island]
             loss, count = sum_loss(model(tokens), targets)
+            for each in counts:
+                each[island] += int(count)
             model.zero_grad()
             (loss / count).backward()
             with torch.no_grad():
@@ -129,7 +135,9 @@ def simulated(*, every, lr, momentum, fragments=1, overlap=0, mix=0.0):
                 apply(parameters, outer, velocity, flights.pop(number)[1], lr, momentum, mix)
             since = step + 1 - number * every // fragments
             if since > 0 and since % every == 0:
-                means = {f: sum(each[f].detach() for each in parameters) / ISLANDS for f in fqns}
+                weights = counts[number] if weigh else [1] * islands
+                counts[number] = [0] * islands
+                means = mean_of(parameters, fqns, weights, outer, quantise)
                 if overlap == 0:
                     apply(parameters, outer, velocity, means, lr, momentum, mix)
                 else:
@@ -137,6 +145,22 @@ def simulated(*, every, lr, momentum, fragments=1, overlap=0, mix=0.0):
         found.append({fqn: p.detach().clone() for fqn, p in parameters[0].items()})
     torch.set_default_dtype(torch.float32)
     return found
+
+
+def mean_of(parameters, fqns, weights, outer, quantise):
+    """Return the weighted mean of islands, of whose distances from the outer parameters one flat row is encoded."""
+    if quantise is None:
+        return {
+            f: sum(w * each[f].detach() for w, each in zip(weights, parameters, strict=True)) / sum(weights)
+            for f in fqns
+        }
+    codec = block_codec(quantise)
+    before = torch.cat([outer[f].flatten() for f in fqns])
+    rows = [before - torch.cat([each[f].detach().flatten() for f in fqns]) for each in parameters]
+    decoded = [codec.decode(codec.encode(row.view(1, -1)), row.numel()).view(-1).to(row.dtype) for row in rows]
+    mean = before - sum(w * row for w, row in zip(weights, decoded, strict=True)) / sum(weights)
+    pieces = mean.split([outer[f].numel() for f in fqns])
+    return {f: piece.view_as(outer[f]) for f, piece in zip(fqns, pieces, strict=True)}
 
 
 def apply(parameters, outer, velocity, means, lr, momentum, mix):
@@ -169,16 +193,86 @@ def fragment_of(fqn, fragments):
             {"every": 4, "lr": 0.7, "momentum": 0.9, "fragments": 2, "overlap": 1, "mix": 0.5},
         ),
         (
+            table("streaming_diloco", every=4, fragments=2, overlap=1, quantise='"int4"'),
+            {"every": 4, "lr": 0.7, "momentum": 0.9, "fragments": 2, "overlap": 1, "mix": 0.5, "quantise": "int4"},
+        ),
+        (
             table("streaming_diloco", every=3, overlap=2, mix=0.0),
             {"every": 3, "lr": 0.7, "momentum": 0.9, "overlap": 2},
         ),
     ],
-    ids=["published", "another outer optimizer", "fragments", "fragments that overlap", "overlap, nothing stays"],
+    ids=[
+        "published",
+        "another outer optimizer",
+        "fragments",
+        "fragments that overlap",
+        "outer gradients of 4 bits",
+        "overlap, nothing stays",
+    ],
 )
 def test_real_ranks_are_the_simulation(text, setting):
     expected = simulated(**setting)
     found = run_ranks(trained, 2, PLAIN + text)[0]
     assert max(distance(one, other) for one, other in zip(expected, found, strict=True)) < 1e-13
+
+
+def test_islands_are_weighed_by_their_tokens_and_outer_gradients_are_encoded_once():
+    """Three islands with other numbers of valid targets, and a codec."""
+    text = table("diloco", every=2, quantise='"int8"', weigh='"tokens"')
+    find = partial(trained, make=padded_for_three)
+    found = run_ranks(find, 3, "[mesh]\nisland = 3\n" + text)
+    setting = {"every": 2, "lr": 0.7, "momentum": 0.9, "quantise": "int8", "weigh": True}
+    expected = simulated(**setting, make=padded_for_three, islands=3)
+    equally = simulated(**{**setting, "weigh": False}, make=padded_for_three, islands=3)
+    assert max(distance(one, other) for one, other in zip(expected, found[0], strict=True)) < 1e-13
+    assert distance(equally[-1], found[0][-1]) > 1e-6
+    assert all(equal(found[0][1], other[1]) for other in found)
+
+
+def padded_for_three(num_sequences, seed):
+    return padded(num_sequences=9, seed=seed)
+
+
+def evaluated(text):
+    """Return the loss of one batch in an evaluation between exchanges, and that of the mean of islands' weights."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
+    tokens, targets = mine(run, 0)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
+    batch = unpadded(num_sequences=8, seed=99)
+    loss = float(run.evaluate(batch[0], target=batch[1]).loss)
+    after = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
+    run.close()
+    return own, loss, equal(own, after)
+
+
+def loss_of(weights):
+    torch.set_default_dtype(torch.float64)
+    model = seeded()
+    model.load_state_dict(weights, strict=False)
+    tokens, targets = unpadded(num_sequences=8, seed=99)
+    loss, count = sum_loss(model.eval()(tokens), targets)
+    torch.set_default_dtype(torch.float32)
+    return float(loss.detach() / count)
+
+
+@pytest.mark.parametrize("more", ["", "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"], ids=["alone", "fsdp2"])
+def test_evaluation_is_of_the_mean_of_islands(more):
+    layout = PLAIN if not more else more.replace("[mesh]\n", PLAIN)
+    ranks = run_ranks(evaluated, 4 if more else 2, layout + table("diloco", every=2))
+    one, other = ranks[0], ranks[-1]
+    mean = {fqn: (tensor + other[0][fqn]) / 2 for fqn, tensor in one[0].items()}
+    assert not equal(one[0], other[0])
+    for _, loss, is_put_back in ranks:
+        assert abs(loss - loss_of(mean)) < 1e-13 and is_put_back
+    alone = run_ranks(evaluated, 2, PLAIN + table("diloco", every=2, evaluate='"own"')) if not more else ()
+    for own, loss, _ in alone:
+        assert abs(loss - loss_of(own)) < 1e-13
 
 
 @pytest.mark.parametrize(
@@ -202,8 +296,13 @@ def test_islands_of_several_ranks_are_those_of_one(layout, world_size):
 
 @pytest.mark.parametrize(
     "text",
-    [table("average", every=2), table("diloco", every=3), table("streaming_diloco", every=4, fragments=2, overlap=1)],
-    ids=["average", "diloco", "an exchange in flight"],
+    [
+        table("average", every=2),
+        table("diloco", every=3),
+        table("streaming_diloco", every=4, fragments=2, overlap=1),
+        table("streaming_diloco", every=4, overlap=2, quantise='"int4"', weigh='"tokens"'),
+    ],
+    ids=["average", "diloco", "an exchange in flight", "an encoded one in flight"],
 )
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_resumed_run_is_the_undisturbed_one(text, at, tmp_path):
@@ -237,7 +336,8 @@ def counted(text):
             run.forward_backward(tokens, target=targets)
             optimizer.step()
             optimizer.zero_grad()
-        found.append(collectives.summary().get(("all_reduce", "island")))
+        totals = collectives.summary()
+        found.append(totals.get(("all_reduce", "island")) or totals.get(("all_gather", "island")))
     run.close()
     return found
 
@@ -248,6 +348,9 @@ def test_collectives():
         assert found == [None, (1, num_bytes), None, (1, num_bytes)]
     for found in run_ranks(counted, 2, PLAIN + table("streaming_diloco", every=2, fragments=2)):
         assert [each[0] for each in found if each] == [1] * 3
+    codec, length = block_codec("int4"), num_bytes // 4
+    for found in run_ranks(counted, 2, PLAIN + table("diloco", every=2, quantise='"int4"')):
+        assert found == [None, (1, 2 * codec.num_bytes(length))] * 2
     for first, *_ in run_ranks(counted, 2, PLAIN + table("diloco", every=2, warmup_steps=1)):
         assert first == (1, num_bytes + 4)
 
@@ -266,6 +369,7 @@ def refusal(text):
     [
         (table("average", every=2, outer_lr=0.5), "outer_lr has no effect"),
         (table("diloco", every=2, fragments=2), "fragments has no effect"),
+        (table("average", every=2, quantise='"int8"'), "which has no outer gradient"),
         (table("streaming_diloco", every=4, mix=0.5), "mix has no effect without overlap"),
         (table("post_local", every=2), "post_local is average after a warm-up"),
         (table("average", every=2, warmup_steps=2), "post_local is average after a warm-up"),

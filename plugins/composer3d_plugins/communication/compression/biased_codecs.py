@@ -120,7 +120,7 @@ class Signs:
     def bound(self, x_RN: Tensor) -> Tensor:
         """Return the largest error of each element: how far its size is from its block's."""
         size_RN = self._sizes_of(x_RN).repeat_interleave(self.block, dim=1)[:, : x_RN.shape[1]]
-        return (x_RN.abs() - size_RN).abs() + x_RN.abs() * 2.0**-20
+        return (x_RN.abs() - size_RN).abs() + (x_RN.abs() + size_RN) * 2.0**-20
 
     def _sizes_of(self, x_RN: Tensor) -> Tensor:
         """Return the mean size of the elements of each block, RK; NaN where one is not finite."""
