@@ -6,6 +6,7 @@ from composer3d.processes.child import Child, ChildError, ForeignCodeError
 from composer3d.processes.fake_process_group import fake_world
 from composer3d.processes.foreign_code import running
 from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.garbage import scanning_new_objects_only
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
 from composer3d.processes.launchers import device_index, find_launch, join_launcher, launch_id
@@ -43,6 +44,7 @@ __all__ = [
     "refuse_unsafe_fork",
     "remove_if_abandoned",
     "running",
+    "scanning_new_objects_only",
     "temporary_folder",
     "user_folder",
 ]

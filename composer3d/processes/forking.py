@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from composer3d.errors import ForkError
@@ -53,15 +54,29 @@ def prewarm(modules: Iterable[str] | None = None) -> None:
 def refuse_unsafe_fork() -> None:
     """Refuse to fork if this process ran a tensor operator on several threads, since forked ranks would hang.
 
-    A process without native threads of its own is safe, and that is all that is looked at in the usual case. Native
-    threads may be harmless (numpy's BLAS starts some at import, and knows about forks), so if there are any, a probe
-    is forked that runs one operator on two threads and a backward: it ends within 0.1 s, or it is seen to hang and is
-    killed.
+    A process without native threads is safe, and the usual case ends there. Native threads may be harmless (numpy's
+    BLAS starts some at import, and knows about forks), so if there are any, a probe is forked that runs one operator
+    on two threads and a backward: it ends within 0.1 s, or it is seen to hang and is killed. A process that passed is
+    probed again after another native thread has started.
 
     Raises:
         ForkError: A forked child would hang at its first operator on several threads, or could run no backward.
     """
-    status = _probe() if "torch" in sys.modules and _native_threads() else 0
+    threads = _native_threads() if "torch" in sys.modules else frozenset()
+    if threads is None:
+        _refuse_by_probe()
+    elif threads:
+        _refuse_with(threads)
+
+
+@lru_cache(maxsize=1)
+def _refuse_with(threads: frozenset[int]) -> None:
+    """Probe once for a set of native threads; a pool that starts later has others, and errors are not kept."""
+    _refuse_by_probe()
+
+
+def _refuse_by_probe() -> None:
+    status = _probe()
     if status == _NO_BACKWARD:
         raise ForkError(
             "ranks cannot be forked from this process: it has run a backward where torch sees GPUs, so autograd has "
@@ -201,12 +216,13 @@ def _take(folder: Path, num_ranks: int, limit: int, places: ExitStack) -> None:
         time.sleep(0.01)
 
 
-def _native_threads() -> bool:
-    """Return whether there are threads that Python did not start; assume so where /proc does not show them."""
+def _native_threads() -> frozenset[int] | None:
+    """Return the threads that `threading` does not know; None where /proc does not show them."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
-        return True
-    return bool({int(task.name) for task in tasks.iterdir()} - {t.native_id for t in threading.enumerate()})
+        return None
+    known = {thread.native_id for thread in threading.enumerate()}
+    return frozenset(int(task.name) for task in tasks.iterdir()) - known
 
 
 def _probe() -> int:

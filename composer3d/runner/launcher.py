@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -176,7 +175,7 @@ def _run_agent(
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from composer3d.processes import Gate
+    from composer3d.processes import Gate, scanning_new_objects_only
     from composer3d.torch_compat import local_agent, lone_rendezvous
 
     watch.folder.mkdir()
@@ -204,13 +203,11 @@ def _run_agent(
     agent = local_agent(spec, start_method, started=started, look=watch.look, failed=watch.failed)
     # What an earlier world left is collected here, and what is alive never in a forked rank: to destroy a store's
     # server there, whose thread the fork has not copied, is a segmentation fault.
-    gc.collect()
-    gc.freeze()
-    try:
-        agent.run()
-    finally:
-        gate.close()
-        gc.unfreeze()
+    with scanning_new_objects_only():
+        try:
+            agent.run()
+        finally:
+            gate.close()
 
 
 def _values(watch: Watch) -> dict[int, Any]:

@@ -106,6 +106,28 @@ def test_native_threads_that_do_no_harm_are_told_from_a_pool_by_trying():
     assert answer_of(body) == "may fork"
 
 
+def test_a_pool_is_found_after_a_probe_that_passed():
+    def body():
+        _thread.start_new_thread(time.sleep, (60,))
+        refuse_unsafe_fork()
+        torch.set_num_threads(2)
+        threaded_operator()
+
+    assert "wait for ever for those threads" in answer_of(body)
+
+
+def test_a_process_is_probed_once_for_the_threads_that_it_has():
+    def body():
+        _thread.start_new_thread(time.sleep, (60,))
+        refuse_unsafe_fork()
+        children = os.times().children_user + os.times().children_system
+        for _ in range(50):
+            refuse_unsafe_fork()
+        assert os.times().children_user + os.times().children_system == children
+
+    assert answer_of(body) == "may fork"
+
+
 def test_ranks_run_where_a_fork_is_safe_even_if_they_use_threads():
     def body():
         torch.set_num_threads(2)

@@ -28,6 +28,7 @@ from composer3d.planning.tracing.second_process import Beside, halve
 from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import segments_of, summarise
 from composer3d.planning.tracing.traced import RankTrace, Segment
+from composer3d.processes import scanning_new_objects_only
 from composer3d.transform import Phase
 
 __all__ = ["Depths", "Tracer"]
@@ -104,12 +105,8 @@ class Tracer:
             chosen: Number of ranks of the world that each rank represents; earlier stages first.
         """
         # Objects from before are scanned once; those that runs make are collected before each of them.
-        gc.collect()
-        gc.freeze()
-        try:
+        with scanning_new_objects_only():
             return self._trace_all(chosen)
-        finally:
-            gc.unfreeze()
 
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         if not self._cuts:

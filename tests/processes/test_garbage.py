@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from composer3d.processes import scanning_new_objects_only
+from composer3d.testing import run_ranks
+
+
+class Node:
+    pass
+
+
+def cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
+
+
+def new_objects_are_scanned_and_older_ones_not():
+    gc.unfreeze()  # what the fork froze
+    gc.disable()
+    dead, old = cycle(), Node()
+    old.itself, older = old, weakref.ref(old)
+    with scanning_new_objects_only():
+        before = dead() is None
+        del old
+        new = cycle()
+        gc.collect()
+        inside = (new() is None, older() is None)
+    gc.collect()
+    return before, inside, older() is None, gc.get_freeze_count()
+
+
+def test_garbage_is_collected_before_and_new_objects_meanwhile():
+    assert run_ranks(new_objects_are_scanned_and_older_ones_not, 1, init=False) == [(True, (True, False), True, 0)]
+
+
+def frozen_objects_stay_frozen():
+    gc.unfreeze()
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with pytest.raises(ValueError, match="inside"), scanning_new_objects_only():
+        raise ValueError("inside")
+    return gc.get_freeze_count() >= before > 0
+
+
+def test_a_process_that_had_frozen_objects_keeps_them():
+    assert run_ranks(frozen_objects_stay_frozen, 1, init=False) == [True]
