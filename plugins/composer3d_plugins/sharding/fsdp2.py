@@ -80,11 +80,12 @@ class FSDP2:
             are kept after the forward (it divides dp_shard): less memory than keeping them unsharded, and a backward
             all-gather inside that smaller group. Only with zero = 3.
         reshard_root: Free the root's parameters after the forward too: M all-gathers more.
-        forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
+        forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch. Memory: so
+            many units more, unsharded.
         backward_prefetch: The same in the backward.
         delay_all_reduce: Average over dp_replicate after the last micro-batch alone: U all-reduces in place of U M.
-            Until then the sum of a shard's gradients is kept in the reduction's dtype. Only with zero = 3, whose
-            gradients are reduced after every backward.
+            Memory: until then the sum of a shard's gradients is kept in the reduction's dtype. Only with zero = 3,
+            whose gradients are reduced after every backward.
         ignored: Patterns of parameters that stay replicated on every rank; their gradients are averaged in one
             all-reduce. Parameters without dims or elements, which cannot be sharded, are always among them, and those
             of another dtype than others of the same module.

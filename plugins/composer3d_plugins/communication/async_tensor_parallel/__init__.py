@@ -128,7 +128,7 @@ class AsyncTensorParallel:
         if not planned:
             raise PluginError(
                 "no linear layer gathers or sums a sequence that is sharded: there is nothing to overlap",
-                hint=f"keep activations sharded along the sequence: sequence_parallel = true where {AXIS} is owned",
+                hint=f"write sequence_parallel = true in the table that owns {AXIS}; where it stands, remove this table",
             )
         return [fqn for fqn in context.fqns if fqn in planned]
 

@@ -113,4 +113,4 @@ class IslandSums:
             torch_compat.all_gather_single(received_KP.view(-1), sent_P, group=group)
             return codec.decode(received_KP, x_N.numel())
 
-        return CodedExchange(what="weights", codec=codec, group=group, run=run, name=f"outer gradients as {codec}")
+        return CodedExchange(what="weights", codec=codec, group=group, run=run, name=f"{codec}, of outer gradients")
