@@ -128,7 +128,7 @@ class AsyncTensorParallel:
         if not planned:
             raise PluginError(
                 "no linear layer gathers or sums a sequence that is sharded: there is nothing to overlap",
-                hint=f"write sequence_parallel = true in the table that owns {AXIS}; where it stands, remove this table",
+                hint=f"write sequence_parallel = true where {AXIS} is owned; where it stands, remove this table",
             )
         return [fqn for fqn in context.fqns if fqn in planned]
 
