@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json
     from composer3d.registry import plugin
+    from composer3d.replicas import ReplicaPolicy
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gathered_units import make_unit
@@ -185,6 +186,7 @@ _MODULES = {
     "initialisation": ("place", "seed_of"),
     "initialisation.parameter_order": ("StoredOrders",),
     "registry": ("plugin",),
+    "replicas": ("ReplicaPolicy",),
     "composition.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
     "step.step_state": ("StepState",),
@@ -243,6 +245,7 @@ __all__ = [
     "QueryError",
     "RankError",
     "Recorder",
+    "ReplicaPolicy",
     "ReplicaReduction",
     "ReplicaReductions",
     "Role",

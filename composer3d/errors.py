@@ -29,6 +29,7 @@ __all__ = [
     "QueryError",
     "RankError",
     "ReferenceFailure",
+    "ReplicaError",
     "RendezvousError",
     "StepError",
     "TransformError",
@@ -219,6 +220,10 @@ class MachineError(ComposerError):
 
 class RankError(ComposerError):
     """A rank failed; the text holds its number and traceback."""
+
+
+class ReplicaError(ComposerError):
+    """This group of ranks takes no part in the run any more, or nobody is left who has its state."""
 
 
 class RendezvousError(ComposerError):

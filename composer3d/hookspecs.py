@@ -12,7 +12,7 @@ The order in which `compose` calls them:
 
 1. `composer3d_configure`
 2. `composer3d_convert`, `_shard`, `_reschedule`, `_collectives`: transforms; their `select` is run on the whole model
-3. `composer3d_group_options`, then the mesh is made
+3. `composer3d_group_options`, then the mesh is made; `composer3d_replicas`
 4. `composer3d_split`
 5. the transforms' `apply`, by phase; they ask `composer3d_dtypes`, `_offload_policy`, `_parameter_mesh`
 6. the weights come: `composer3d_load_parameter`; then the transforms of phase MATERIALISE
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         Split,
         Stateful,
     )
+    from composer3d.replicas import ReplicaPolicy
     from composer3d.transform import StepAction, Transform
 
 __all__ = ["HookSpecs", "hookimpl"]
@@ -289,6 +290,20 @@ class HookSpecs:
 
         Returns:
             Transforms in phase COMMUNICATE.
+        """
+
+    @_hookspec
+    def composer3d_replicas(self, context: RunContext) -> ReplicaPolicy | None:
+        """Query: say how groups of ranks that come and go are kept together: those along an axis of role REPLICA.
+
+        Such an axis is outside of the mesh: every group is a world of its own. The core starts them, divides every
+        batch among those that take part, averages gradients over them, and gives the state to one that comes back.
+
+        Args:
+            context: Degrees are there; coordinates, and everything else, are those of one group.
+
+        Returns:
+            The rules, or None.
         """
 
     # ---- profiling ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Role(enum.Enum):
     STAGE = "stage"  # the same samples, other layers
     EXPERT = "expert"  # carved out of the batch and sequence axes, does not multiply the world
     INDEPENDENT = "independent"  # models of their own (local SGD): outside the numerical contract and the norm
+    REPLICA = "replica"  # whole groups of ranks, each a world of its own: outside of its mesh, they come and go
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +73,22 @@ class Layout:
 
     @property
     def dense_axes(self) -> tuple[Axis, ...]:
-        """The axes that multiply to the world: all but experts."""
-        return tuple(axis for axis in self.axes if axis.role is not Role.EXPERT)
+        """The axes that multiply to the world: all but experts, and groups of ranks that are worlds of their own."""
+        return tuple(axis for axis in self.axes if axis.role not in (Role.EXPERT, Role.REPLICA))
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of ranks, each of `world_size`, that train one model and come and go."""
+        return self.degree(Role.REPLICA)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all groups."""
+        return self.num_groups * self.world_size
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of a group."""
         return math.prod(self.degrees[axis.name] for axis in self.dense_axes)
 
     def names(self, *roles: Role) -> tuple[str, ...]:
@@ -99,7 +110,7 @@ class Layout:
         for name in self.names(Role.EXPERT):
             places = [(result[axis], self.degrees[axis]) for axis in self.carved_from(name)]
             result[name] = reduce(lambda index, place: index * place[1] + place[0], places, 0) % self.degrees[name]
-        return MappingProxyType({axis.name: result[axis.name] for axis in self.axes})
+        return MappingProxyType({axis.name: result[axis.name] for axis in self.axes if axis.role is not Role.REPLICA})
 
     def carved_from(self, expert: str) -> tuple[str, ...]:
         """Return the dense axes whose ranks an axis of experts divides among them, outermost first.
@@ -162,7 +173,8 @@ class Layout:
         return tuple(first + shard * strides["dp_shard"] + cp * strides["cp"] for shard, cp in members)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)
+        groups = [f"{name}={self.degrees[name]}" for name in self.names(Role.REPLICA)]
+        return " x ".join([*groups, *(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)])
 
 
 def arrange(extra: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -190,7 +202,7 @@ def resolve(
     Args:
         stated: The degrees of `[mesh]`; None where the manifest names none.
         axes: From `arrange`.
-        world_size: The number of ranks; None takes the product of what is stated, with 1 for what is open.
+        world_size: The number of ranks of a group; None takes the product of what is stated, with 1 for what is open.
         default: The axis that takes the ranks which are left, where none is -1: the data-parallel plugin's.
 
     Raises:
@@ -202,7 +214,9 @@ def resolve(
         raise MeshError(f"only one axis may be -1, not {' and '.join(open_axes)}")
     if open_axes == ["ep"]:
         raise MeshError("ep cannot be -1: it is carved out of dp_shard x cp x tp, and takes no ranks")
-    dense = [axis.name for axis in axes if axis.role is not Role.EXPERT]
+    for name in (axis.name for axis in axes if axis.role is Role.REPLICA and degrees[axis.name] == -1):
+        raise MeshError(f"{name} cannot be -1: a group of ranks does not know how many others there are; state it")
+    dense = [axis.name for axis in axes if axis.role not in (Role.EXPERT, Role.REPLICA)]
     if not open_axes and default is not None and degrees[default] is None:
         open_axes = [default]
     filled = {name: 1 if degree is None or degree == -1 else degree for name, degree in degrees.items()}
@@ -218,9 +232,9 @@ def resolve(
                 '(composer3d plugins lists those of the family "sharding"), or start 1 rank'
             )
         raise MeshError(f"{shown} = {layout.world_size}, but the world has {world_size} ranks")
-    if layout.world_size > _LARGEST_WORLD:
+    if layout.num_ranks > _LARGEST_WORLD:
         raise MeshError(
-            f"the degrees multiply to {layout.world_size} ranks, and {_LARGEST_WORLD} are the most there can be"
+            f"the degrees multiply to {layout.num_ranks} ranks, and {_LARGEST_WORLD} are the most there can be"
         )
     carved, inner, ep = filled["dp_shard"] * filled["cp"], layout.degree(Role.TENSOR), filled["ep"]
     if carved % ep and inner == 1:

@@ -38,7 +38,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 LAYERS = (
     ("errors", "interfaces", "patterns", "torch_compat"),
     ("communication", "mesh", "transform", "processes"),
-    ("initialisation", "observation"),
+    ("initialisation", "observation", "replicas"),
     ("registry",),
     ("manifest",),
     ("context",),

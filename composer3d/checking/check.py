@@ -142,7 +142,8 @@ def inspect(
         found += rules.batch_problems(manifest, layout)
     if layout is not None and factory is not None:
         view = rank if rank < layout.world_size else 0
-        found += _prepare(result, manifest, factory, world_size=fitting, rank=view, device=device)
+        size = None if fitting is None else layout.world_size
+        found += _prepare(result, manifest, factory, world_size=size, rank=view, device=device)
     result.problems += _news(found, inspected)
     if forward and result.preparation is not None and factory is not None and result.ok(strict=False):
         result.problems += layout_problems(manifest, result.preparation)

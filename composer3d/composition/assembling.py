@@ -72,6 +72,7 @@ class Assembled:
     metric_sinks: tuple[Callable[..., Any], ...]
     states: Mapping[str, Mapping[str, Stateful]]
     acting: span_hooks.Acting
+    setup: str
     release: Callable[[], None]
 
     def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
@@ -199,7 +200,7 @@ def build_mesh(preparation: Preparation) -> None:
     context = preparation.context
     options = {}
     for axis in context.layout.axes:
-        if axis.role is Role.EXPERT and context.degrees[axis.name] == 1:
+        if axis.role is Role.REPLICA or (axis.role is Role.EXPERT and context.degrees[axis.name] == 1):
             continue  # it has no group
         answer = preparation.hooks.group_options(context, axis.name)
         if answer is not None:
@@ -373,5 +374,6 @@ def freeze(
         metric_sinks=functions(hooks.metrics()),
         states=acting.states(states),
         acting=acting,
+        setup=f"{plan or 0:x}",
         release=functools.partial(close_all, (*ends, engine.units.close, release)),
     )

@@ -18,6 +18,7 @@ from composer3d.composition.own_loop import OwnLoop
 from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
+from composer3d.composition.replica_steps import steps_of_replicas
 from composer3d.composition.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.unsaved_shards import refuse_saving
 from composer3d.errors import StepError
@@ -45,6 +46,7 @@ class Composition(OwnLoop):
 
     Attributes:
         averages_buffers: Whether `save`, `evaluate` and `full_state_dict` average buffers first, as `sync_buffers`.
+        replicas: The other groups of ranks that train this model, and come and go; None without any.
     """
 
     def __init__(self, assembled: Assembled) -> None:
@@ -56,6 +58,7 @@ class Composition(OwnLoop):
         self.averages_buffers = True
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
+        self.replicas = steps_of_replicas(assembled, self._persistence, lambda: self._optimizer)
         self._unwatch = refuse_other_optimizers(self._engine, self.context)
         if assembled.has_schedule:
             refuse_norms_of_stages(self.context)
@@ -138,6 +141,9 @@ class Composition(OwnLoop):
             BatchError: The batch does not divide into micro-batches.
             LossError: The normalisation of the loss is unknown.
         """
+        if self.replicas is not None:
+            with self._engine.explaining():
+                return self.replicas.forward_backward(args, kwargs, target)
         identity = self._engine.identity((args, kwargs, target))
         with self._engine.explaining():
             return self._engine.forward_backward(
@@ -377,6 +383,7 @@ class Composition(OwnLoop):
                 self._unwatch,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),
+                *(() if self.replicas is None else (self.replicas.close,)),
                 *(
                     functools.partial(self._assembled.acting.named(owner.name, function), **arguments)
                     for owner, function in plugins

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _APART = "independent/"  # keys of models that ranks train of their own, but for the first
+_OTHER_GROUP = Path("the state of another group")  # as messages call it
 _OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
 
 
@@ -67,6 +68,47 @@ class Persistence:
         with _plain_state(optimizer, write=False):
             tensors, state = self._saved(optimizer)
             return {key: local(tensor).clone().cpu() for key, tensor in tensors.items()}, copy.deepcopy(state)
+
+    @contextmanager
+    def readable(self, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+        """Give what would be saved: this rank's own tensors, not copied, and the rest in JSON."""
+        with _plain_state(optimizer, write=False):
+            yield self._saved(optimizer)
+
+    def fill(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        state: Mapping[str, Any],
+        known: Mapping[str, checkpoint.TensorInfo],
+        read: Callable[[dict[str, Tensor]], None],
+    ) -> None:
+        """Take what another group's `readable` gave, rank by rank: its layout is this one's.
+
+        Args:
+            optimizer: Of the loop.
+            state: The rest in JSON.
+            known: Shapes and dtypes of the tensors.
+            read: Fills tensors by their keys.
+        """
+        parameters, saved = self._parameters(), state.get("optimizer") or {}
+        if optimizer is not None:
+            checkpoint.match_optimizer_state(optimizer, parameters, saved)
+        with _plain_state(optimizer, write=True):
+            tensors: dict[str, Tensor] = self._model_tensors()
+            if optimizer is not None:
+                tensors |= checkpoint.optimizer_tensors(optimizer, parameters)[0]
+            stateful, present = self._stateful(), dict[str, "Tensor"]()
+            for prefix, thing in stateful.items():
+                _take_out(thing.state_dict(), prefix, present)
+            filled = {name: _blank(state["states"][name], name, _OTHER_GROUP, present, known) for name in stateful}
+            for prefix, value in filled.items():
+                _take_out(value, prefix, tensors)
+            read(tensors)
+            if optimizer is not None:
+                checkpoint.load_optimizer_json(optimizer, parameters, saved)
+            for prefix, thing in stateful.items():
+                _hand_over(thing, filled[prefix], prefix, _OTHER_GROUP)
+        self._assembled.engine.own_steps.next = state.get("next_step", 0)
 
     def _saved(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what is saved: tensors by key, and the rest in JSON."""

@@ -28,6 +28,7 @@ from composer3d.hooks import Hooks, blamed, blamed_listing
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Registered
+from composer3d.replicas import ranks_of_group
 from composer3d.transform import Phase, Transform, resolve
 
 if TYPE_CHECKING:
@@ -94,8 +95,14 @@ class Preparation:
         return self.hooks.actions(self.context, num_microbatches)
 
 
-def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> Layout:
+def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_all_groups: bool = True) -> Layout:
     """Resolve the manifest's degrees.
+
+    Args:
+        manifest: Of the run.
+        hooks: Its plugins.
+        world_size: Ranks; None takes what the degrees multiply to.
+        of_all_groups: Whether these are those of all groups, where axes of role REPLICA have several.
 
     Raises:
         ManifestError: At the line of `[mesh]`, for degrees that do not fit the world and axes that nobody owns.
@@ -107,6 +114,8 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> La
         axes = mesh.arrange([axis for info in infos for axis in info.axes])
         batch = [axis.name for axis in axes if axis.role is Role.BATCH]
         default = next((info.owns[0] for info in infos if info.owns and info.owns[0] in batch), None)
+        if of_all_groups and world_size is not None:
+            world_size = ranks_of_group(manifest.degrees, axes=axes, num_ranks=world_size)
         layout = mesh.resolve(manifest.degrees, axes=axes, world_size=world_size, default=default)
     except ComposerError as error:
         raise ManifestError([document.problem(("mesh",), str(error), whole_table=True)]) from error
@@ -140,7 +149,7 @@ def prepare(
     Args:
         model: A module, or a factory that is run once on meta; see `WeightsOnDisk`.
         manifest: Read and typed.
-        world_size: None takes what the manifest's degrees multiply to.
+        world_size: Ranks of a group; None takes what the manifest's degrees multiply to.
         rank: Global rank whose view is prepared.
         device: Of the run's parameters.
         purpose: As of `compose`.
@@ -152,7 +161,7 @@ def prepare(
     from torch import nn
 
     hooks = Hooks(manifest.plugins)
-    layout = layout_of(manifest, hooks, world_size=world_size)
+    layout = layout_of(manifest, hooks, world_size=world_size, of_all_groups=False)
     recipe = None
     if not isinstance(model, nn.Module):
         model, recipe = _record(model, manifest)

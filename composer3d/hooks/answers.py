@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import interfaces, mesh, transform
 from composer3d.hookspecs import HookSpecs
+from composer3d.replicas import ReplicaPolicy
 
 if TYPE_CHECKING:
     from composer3d.interfaces import Batch
@@ -186,6 +187,7 @@ def _hints(annotated: Any) -> dict[str, Any]:
 
     known = {**vars(interfaces), **vars(transform), **vars(mesh)}
     known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Optimizer": torch.optim.Optimizer}
+    known["ReplicaPolicy"] = ReplicaPolicy
     return typing.get_type_hints(annotated, localns={**known, "DeviceMesh": DeviceMesh, "RunContext": object})
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Schedule,
         Split,
     )
+    from composer3d.replicas import ReplicaPolicy
 
 __all__ = ["Bound", "Hooks"]
 
@@ -140,6 +141,10 @@ class Hooks:
     def group_options(self, context: RunContext, axis: str) -> GroupOptions | None:
         """Query: how the process group of an axis is made."""
         return self._query("composer3d_group_options", context=context, axis=axis)
+
+    def replicas(self, context: RunContext) -> ReplicaPolicy | None:
+        """Query: by which rules groups of ranks are kept together."""
+        return self._query("composer3d_replicas", context=context)
 
     # ---- profiling ---------------------------------------------------------------------------------------------------
 

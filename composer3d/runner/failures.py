@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.errors import CheckpointError, ComposerError, HookError, ManifestError
+from composer3d.errors import CheckpointError, ComposerError, HookError, ManifestError, ReplicaError
 from composer3d.observation import lost_a_peer
 from composer3d.processes import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
@@ -110,7 +110,7 @@ class FailureReport:
         """
         seen = LastSeen.read(folder, rank)
         machine = machine_error(error, output)
-        user = isinstance(error, ComposerError) and not isinstance(error, HookError)
+        user = isinstance(error, ComposerError) and not isinstance(error, (HookError, ReplicaError))
         left = isinstance(error, SystemExit) and error.code in (0, None)
         text = str(error if machine is None else machine)
         if isinstance(error, SystemExit):

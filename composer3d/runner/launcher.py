@@ -26,7 +26,7 @@ from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
 if TYPE_CHECKING:
     from composer3d.processes import Gate
 
-__all__ = ["LaunchResult", "launch_local", "rank_main", "is_rank"]
+__all__ = ["LaunchResult", "launch_local", "rank_main", "is_rank", "run_world"]
 
 _QUIET = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -141,10 +141,28 @@ def _launch(
     output = args[2]
     output.mkdir(parents=True, exist_ok=True)
     (output / "error.json").unlink(missing_ok=True)
+    result = run_world(watch, start_method, args, lock)
+    if result.report is not None:
+        result.report.write_error_json(output)
+    return result
+
+
+def run_world(
+    watch: Watch,
+    start_method: Literal["fork", "spawn"],
+    args: tuple[Callable[..., Any], tuple[Any, ...], Path],
+    lock: RunLock | None,
+) -> LaunchResult:
+    """Run the ranks of one world to their end, and return how it was; nothing is written into the run's folder.
+
+    Args:
+        watch: Over the ranks.
+        start_method: Of the ranks.
+        args: The function that each rank runs, its arguments, and the run's folder.
+        lock: On that folder.
+    """
     with _quiet(), watch.taking_signals():
         ended = _run(watch, start_method, args, lock)
-    if ended.report is not None:
-        ended.report.write_error_json(output)
     values = {} if ended.report else _values(watch)
     return LaunchResult(outcome=ended.outcome, report=ended.report, values=values, num_restarts=watch.num_restarts)
 

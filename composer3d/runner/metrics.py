@@ -59,6 +59,14 @@ class MetricsFile:
             os.fsync(file.fileno())
         os.replace(beside, self._path)
 
+    def last_step(self) -> int:
+        """Return the last step that has a row, 0 without any; a row that was written by half is dropped."""
+        if not self._path.exists():
+            return 0
+        last = max((row["step"] for row in read_metrics(self._path)), default=0)
+        self.keep(last)
+        return int(last)
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row.
 

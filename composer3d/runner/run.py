@@ -187,7 +187,7 @@ def _start(checked: _Startable) -> RunResult:
         LockError: Another run has the folder.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    from composer3d.runner.launcher import launch_local
+    from composer3d.runner.group_launcher import launch_world
 
     output = Path(checked.output)
     if checked.options.get("is_hugging_face") and checked.device == "cpu":
@@ -195,15 +195,13 @@ def _start(checked: _Startable) -> RunResult:
 
         import_transformers()  # once, for all ranks that are forked
     try:
-        result = launch_local(
+        result = launch_world(
             _train,
             (checked.manifest, checked.overrides, checked.resume),
             num_ranks=checked.num_ranks,
             device=checked.device,
             output=output,
-            max_restarts=checked.options["max_restarts"],
-            grace_s=checked.options["grace_s"],
-            exclusive=True,
+            options=checked.options,
         )
     except OSError as error:
         machine = machine_error(error, output)
@@ -263,6 +261,8 @@ def _look(
     source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
 ) -> dict[str, Any]:
     """Find every problem, and what the launcher must know; JSON values."""
+    from composer3d.runner.group_launcher import groups_of
+
     try:
         inspected = open_manifest(source, overrides)
     except ManifestError as error:
@@ -283,6 +283,7 @@ def _look(
         "options": {
             "max_restarts": getattr(options, "max_restarts", 0),
             "grace_s": getattr(options, "grace_s", 30.0),
+            "groups": groups_of(found.preparation),
             "is_hugging_face": getattr(manifest.tables.get("model"), "hf", None) is not None,
         },
     }
@@ -339,14 +340,14 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
         return None
     try:
         hooks = Hooks(manifest.plugins)
-        stated = layout_of(manifest, hooks, world_size=None).world_size
+        stated = layout_of(manifest, hooks, world_size=None).num_ranks
     except ComposerError:  # the inspection tells it
         return None
     if device.type == "cpu":
         return stated
     try:
         available = torch.accelerator.device_count() // stated * stated
-        return layout_of(manifest, hooks, world_size=available).world_size if available else stated
+        return layout_of(manifest, hooks, world_size=available).num_ranks if available else stated
     except ManifestError:  # no degree is open
         return stated
 

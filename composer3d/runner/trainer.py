@@ -29,6 +29,7 @@ from composer3d.runner.metrics import MetricsFile
 from composer3d.runner.model_factory import ModelFactory
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, planned_steps_of, refuse_changes, step_of
+from composer3d.runner.shared_writing import SharedWriting
 from composer3d.runner.signals import Preemption
 from composer3d.runner.stability import Stability
 from composer3d.runner.step_times import StepClock
@@ -129,8 +130,8 @@ class Trainer:
         self.run.averages_buffers = False  # once before an evaluation of many batches, and as the manifest says
         self.factory.refuse_unmatched()
         agree_on_data(self.run.context, self.source.record())
-        self.is_first = self.run.context.rank == 0
-        self.batch_size = BatchSize(tables["train"], degree=self.run.context.num_readers)
+        context = self.run.context
+        self.batch_size = BatchSize(tables["train"], degree=context.num_readers * context.layout.num_groups)
         self.batch_size.check(manifest)
         self.loader = self._loader()
         stack.callback(self.loader.close)
@@ -143,13 +144,14 @@ class Trainer:
         self.ema = None if ema.decay is None else EMA(self.run, decay=ema.decay, every=ema.every)
         self.state = RunState(self._record(), self.batch_size, planned_steps=self.num_steps)
         self._attach()
-        self.display = stack.enter_context(
-            Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or not self.is_first)
+        display = stack.enter_context(
+            Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or context.rank != 0)
         )
         self.progress = stack.enter_context(Progress(self.output, self.run.context.rank))
         stack.enter_context(BlackBox(self.run.context, self.output))
-        self.metrics = MetricsFile(self.output / "metrics.jsonl")
-        stack.callback(self.metrics.close)
+        metrics = MetricsFile(self.output / "metrics.jsonl")
+        stack.callback(metrics.close)
+        self.writing = SharedWriting(self.run, metrics, display)
         self.until = self.num_steps
         self._saved: int | None = None
         self._loss: float | None = None
@@ -210,10 +212,15 @@ class Trainer:
             return self._start(resume)
 
     def _start(self, resume: str) -> Outcome:
+        replicas = self.run.replicas
+        if replicas is not None and replicas.is_late:
+            with Preemption() as preemption:
+                replicas.join()
+                return self._run(preemption)
         path = choose_checkpoint(self.run, self.output, resume)
         start = step_of(path)
         if start >= self.num_steps and path is not None and path.is_relative_to(self.output):
-            self.display.message(
+            self.writing.message(
                 f"{self.output} is finished: {start} steps are done, train.steps = {self.num_steps}; raise train.steps "
                 "to go on, or start anew with --resume never"
             )
@@ -221,10 +228,15 @@ class Trainer:
         with Preemption() as preemption:
             if path is not None:
                 self._load(path)
-            if self.is_first:
+            if replicas is not None:
+                replicas.convene(start)
+            if self.writing.is_first:
                 self._begin_output(start, path)
-            with GarbageCollection(self.manifest.tables["run"].gc_every) as garbage:
-                return self._loop(preemption, garbage)
+            return self._run(preemption)
+
+    def _run(self, preemption: Preemption) -> Outcome:
+        with GarbageCollection(self.manifest.tables["run"].gc_every) as garbage:
+            return self._loop(preemption, garbage)
 
     def _load(self, path: Path) -> None:
         refuse_changes(path, self.state, self.batch_size)
@@ -243,7 +255,7 @@ class Trainer:
         before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
         after = multiplier_of(table, num_steps=self.num_steps, folder=folder)(start)
         if before != after:
-            self.display.message(
+            self.writing.message(
                 f"train.steps was {planned} and is {self.num_steps}, so the learning-rate schedule is another one: "
                 f"step {start + 1} takes {after:.3g} of optimizer.lr, and would have taken {before:.3g}"
             )
@@ -252,8 +264,8 @@ class Trainer:
         """Write what the run is, and take away what a course that is given up has left; on the first rank."""
         aside = clear_for(self.output, start)
         if aside is not None:
-            self.display.message(f"moved what was saved after step {start} to {aside}")
-        self.metrics.keep(start)
+            self.writing.message(f"moved what was saved after step {start} to {aside}")
+        self.writing.begin(start)
         self.output.mkdir(parents=True, exist_ok=True)
         write_private(self.output / "manifest.toml", self.manifest.document.to_toml())
         described = environment(self.manifest, self.run, self.source.record())
@@ -261,7 +273,7 @@ class Trainer:
         if self.factory.hf is not None:
             self.factory.hf.save_description(self.output / "huggingface")
         where = f"going on from {path}" if path is not None else f"training to {self.output}"
-        self.display.message(f"{where}: {self.run.context.layout}, {self.num_steps} steps")
+        self.writing.message(f"{where}: {self.run.context.layout}, {self.num_steps} steps")
 
     def _outcome(self, status: Literal["finished", "preempted", "already finished"], *, step: int) -> Outcome:
         return Outcome(status=status, step=step, loss=self._loss, output=str(self.output))
@@ -278,7 +290,10 @@ class Trainer:
                 ignored=self.factory.loss.ignored,
             ),
         )
-        for step in range(self.state.num_steps, min(self.num_steps, self.until)):
+        replicas, last = self.run.replicas, min(self.num_steps, self.until)
+        for step in range(self.state.num_steps, last):
+            if replicas is not None and replicas.convene(step, stop=preemption.requested):
+                return self._preempted(step)
             self.progress.update(step, RunPhase.TRAINING)
             batch = clock.read(step)
             row = self._step(step, batch)
@@ -290,21 +305,33 @@ class Trainer:
                 row["evaluation_loss"] = self._evaluate(step)
                 row |= {f"evaluation_{name}": value for name, value in self.figures.settle().items()}
             row = self.run.report(done, row)
-            if self.is_first:
-                self.metrics.write(row)
-            self.display.step(row)
-            if stop and done < self.num_steps:
-                self._save(done, asynchronous=False)
-                self.display.message(f"preempted: {done} of {self.num_steps} steps are done and saved")
-                return self._outcome("preempted", step=done)
+            self.writing.row(row)
+            if stop and done < self.num_steps and replicas is None:
+                return self._preempted(done)
             if _due(tables["checkpoint"].every, done, None):
                 self._save(done, asynchronous=tables["checkpoint"].asynchronous)
             garbage.step(step)
             clock.restart()
         self.stability.finish(self.state.num_steps)
-        if tables["checkpoint"].final and self.until >= self.num_steps:
-            self._save(self.num_steps, asynchronous=False)
-        return self._outcome("finished", step=min(self.num_steps, self.until))
+        self._save_last(last, wanted=tables["checkpoint"].final and self.until >= self.num_steps)
+        return self._outcome("finished", step=last)
+
+    def _preempted(self, done: int) -> Outcome:
+        self._save_last(done)
+        self.writing.message(f"preempted: {done} of {self.num_steps} steps are done and saved")
+        return self._outcome("preempted", step=done)
+
+    def _save_last(self, done: int, *, wanted: bool = True) -> None:
+        """Save at the end; of several groups one does, or the next where that one is lost meanwhile."""
+
+        def save() -> None:
+            if wanted:
+                self._save(done, asynchronous=False)
+
+        if self.run.replicas is None:
+            save()
+        else:
+            self.run.replicas.finish(done, save)
 
     def _step(self, step: int, batch: Batch) -> dict[str, Any]:
         """Run one optimizer step and return what is known of it."""
@@ -324,7 +351,7 @@ class Trainer:
                     if self.ema is not None:
                         self.ema.update(step)
             else:
-                self.display.message(f"skipped {objection}")
+                self.writing.message(f"skipped {objection}")
             self.optimizer.zero_grad()
         self._loss = loss
         figures = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr}
@@ -350,7 +377,7 @@ class Trainer:
         return total / count
 
     def _save(self, done: int, *, asynchronous: bool) -> None:
-        if self._saved == done:
+        if self._saved == done or not self.writing.leads:
             return
         self.progress.update(done - 1, RunPhase.SAVING)
         self._average_buffers()
@@ -360,7 +387,7 @@ class Trainer:
 
     def prune(self) -> None:
         """Remove all checkpoints but the last ones; on the first rank."""
-        if self.is_first:
+        if self.writing.is_first:
             checkpoint.prune(self.output / "checkpoints", self.manifest.tables["checkpoint"].keep)
 
     def _average_buffers(self) -> None:

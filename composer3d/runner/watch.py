@@ -50,13 +50,21 @@ class Watch:
     """
 
     def __init__(
-        self, *, private: Path, num_ranks: int, max_restarts: int, timeout_s: float | None, grace_s: float
+        self,
+        *,
+        private: Path,
+        num_ranks: int,
+        max_restarts: int,
+        timeout_s: float | None,
+        grace_s: float,
+        run_id: str | None = None,
+        attempt: int = 0,
     ) -> None:
-        self.run_id = uuid.uuid4().hex
+        self.run_id = run_id or uuid.uuid4().hex
         self.private = private
         self.num_ranks = num_ranks
-        self.max_restarts = max_restarts
-        self.num_restarts = 0
+        self.max_restarts = max_restarts + attempt
+        self.num_restarts = attempt
         self.grace_s = grace_s
         self.signals = ParentSignals()
         self._deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s

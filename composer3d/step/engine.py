@@ -26,6 +26,7 @@ from composer3d.step.parameter_hooks import ParameterHooks
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
 from composer3d.step.unit_record import UnitRecord
+from composer3d.step.votes import vetoes_of
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class StepEngine:
         streams: Streams,
         criterion: Criterion,
     ) -> None:
-        self._context, self._guard, self._ledger, self.streams = context, guard, ledger, streams
+        self._context, self._guard, self.ledger, self.streams = context, guard, ledger, streams
         self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
             flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
         )
@@ -82,9 +83,9 @@ class StepEngine:
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
-        self._ledger.clear()
+        self.ledger.clear()
         self._dropped.forget()
-        self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
+        self.call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
         self._used, self.is_stepping, self._own = False, False, None
         self.scaling.begin()
         self.streams.begin(number)
@@ -105,7 +106,7 @@ class StepEngine:
             raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
         return self.state
 
-    def _begun(self) -> StepState:
+    def begun(self) -> StepState:
         """Return the open step, or open the next one: it ends with the optimizer's step."""
         return self.own_steps.open() if self.state is None else self.state
 
@@ -120,14 +121,14 @@ class StepEngine:
         state = self.current("begin_microbatch")
         state.index, state.is_last = index, is_last
         if not state.forward_done:
-            self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
+            self.streams.enter(state.step, (self.call << 16) + index, stage, index=index)
         self._at(StepPoint.BEFORE_MICROBATCH)
 
     def resume_microbatch(self, index: int, stage: int) -> None:
         """Return to a micro-batch's random stream, for a backward that does not follow its forward at once."""
         state = self.current("resume_microbatch")
         state.index = index
-        self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
+        self.streams.enter(state.step, (self.call << 16) + index, stage, index=index)
 
     def end_microbatch(self) -> None:
         """Run what follows a micro-batch."""
@@ -142,11 +143,11 @@ class StepEngine:
         self, batch: Batch, *, identity: int, size: int | None, train: Callable[[Sequence[Batch]], None]
     ) -> Tensor:
         """Run one batch of an open step; see `Composition.forward_backward`."""
-        state = self._begun()
+        state = self.begun()
         self._refuse_used("forward_backward")
         microbatches = cut(batch, size)
         if self.stepper is not None:
-            self.stepper.begin(self._call + len(microbatches))
+            self.stepper.begin(self.call + len(microbatches))
         self._agree(self.criterion.count_all(microbatches), identity)
         self.own_steps.num_backwards += 1
         self._scheduled = True
@@ -162,7 +163,7 @@ class StepEngine:
         self, batch: Batch, *, identity: int, size: int | None, number: int, evaluate: Callable[[Sequence[Batch]], None]
     ) -> tuple[Tensor, float]:
         """Run one batch without gradients; see `Composition.evaluate`."""
-        if self._ledger.pending:
+        if self.ledger.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
         counts = self.criterion.count_all(microbatches)
@@ -173,22 +174,22 @@ class StepEngine:
             streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
             with streams, self.explaining(), self._context.span("evaluate"), units:
                 evaluate(microbatches)
-            return self._ledger.settle(len(microbatches), has_gradient=False)
+            return self.ledger.settle(len(microbatches), has_gradient=False)
         finally:
             self._equal, self._evaluating = outer, False
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
         if self._evaluating:
-            return self._ledger.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
-        return self.scaling.scale(self._ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
+            return self.ledger.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
+        return self.scaling.scale(self.ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
-            loss, _ = self._ledger.settle(num_microbatches, also=self.units.numbers(), own=self._own is not None)
-        self.units.settle(self._ledger.added)
-        if self._ledger.auxiliary:
-            state.metrics["auxiliary_loss"] = self._ledger.auxiliary
+            loss, _ = self.ledger.settle(num_microbatches, also=self.units.numbers(), own=self._own is not None)
+        self.units.settle(self.ledger.added)
+        if self.ledger.auxiliary:
+            state.metrics["auxiliary_loss"] = self.ledger.auxiliary
         if self._context.claimants("moved_gradients"):
             return loss
         self.units.drop_unused()
@@ -208,7 +209,7 @@ class StepEngine:
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         is_scaled = self._own is not None and self._own.is_scaled
-        self.scaling.correct(parameters, 1.0 if is_scaled else self._ledger.correction)
+        self.scaling.correct(parameters, 1.0 if is_scaled else self.ledger.correction)
 
     @property
     def is_running(self) -> bool:
@@ -246,7 +247,7 @@ class StepEngine:
 
     def backward(self, value: Any, *, last: bool, reduction: Reduction | None = None) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
-        state = self._begun()
+        state = self.begun()
         if self._dropped.are_gone(self._own, self.state):
             self._begin_anew()
         self._refuse_used("backward")
@@ -261,19 +262,19 @@ class StepEngine:
         self.begin_microbatch(self._own.calls - 1, last)
         held = self._hooks_held(is_last=last)
         with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
-            self.scaling.scale(self._ledger.scaled(loss)).backward()
+            self.scaling.scale(self.ledger.scaled(loss)).backward()
         self.end_microbatch()
         self._gathered = state.forward_done = False
         if not last:
             return None
-        mean = self._settle(state, self._ledger.pending) * self._own.handed()
+        mean = self._settle(state, self.ledger.pending) * self._own.handed()
         if self.stepper is None and not self._context.claimants("moved_gradients"):
             self._dropped.complete(state)
         return mean
 
     def _begin_anew(self) -> None:
         """Forget what this step's backwards have counted, whose gradients are gone."""
-        self._ledger.clear()
+        self.ledger.clear()
         self._dropped.forget()
         self.scaling.begin()
         self._own, self._used, self.own_steps.num_backwards = None, False, 0
@@ -281,23 +282,23 @@ class StepEngine:
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
         self._agree([self._own.count], identity)
-        self._own.total = self._ledger.divisor or 1
+        self._own.total = self.ledger.divisor or 1
 
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""
-        self._ledger.forget()
+        self.ledger.forget()
 
     def _agree(self, counts: Sequence[int], identity: int) -> None:
         assert self.state is not None, "inside a step"
-        step, call = self.state.step, self._call
+        step, call = self.state.step, self.call
         with self._context.span("all_reduce", group="counts", axis="world"):
             # `verify` lets a fault run on, and reports its effects.
             compares = self._guard.compares and not call and self._context.purpose == "run"
             decided = self.loop.decided(step, self.optimizer) if compares else Decided()
             totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, decided=decided)
-        self._call, self._equal = self._call + 1, totals.equal
+        self.call, self._equal = self.call + 1, totals.equal
         self.state.count += totals.count
-        self._ledger.announce(totals.count)
+        self.ledger.announce(totals.count)
 
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
@@ -313,11 +314,11 @@ class StepEngine:
 
     def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
-        refuse_incomplete(call, step=state.step, is_pending=bool(self._ledger.pending), is_foreign=is_foreign)
+        refuse_incomplete(call, step=state.step, is_pending=bool(self.ledger.pending), is_foreign=is_foreign)
         self._used = True
         parameters = list(state.parameters())
         if self.stepper is not None:  # nothing is left to do to gradients, which are gone
-            self.stepper.finish(self._ledger.correction)
+            self.stepper.finish(self.ledger.correction)
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
         if self._context.claimants("moved_gradients"):
@@ -345,7 +346,8 @@ class StepEngine:
         self._leave_gathered(state)
         if not self._used:
             self._finish_gradients(state, "optimizer.step")
-        state.vetoes, self.is_stepping = self._decide(state), True
+        state.vetoes = vetoes_of(state, self.actions[StepPoint.DECIDE], scaling=self.scaling, guard=self._guard)
+        self.is_stepping = True
         if not state.vetoes:
             self._at(StepPoint.BEFORE_OPTIMIZER)
             with self._context.span("optimizer"):
@@ -357,16 +359,6 @@ class StepEngine:
         self.scaling.update(state.vetoes)
         self.own_steps.close()
         return None if state.vetoes else result
-
-    def _decide(self, state: StepState) -> tuple[str, ...]:
-        """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
-        votes = {action.name: action.run(state) is not None for action in self.actions[StepPoint.DECIDE]}
-        votes |= {} if self.scaling.scaler is None else {"grad_scaler": self.scaling.overflow}
-        if not votes:
-            return ()
-        with self._context.span("all_reduce", group="votes", axis="world"):
-            agreed = self._guard.any(list(votes.values()))
-        return tuple(name for name, veto in zip(votes, agreed, strict=True) if veto)
 
     def parameters_loaded(self) -> None:
         """Run the actions that depend on final parameters, after a load or another change between steps."""

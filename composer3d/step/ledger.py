@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,21 @@ class Ledger:
         self.added: list[float] = []
         self._count = 0.0
         self._entries: list[_Entry] = []
+
+    @property
+    def count(self) -> float:
+        """Targets that losses with a gradient have reported so far in this step, of all ranks."""
+        return self._count
+
+    def mark(self) -> Callable[[], None]:
+        """Return what drops the losses and counts that follow."""
+        kept = self.divisor, self.auxiliary, self._count
+
+        def undo() -> None:
+            self.divisor, self.auxiliary, self._count = kept
+            self._entries.clear()
+
+        return undo
 
     def announce(self, count: int) -> None:
         """Set the divisor from the global batch's count of valid tokens, in the step's first batch alone."""

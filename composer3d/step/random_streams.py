@@ -120,6 +120,7 @@ class Streams:
         self._parts, self.policy = parts, policy
         self.sites: dict[tuple[str, str, str], Site] = {}
         self.watch: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.piece: tuple[int, int, int] | None = None  # of a batch: its samples; samples, micro-batches before
         self.is_loss = self.is_common = False  # common: a number for all samples is drawn now
         self._mode: Any = None
         self._is_on = self._is_sharded = False
@@ -141,11 +142,16 @@ class Streams:
         self._known: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}
 
+    def mark(self) -> Callable[[], None]:
+        """Return what forgets the samples that follow in the open step."""
+        return functools.partial(setattr, self, "_num_samples", self._num_samples)
+
     def announce(self, microbatches: Sequence[Batch], *, evaluates: bool = False) -> None:
         """Learn which samples this rank has: data-parallel ranks have equal parts, one after the other."""
         sizes = [num_samples((each.args, each.kwargs, each.target)) for each in microbatches]
         local = sum(size or 0 for size in sizes)
-        first = self._index * local + (0 if evaluates else self._num_samples)
+        whole, before, _ = (local, 0, 0) if self.piece is None or evaluates else self.piece
+        first = self._index * whole + before + (0 if evaluates else self._num_samples)
         self._announced = []
         for size in sizes:
             self._announced.append(Rows(first=first, count=size) if size else None)
@@ -153,7 +159,7 @@ class Streams:
         if evaluates:
             self._num_evaluations += 1
         else:
-            self._num_samples += local * self._degree
+            self._num_samples += whole * self._degree
         self._turn_on(evaluates=evaluates)
 
     @contextlib.contextmanager
@@ -177,7 +183,7 @@ class Streams:
         if self._outside is None:
             self._outside = self._states()
         self._note_late(step)
-        self._place = (step, microbatch, stage)
+        self._place = (step, microbatch + (self.piece[2] if self.piece and step != _EVALUATION else 0), stage)
         self._rows = self._announced[index] if index is not None and index < len(self._announced) else None
         self._counts.clear()
         self._set(self._replicated, 0)

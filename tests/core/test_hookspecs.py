@@ -26,6 +26,7 @@ QUERIES = {
     "composer3d_offload_policy",
     "composer3d_optimizer",
     "composer3d_parameter_mesh",
+    "composer3d_replicas",
     "composer3d_schedule",
     "composer3d_split",
 }

@@ -216,6 +216,11 @@ class Every:
     # ---- queries while composing -------------------------------------------------------------------------------------
 
     @hookimpl
+    def composer3d_replicas(self, context):
+        self._saw("replicas", context)
+        return None  # there is one group
+
+    @hookimpl
     def composer3d_group_options(self, context, axis):
         self._saw("group_options", context, axis=axis, mesh=self._has_mesh(context))
         return GroupOptions(backend="gloo", timeout_s=11.0) if axis == "dp_shard" else None

@@ -1,0 +1,28 @@
+"""Groups of ranks that train one model while some of them come and go: who takes part, and what they exchange."""
+
+from __future__ import annotations
+
+from composer3d.replicas.exchange import Exchange, ExchangeError
+from composer3d.replicas.group_size import ranks_of_group
+from composer3d.replicas.membership import NOTHING, Membership, Place
+from composer3d.replicas.policy import ReplicaPolicy
+from composer3d.replicas.quorum_client import ADDRESS, ATTEMPT, GROUP, TOKEN, Quorum, QuorumClient, address_of_quorum
+from composer3d.replicas.quorum_server import QuorumServer
+
+__all__ = [
+    "ADDRESS",
+    "ATTEMPT",
+    "Exchange",
+    "ExchangeError",
+    "GROUP",
+    "Membership",
+    "NOTHING",
+    "Place",
+    "Quorum",
+    "QuorumClient",
+    "QuorumServer",
+    "ReplicaPolicy",
+    "TOKEN",
+    "address_of_quorum",
+    "ranks_of_group",
+]

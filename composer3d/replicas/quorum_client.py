@@ -1,0 +1,190 @@
+"""A rank's connection to the membership: one question at a time, notices in between, and a sign of life."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer3d.errors import ReplicaError, StepError
+
+__all__ = ["ADDRESS", "ATTEMPT", "GROUP", "TOKEN", "Quorum", "QuorumClient", "address_of_quorum"]
+
+ADDRESS, TOKEN = "COMPOSER3D_QUORUM", "COMPOSER3D_QUORUM_TOKEN"
+GROUP, ATTEMPT = "COMPOSER3D_REPLICA", "COMPOSER3D_REPLICA_ATTEMPT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quorum:
+    """Who takes part in a step.
+
+    Args:
+        epoch: Number of this membership.
+        members: Groups, ascending.
+        step: The step.
+        source: The group that gives the state to those that lack it.
+        behind: Groups that lack it.
+        stop: Whether some rank was asked to stop.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    step: int
+    source: int
+    behind: tuple[int, ...]
+    stop: bool
+
+
+def address_of_quorum() -> str | None:
+    """Return where this process asks who takes part, as its launcher says; None where it is in no group."""
+    return os.environ.get(ADDRESS)
+
+
+class QuorumClient:
+    """Asks the process that started the ranks who takes part, and says that this rank lives.
+
+    Args:
+        address: Path of a socket, or `host:port`.
+        group: This rank's.
+        attempt: How often the group was started before.
+        rank: In its group.
+        setup: What all ranks of the run have in common.
+        token: Name of the run.
+        beat_s: Seconds between signs of life.
+        broken: Called with the epoch of which a group was lost, in a thread.
+
+    Attributes:
+        has_begun: Whether others train already, so that the state is theirs.
+
+    Raises:
+        ReplicaError: Nobody answers.
+        StepError: The rank is refused.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        group: int,
+        attempt: int,
+        rank: int,
+        setup: str,
+        token: str,
+        beat_s: float,
+        broken: Callable[[int], None],
+    ) -> None:
+        self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._writing, self._ended, self._broken = threading.Lock(), threading.Event(), broken
+        try:
+            self._socket = _connect(address)
+        except OSError as error:
+            raise ReplicaError(f"the launcher of the groups does not answer at {address}: {error}") from error
+        self._threads = [
+            threading.Thread(target=self._listen, name="quorum", daemon=True),
+            threading.Thread(target=self._beat, args=(beat_s,), name="quorum-beat", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        greeting = {"do": "hello", "token": token, "group": group, "attempt": attempt, "rank": rank, "setup": setup}
+        self.has_begun = bool(self._request(greeting)["has_begun"])
+
+    def ask(self, step: int, *, stop: bool, admits: bool = True) -> Quorum:
+        """Return who takes part in a step, once all who are there have come to it.
+
+        Args:
+            step: The next one; -1 without a state.
+            stop: Whether this rank was asked to stop.
+            admits: Whether groups that lack the state may come now.
+        """
+        found = self._request({"do": "ask", "step": step, "stop": stop, "admits": admits})
+        return Quorum(
+            epoch=found["epoch"],
+            members=tuple(found["members"]),
+            step=found["step"],
+            source=found["source"],
+            behind=tuple(found["behind"]),
+            stop=found["stop"],
+        )
+
+    def vote(self, *, ok: bool) -> bool:
+        """Return whether the step counts, given whether this rank has all of it."""
+        return bool(self._request({"do": "vote", "ok": ok})["commit"])
+
+    def set(self, epoch: int, key: str, value: str) -> None:
+        """Leave a value for the other ranks of an epoch."""
+        self._write({"do": "set", "epoch": epoch, "key": key, "value": value})
+
+    def get(self, epoch: int, key: str) -> str | None:
+        """Return a value that another rank of an epoch leaves; None where that rank may be gone."""
+        value: str | None = self._request({"do": "get", "epoch": epoch, "key": key})["value"]
+        return value
+
+    def leave(self) -> None:
+        """Say that this rank has come to the end of the run."""
+        self._write({"do": "leave"})
+
+    def close(self) -> None:
+        """End the connection."""
+        self._ended.set()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended already
+            pass
+        for thread in self._threads:
+            thread.join()
+        self._socket.close()
+
+    def _request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._write(message)
+        answer = self._answers.get()
+        if "refused" in answer:
+            raise StepError(f"this group is not let into the run: {answer['refused']}")
+        if "out" in answer:
+            self._answers.put(answer)  # for whatever is asked next
+            raise ReplicaError(f"this group is out of the run: {answer['out']}")
+        return answer
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        data = (json.dumps(message) + "\n").encode()
+        try:
+            with self._writing:
+                self._socket.sendall(data)
+        except OSError:  # what ended the connection stands in the answers
+            pass
+
+    def _listen(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            try:
+                for line in lines:
+                    message = json.loads(line)
+                    if "broken" in message:
+                        self._broken(int(message["broken"]))
+                        continue
+                    self._answers.put(message)
+                    if "out" in message:
+                        self._broken(-1)
+            except (OSError, ValueError):
+                pass
+        self._answers.put({"out": "the launcher that knows who takes part is gone"})
+        if not self._ended.is_set():
+            self._broken(-1)
+
+    def _beat(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            self._write({"do": "beat"})
+
+
+def _connect(address: str) -> socket.socket:
+    if "/" in address:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(address)
+        return connection
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

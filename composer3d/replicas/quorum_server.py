@@ -1,0 +1,311 @@
+"""Server of the membership: a connection for every rank, JSON lines over it, and the clock.
+
+It runs inside of the process that starts the ranks, in one thread, so that the process can go on forking. A rank that
+dies is known by the end of its connection, one that was stopped by its silence. On one machine it listens on a socket
+in a folder that this user alone can enter. What comes in is read as JSON of a few kinds, and nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer3d.replicas.membership import Membership, Messages, Place
+from composer3d.replicas.policy import ReplicaPolicy
+
+__all__ = ["QuorumServer"]
+
+_MOST_BYTES = 1 << 16  # of a line, and of what is kept for a peer that does not read
+_MOST_KEYS = 1 << 14
+_STALL_S = 1.0  # a pause of this process, in which it could hear nobody
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Peer:
+    """A connection.
+
+    Args:
+        socket: Not blocking.
+        place: Of the rank; None until it has said so.
+        heard: When something came last.
+        received: Of a line that is not whole yet.
+        unsent: What the peer has not taken yet.
+        wanted: The key that it waits for.
+    """
+
+    socket: socket.socket
+    heard: float
+    place: Place | None = None
+    received: bytes = b""
+    unsent: bytes = b""
+    wanted: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class _Waiting:
+    """Since when groups are waited for."""
+
+    groups: tuple[int, ...] = ()
+    since: float = field(default_factory=time.monotonic)
+
+
+class QuorumServer:
+    """Carries the messages of a `Membership`.
+
+    Args:
+        listener: Listens already; closed with the server.
+        policy: Of the run.
+        num_groups: Of the run.
+        num_ranks: Of each group.
+        token: Name of the run, which every rank states.
+        lost: Called with a group that was heard of no longer, or came too late, and why: it is to be ended.
+
+    Memory: small. Collectives: none.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        policy: ReplicaPolicy,
+        *,
+        num_groups: int,
+        num_ranks: int,
+        token: str,
+        lost: Callable[[int, str], None],
+    ) -> None:
+        self.membership = Membership(policy, num_groups=num_groups, num_ranks=num_ranks)
+        self._policy, self._token, self._lost = policy, token, lost
+        self._listener, self._selector = listener, selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}
+        self._places: dict[Place, _Peer] = {}
+        self._values: dict[str, str] = {}
+        self._values_of = -1
+        self._looked, self._waiting, self._short = time.monotonic(), _Waiting(), _Waiting()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    # ---- loop --------------------------------------------------------------------------------------------------------
+
+    def serve(self, seconds: float) -> None:
+        """Take what comes within a time, and act on what does not come."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (peer := self._peers.get(key.fd)) is not None:
+                self._flush(peer)
+                self._read(peer)
+        self._watch()
+
+    def close(self, *, in_child: bool = False) -> None:
+        """Close all connections; in a process that was forked, without telling anybody.
+
+        Args:
+            in_child: Leave the selector to the process that it was forked from.
+        """
+        for peer in self._peers.values():
+            peer.socket.close()
+        self._peers.clear()
+        self._places.clear()
+        self._listener.close()
+        if not in_child:
+            self._selector.close()
+
+    def expect(self, group: int, attempt: int) -> None:
+        """Note that a group was started again; see `Membership.expect`."""
+        self._send(self.membership.expect(group, attempt))
+
+    def lose(self, group: int, reason: str) -> None:
+        """Take a group out whose processes have ended."""
+        self._drop(group, reason)
+
+    def begin_again(self) -> None:
+        """Take everybody out, and begin again from what is on disk."""
+        for group in {place.group for place in self._places}:
+            self._drop(group, "the run begins again from its last checkpoint")
+        self.membership.begin_again()
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it is gone already
+            return
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peers[connection.fileno()] = _Peer(socket=connection, heard=time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(_MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            return self._end(peer, "a rank of it has ended")
+        peer.heard = time.monotonic()
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        if len(peer.received) > _MOST_BYTES:
+            return self._end(peer, "a rank of it sent a line without an end")
+        for line in lines:
+            try:
+                self._take(peer, json.loads(line))
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                log.debug("a message is none of ours: %s", error)
+                return self._end(peer, "a rank of it sent what is no message")
+            if peer.socket.fileno() < 0:
+                return
+
+    def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        """Act on one message."""
+        kind = message["do"]
+        if peer.place is None:
+            return self._greet(peer, message)
+        if kind == "ask":
+            step, stop, admits = int(message["step"]), bool(message["stop"]), bool(message["admits"])
+            self._send(self.membership.ask(peer.place, step=step, stop=stop, admits=admits))
+        elif kind == "vote":
+            self._send(self.membership.vote(peer.place, ok=bool(message["ok"])))
+        elif kind == "leave":
+            self._send(self.membership.leave(peer.place))
+        elif kind == "set":
+            self._set(int(message["epoch"]), str(message["key"]), str(message["value"]))
+        elif kind == "get":
+            self._get(peer, int(message["epoch"]), str(message["key"]))
+        elif kind != "beat":
+            raise ValueError(kind)
+
+    def _greet(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        """Let a rank in, or say why not."""
+        if message["do"] != "hello" or not hmac.compare_digest(str(message["token"]), self._token):
+            raise ValueError("no greeting")
+        place = Place(int(message["group"]), int(message["rank"]))
+        refused = self.membership.come(place, attempt=int(message["attempt"]), setup=str(message["setup"]))
+        if refused is not None:
+            self._write(peer, {"refused": refused})
+            return self._end(peer, refused)
+        peer.place = place
+        self._places[place] = peer
+        self._write(peer, {"has_begun": self.membership.has_begun})
+
+    def _end(self, peer: _Peer, reason: str) -> None:
+        """Close a connection; the group of its rank is lost with it."""
+        descriptor = peer.socket.fileno()
+        if descriptor < 0:
+            return
+        self._selector.unregister(peer.socket)
+        self._peers.pop(descriptor, None)
+        peer.socket.close()
+        if peer.place is not None and self._places.get(peer.place) is peer:
+            self._places.pop(peer.place)
+            self._drop(peer.place.group, reason)
+
+    def _drop(self, group: int, reason: str) -> None:
+        self._send(self.membership.lose(group, reason))
+        for place in [place for place in self._places if place.group == group]:
+            self._end(self._places[place], reason)
+
+    # ---- what is sent ------------------------------------------------------------------------------------------------
+
+    def _send(self, messages: Messages) -> None:
+        for place, message in messages:
+            peer = self._places.get(place)
+            if "broken" in message:
+                self._forget_values()
+            if peer is not None:
+                self._write(peer, message)
+
+    def _write(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        peer.unsent += (json.dumps(message) + "\n").encode()
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        while peer.unsent:
+            try:
+                peer.unsent = peer.unsent[peer.socket.send(peer.unsent) :]
+            except BlockingIOError:
+                return  # one that was stopped: it will be lost by its silence
+            except OSError:
+                peer.unsent = b""
+                return
+
+    # ---- where the ranks of an epoch tell each other how they are reached --------------------------------------------
+
+    def _set(self, epoch: int, key: str, value: str) -> None:
+        if epoch != self.membership.epoch or len(self._values) > _MOST_KEYS:
+            return
+        if epoch != self._values_of:
+            self._forget_values()
+            self._values_of = epoch
+        self._values[key] = value
+        for peer in list(self._peers.values()):
+            if peer.wanted == key:
+                peer.wanted = None
+                self._write(peer, {"value": value})
+
+    def _get(self, peer: _Peer, epoch: int, key: str) -> None:
+        membership = self.membership
+        if epoch != membership.epoch or len(membership.left) != len(membership.members):
+            self._write(peer, {"value": None})  # who would set it may be gone
+        elif epoch == self._values_of and key in self._values:
+            self._write(peer, {"value": self._values[key]})
+        else:
+            peer.wanted = key
+
+    def _forget_values(self) -> None:
+        """Forget an epoch's values; whoever waits for one is told that it will not come."""
+        self._values.clear()
+        for peer in list(self._peers.values()):
+            if peer.wanted is not None:
+                peer.wanted = None
+                self._write(peer, {"value": None})
+
+    # ---- the clock ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Take groups out that are silent, or that others have waited for too long."""
+        now = time.monotonic()
+        if now - self._looked > _STALL_S:  # the silence was this process's own
+            for peer in self._peers.values():
+                peer.heard += now - self._looked
+        self._looked = now
+        for place, peer in list(self._places.items()):
+            if now - peer.heard > self._policy.silent_s and self._places.get(place) is peer:
+                self._expel(place.group, f"rank {place.rank} of it was not heard of for {self._policy.silent_s:g} s")
+        for peer in [each for each in self._peers.values() if each.place is None]:
+            if now - peer.heard > self._policy.silent_s:
+                self._end(peer, "it did not say who it is")
+        late = self.membership.waited_for()
+        if late != self._waiting.groups:
+            self._waiting = _Waiting(groups=late, since=now)
+        if late and now - self._waiting.since > self._policy.late_s:
+            for group in late:
+                self._expel(group, f"it did not come to the step for {self._policy.late_s:g} s")
+
+    def _expel(self, group: int, reason: str) -> None:
+        self._drop(group, reason)
+        self._lost(group, reason)
+
+    def short_for(self) -> float:
+        """Return for how many seconds groups that are ready have waited for others to come."""
+        now = time.monotonic()
+        is_short = self.membership.is_short()
+        if is_short != bool(self._short.groups):
+            self._short = _Waiting(groups=(0,) if is_short else (), since=now)
+        return now - self._short.since if is_short else 0.0
+
+    def go_without_the_rest(self) -> None:
+        """Form an epoch of the groups that are there."""
+        self._send(self.membership.form())

@@ -1,0 +1,84 @@
+"""Groups of ranks that leave and come back while the others train on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from composer3d import Axis, PluginError, ReplicaPolicy, Role, RunContext, hookimpl, plugin
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Replicas"]
+
+AXIS = "replica"
+
+
+@plugin(family="communication", owns=(AXIS,), axes=(Axis(name=AXIS, role=Role.REPLICA),))
+class Replicas:
+    """Train one model on several groups of ranks, of which some may be lost and come back.
+
+    `[mesh] replica = 2` starts two groups, each a world of its own with all other axes inside. Before every step it is
+    found out which of them take part; these divide the global batch, average their gradients, and agree in one place
+    that all of them have the result. Where a group is lost meanwhile, the others divide the same batch among them and
+    do the step again, so that no sample and no step is left out: the run is the undisturbed one, whoever took part. A
+    lost group is started again, takes parameters, optimizer and everything else from the memory of another one, and
+    takes part in the next step. Where all are lost, the run goes on from its last checkpoint (`run.max_restarts`).
+
+    The first group that takes part writes metrics and checkpoints. Every group reads the whole global batch.
+
+    Memory: a bucket of 32 MiB in host memory.
+    Collectives: of the mesh none. Over replica, through host memory: one all-reduce of a number a parameter, one of all
+    gradients of a rank; two messages of a rank to the launcher a step.
+
+    Source: the same aim as torchft, https://github.com/meta-pytorch/torchft, which leaves out a lost group's samples.
+
+    Args:
+        minimum: Groups without which no step is made: those that are left wait for others to come back.
+        spares: Groups that are ready, and take part only in the place of one that is lost.
+        silent_s: Seconds without a sign of life after which a group is lost: its machine is gone, or it was stopped. A
+            process that ends is noticed at once.
+        late_s: Seconds that the others wait for a group that lives and does not come to a step.
+        join_s: Seconds in which groups are to come at the beginning, and where fewer than `minimum` are left.
+        restarts: How often a group is started again that is lost before it takes part in a step.
+    """
+
+    minimum: int = Field(default=1, ge=1, examples=[1])
+    spares: int = Field(default=0, ge=0, examples=[0])
+    silent_s: float = Field(default=15.0, gt=0, examples=[15.0])
+    late_s: float = Field(default=600.0, gt=0, examples=[600.0])
+    join_s: float = Field(default=600.0, gt=0, examples=[600.0])
+    restarts: int = Field(default=3, ge=0, examples=[3])
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse groups that cannot be, and batches that cannot be divided among them."""
+        groups = context.layout.num_groups
+        if groups == 1:
+            raise PluginError(
+                "replica = 1: there is one group of ranks, and none that could go on without it",
+                hint="write [mesh] replica = 2, or remove the table",
+            )
+        if self.minimum + self.spares > groups:
+            raise PluginError(
+                f"minimum = {self.minimum} and spares = {self.spares} are more than the {groups} groups there are: no "
+                "step could be made",
+                hint=f"at most {groups} together",
+            )
+        context.claim("gradients", by=self)
+        if context.claimants("moved_gradients"):
+            raise PluginError("gradients are moved elsewhere before they are averaged over groups")
+
+    @hookimpl
+    def composer3d_replicas(self, context: RunContext) -> ReplicaPolicy:
+        """Return the options."""
+        return ReplicaPolicy(
+            minimum=self.minimum,
+            spares=self.spares,
+            silent_s=self.silent_s,
+            late_s=self.late_s,
+            join_s=self.join_s,
+            restarts=self.restarts,
+        )

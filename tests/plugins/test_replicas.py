@@ -1,0 +1,139 @@
+"""`[communication.replicas]`: whoever takes part, the run is that of one device."""
+
+from __future__ import annotations
+
+import pytest
+from support.replica_groups import STEPS, difference, run_alone, run_groups
+
+import composer3d
+
+DATA = "dp_shard = {}\n[train]\nmicrobatch = 1\n[sharding.fsdp2]"
+TENSOR = "tp = 2\n[train]\nmicrobatch = 1\n[sharding.tensor_parallel]\n"
+TENSOR += 'plan = {"layers.*.up" = "colwise", "layers.*.down" = "rowwise"}'
+PIPELINE = 'pp = 2\n[train]\nmicrobatch = 1\n[model]\nblocks = "layers.*"\n[scheduling.pipeline]\nschedule = "1F1B"'
+TOLERANCE = 1e-12  # of float64 sums in another order
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return run_alone(tmp_path_factory.mktemp("alone") / "run")
+
+
+def steps(found):
+    return sorted({row["step"] for group in found for row in group})
+
+
+def assert_one_run(found, alone):
+    """Every step was made, with the numbers of one device, and groups have the same parameters after each."""
+    assert steps(found) == list(range(STEPS))
+    for group in found:
+        assert not group or difference(group, alone) < TOLERANCE
+    digests = {}
+    for row in (row for group in found for row in group):
+        assert digests.setdefault(row["step"], row["digest"]) == row["digest"], row["step"]
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_is_killed_comes_back_and_the_run_is_one_devices(alone, tmp_path):
+    # The others wait for it, so that it certainly comes back before the end.
+    ends = [(1, 0, 0, 2, "before", "kill"), (0, 0, 0, 4, "after", "kill")]
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, minimum=2)
+    assert result == {"outcome": "finished", "failed": None, "restarts": 2}
+    assert_one_run(found, alone)
+    assert [row["attempt"] for row in found[1]] == [0, 0, 1, 1, 1, 1]
+    assert all(row["members"] == [0, 1] for group in found for row in group)
+    # One that ends after the vote has made the step with the others, and takes it from them.
+    assert [(row["step"], row["attempt"]) for row in found[0]] == [(0, 0), (1, 0), (2, 0), (3, 0), (5, 1)]
+
+
+def test_those_that_are_left_compute_the_samples_of_the_lost(alone, tmp_path):
+    ends = [(1, 0, 0, 2, "before", "kill")]
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, restarts=0)
+    assert result["outcome"] == "finished"
+    assert_one_run(found, alone)
+    assert [row["members"] for row in found[0]] == [[0, 1]] * 2 + [[0]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [DATA.format(2), TENSOR, PIPELINE], ids=["fsdp2", "tp", "pp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_of_a_group_with_a_mesh_may_be_killed(text, rank, alone, tmp_path):
+    ends = [(1, 0, rank, 2, "before", "kill"), (0, 0, rank, 4, "after", "kill")]
+    result, found = run_groups(tmp_path / "groups", text, ranks=2, ends=ends, minimum=2)
+    assert (result["outcome"], result["failed"]) == ("finished", None)
+    assert_one_run(found, alone)
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_state_is_received_costs_another_start(alone, tmp_path):
+    ends = [(1, 0, 0, 2, "before", "kill"), (1, 1, 0, 0, "recovery", "kill")]
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, minimum=2)
+    assert result == {"outcome": "finished", "failed": None, "restarts": 2}
+    assert_one_run(found, alone)
+    assert [row["attempt"] for row in found[1]] == [0, 0, 2, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_the_one_who_gives_its_state_may_be_killed_when_a_third_has_it(alone, tmp_path):
+    ends = [(2, 0, 0, 1, "before", "kill"), (0, 0, 0, 2, "after", "kill")]
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), groups=3, ends=ends, minimum=3)
+    assert (result["outcome"], result["failed"]) == ("finished", None)
+    assert_one_run(found, alone)
+
+
+@pytest.mark.slow
+def test_a_group_that_was_stopped_is_found_by_its_silence(alone, tmp_path):
+    ends = [(1, 0, 0, 2, "before", "stop")]
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, minimum=2, silent_s=3.0)
+    assert result == {"outcome": "finished", "failed": None, "restarts": 1}
+    assert_one_run(found, alone)
+
+
+@pytest.mark.slow
+def test_a_spare_group_takes_the_place_of_a_lost_one(alone, tmp_path):
+    ends = [(0, 0, 0, 2, "before", "kill")]
+    result, found = run_groups(
+        tmp_path / "groups", DATA.format(1), groups=3, ends=ends, spares=1, minimum=2, restarts=0
+    )
+    assert result["outcome"] == "finished"
+    assert_one_run(found, alone)
+    assert [row["members"] for row in found[1]] == [[0, 1]] * 2 + [[1, 2]] * 4
+    assert [row["step"] for row in found[2]] == [2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_where_every_group_is_lost_the_run_ends_and_says_so(tmp_path):
+    ends = [(group, 0, 0, 2, "before", "kill") for group in range(2)]
+    result, _ = run_groups(tmp_path / "groups", DATA.format(1), ends=ends)
+    assert result["outcome"] == "failed"
+    assert "no group is left that has the state" in result["failed"]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "table", "message"),
+    [
+        ("replica = 1", "", "replica = 1: there is one group of ranks, and none that could go on without it"),
+        (
+            "replica = 2",
+            "minimum = 2\nspares = 1",
+            "minimum = 2 and spares = 1 are more than the 2 groups there are: no step could be made",
+        ),
+        (
+            "replica = -1",
+            "",
+            "replica cannot be -1: a group of ranks does not know how many others there are; state it",
+        ),
+    ],
+)
+def test_refusals(mesh, table, message, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'composer3d = 1\nextends = "quickstart"\n[mesh]\ndp_shard = 1\n{mesh}\n[communication.replicas]\n{table}\n'
+    )
+    result = composer3d.check(path)
+    assert message in [problem.message for problem in result.problems]
