@@ -15,6 +15,7 @@ from composer3d.checking.fqn_ranges import compress
 from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.errors import HookError, ManifestError, OrderError, Problem
 from composer3d.manifest import CORE_TABLES, MeshTable, fields
+from composer3d.mesh import Role
 from composer3d.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:
         "first_forward": found.unknown or ("tried" if found.preparation is not None else "not tried"),
         "plan": [{"phase": row.phase, "name": row.name, "fqns": list(row.fqns)} for row in rows],
         "step": [{key: value for key, value in asdict(row).items() if key != "note" or value} for row in steps],
-        "world_size": None if layout is None else layout.world_size,
+        "world_size": None if layout is None else layout.num_ranks,
         "degrees": {} if layout is None else dict(layout.degrees),
         "coordinates": {} if preparation is None else dict(preparation.context.coordinates),
         "groups": {} if preparation is None else {axis: list(ranks) for axis, ranks in _groups(preparation).items()},
@@ -151,9 +152,10 @@ def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:
 
 
 def _groups(preparation: Preparation) -> dict[str, tuple[int, ...]]:
-    """Return by axis the ranks that the rank in view meets along it."""
+    """Return by axis the ranks of its world that the rank in view meets along it."""
     context = preparation.context
-    return {axis.name: context.layout.group(context.rank, axis.name) for axis in context.layout.axes}
+    axes = [axis.name for axis in context.layout.axes if axis.role is not Role.REPLICA]
+    return {name: context.layout.group(context.rank, name) for name in axes}
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -170,7 +172,8 @@ def _shown(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) ->
     preparation = found.preparation
     assert preparation is not None, "without a problem there is a plan"
     context = preparation.context
-    lines = [f"{context.layout} = {context.world_size} rank{'s' * (context.world_size > 1)} on {context.device.type}"]
+    num_ranks = context.layout.num_ranks
+    lines = [f"{context.layout} = {num_ranks} rank{'s' * (num_ranks > 1)} on {context.device.type}"]
     if with_groups:
         at = ", ".join(f"{axis}={index}" for axis, index in context.coordinates.items())
         lines.append(f"rank {context.rank}: {at}")

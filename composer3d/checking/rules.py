@@ -249,11 +249,11 @@ def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
     from composer3d.runner import BatchSize
 
     try:
-        sizes = BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH))
+        sizes = BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH, Role.REPLICA))
         sizes.check(manifest)
     except ManifestError as error:
         return list(error.problems)
-    count = sizes.largest // ((manifest.tables["train"].microbatch or 1) * layout.degree(Role.BATCH))
+    count = sizes.largest // ((manifest.tables["train"].microbatch or 1) * layout.degree(Role.BATCH, Role.REPLICA))
     if count <= _MOST_MICROBATCHES:
         return []
     message = f"global_batch = {sizes.largest} is {count:,} micro-batches on every rank, one after the other, in a step"

@@ -96,8 +96,8 @@ def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Pr
     asked = hooks.implementing("composer3d_actions")
     if not asked or "train" not in manifest.tables:
         return []
-    sizes = BatchSize(manifest.tables["train"], degree=context.data_parallel_degree)
-    unit = (context.manifest.train.microbatch or 1) * context.data_parallel_degree
+    sizes = BatchSize(manifest.tables["train"], degree=context.data_parallel_degree * context.layout.num_groups)
+    unit = (context.manifest.train.microbatch or 1) * context.data_parallel_degree * context.layout.num_groups
     for size in islice(sizes.sizes(), _MOST_SIZES):
         if size // unit > _MOST_MICROBATCHES:
             break

@@ -142,8 +142,7 @@ class Composition(OwnLoop):
             LossError: The normalisation of the loss is unknown.
         """
         if self.replicas is not None:
-            with self._engine.explaining():
-                return self.replicas.forward_backward(args, kwargs, target)
+            return self.replicas.forward_backward(args, kwargs, target)
         identity = self._engine.identity((args, kwargs, target))
         with self._engine.explaining():
             return self._engine.forward_backward(
@@ -360,7 +359,8 @@ class Composition(OwnLoop):
         """
         with self.explaining("report"):
             measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device, metrics)
-        return self._assembled.reported(step, {**metrics, **measured})
+        told = {**metrics, **measured}
+        return told if self.replicas is not None and not self.replicas.leads else self._assembled.reported(step, told)
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.

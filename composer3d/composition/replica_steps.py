@@ -203,6 +203,10 @@ class ReplicaSteps:
             BatchError: It has fewer micro-batches than there are groups.
             StepError: The step was repeated many times, though nobody was lost.
         """
+        with self._engine.explaining():
+            return self._forward_backward(args, kwargs, target)
+
+    def _forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         state = self._engine.begun()
         undo = self._mark(state)
         before = self._before(state)
@@ -213,6 +217,7 @@ class ReplicaSteps:
             averaged = self._average(state, loss, before)
             if self._vote(ok=averaged is not None) and averaged is not None:
                 self._total = averaged.count
+                state.metrics |= {"groups": float(len(self.members)), "repeated": float(self.num_repeated)}
                 return averaged.loss
             self.num_repeated += 1
             undo()

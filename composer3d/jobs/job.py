@@ -144,6 +144,7 @@ def launch(
     )
     _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
     problems = check(manifest, world_size=request.world_size, overrides=overrides).problems
+    problems += _group_problems(request)
     remarks = (f"composer3d launch {manifest}: {nodes} nodes of {gpus_per_node} ranks", *_remarks(request, problems))
     text = _text(on, replace(request, remarks=remarks), kind)
     return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
@@ -173,6 +174,21 @@ def _request(
         name=name or _name_of(manifest),
         **cluster,
     )
+
+
+def _group_problems(request: JobRequest) -> tuple[Problem, ...]:
+    """Refuse groups of ranks that come and go: a job starts one world, which ends with any of its ranks."""
+    from composer3d.checking import open_manifest
+    from composer3d.composition import layout_of
+    from composer3d.hooks import Hooks
+    from composer3d.runner import group_problems
+
+    opened = open_manifest(request.manifest, list(request.overrides)).manifest
+    try:
+        layout = layout_of(opened, Hooks(opened.plugins), world_size=None)
+    except ComposerError:  # the check tells it
+        return ()
+    return tuple(group_problems(opened, layout))
 
 
 def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:

@@ -61,13 +61,13 @@ def time_of(
     """
     unit, count = units_of(job.example)
     samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    size = count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
+    size = count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
     forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
     covered = sum(trace.stands_for for trace in traces) / layout.world_size
     found = estimate(
         traces,
         hardware,
-        world_size=layout.world_size,
+        world_size=layout.num_ranks,
         tokens=size,
         model_flops=_FORWARDS * forward / covered / size,
         convention="traced: three forwards, attention in full",
@@ -76,9 +76,7 @@ def time_of(
     )
     run = None
     if budget.num_units is not None:
-        run = training(
-            found, num_tokens=budget.num_units, tokens=size, world_size=layout.world_size, price=budget.price
-        )
+        run = training(found, num_tokens=budget.num_units, tokens=size, world_size=layout.num_ranks, price=budget.price)
     report = time_report(found, run)
     if unit != "tokens":
         report = {name.replace("tokens", unit): figure for name, figure in report.items()}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from composer3d.runner.failures import FailureReport
     from composer3d.runner.housekeeping import set_timeout
     from composer3d.runner.launcher import is_rank, launch_local
+    from composer3d.runner.local_world import group_problems
     from composer3d.runner.lock import attempts_of
     from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
     from composer3d.runner.merged_weights import MergedWeights
@@ -39,6 +40,7 @@ _MODULES = {
     "failures": ("FailureReport",),
     "housekeeping": ("set_timeout",),
     "launcher": ("launch_local", "is_rank"),
+    "local_world": ("group_problems",),
     "lock": ("attempts_of",),
     "lr_schedule": ("LRSchedule", "multiplier_of"),
     "merged_weights": ("MergedWeights",),
@@ -73,6 +75,7 @@ __all__ = [
     "export_checkpoint",
     "find_form",
     "in_backward_problems",
+    "group_problems",
     "launch_local",
     "make_optimizer",
     "multiplier_of",

@@ -9,67 +9,25 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from composer3d.processes import fork, temporary_folder
 from composer3d.replicas import ADDRESS, ATTEMPT, GROUP, TOKEN, QuorumServer, ReplicaPolicy
 from composer3d.runner.failures import Ending, FailureReport
-from composer3d.runner.launcher import LaunchResult, launch_local, run_world
+from composer3d.runner.launcher import LaunchResult, run_world
 from composer3d.runner.lock import RunLock
 from composer3d.runner.signals import ParentSignals, kill
 from composer3d.runner.watch import POLL_S, Ended, Watch
 
-if TYPE_CHECKING:
-    from composer3d.composition import Preparation
-
-__all__ = ["groups_of", "launch_groups", "launch_world"]
+__all__ = ["launch_groups"]
 
 _GRACE_S = 10.0  # beyond that of the ranks, for the processes that watch them
 
 log = logging.getLogger(__name__)
-
-
-def groups_of(preparation: Preparation | None) -> dict[str, Any] | None:
-    """Return how many groups of ranks there are to be, with their policy, as JSON values; None where there is one."""
-    policy = None if preparation is None else preparation.hooks.replicas(preparation.context)
-    if preparation is None or policy is None:
-        return None
-    return {"num_groups": preparation.context.layout.num_groups, "policy": policy.to_json()}
-
-
-def launch_world(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    num_ranks: int,
-    device: Literal["cpu", "cuda"],
-    output: Path,
-    options: Mapping[str, Any],
-) -> LaunchResult:
-    """Run a function on all ranks of this machine, in one world or in several groups; see `launch_local`.
-
-    Args:
-        function: What each rank runs.
-        args: Its arguments.
-        num_ranks: Of all groups.
-        device: Where the ranks compute.
-        output: The run's folder.
-        options: `max_restarts`, `grace_s`, and `groups` as `groups_of` gives them.
-    """
-    shared: dict[str, Any] = {"device": device, "output": output}
-    shared |= {name: options[name] for name in ("max_restarts", "grace_s")}
-    groups = options["groups"]
-    if groups is None:
-        return launch_local(function, args, num_ranks=num_ranks, exclusive=True, **shared)
-    num_groups = groups["num_groups"]
-    policy = ReplicaPolicy(**groups["policy"])
-    return launch_groups(
-        function, args, policy=policy, num_groups=num_groups, num_ranks=num_ranks // num_groups, **shared
-    )
 
 
 def launch_groups(

@@ -187,7 +187,7 @@ def _start(checked: _Startable) -> RunResult:
         LockError: Another run has the folder.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    from composer3d.runner.group_launcher import launch_world
+    from composer3d.runner.local_world import launch_world
 
     output = Path(checked.output)
     if checked.options.get("is_hugging_face") and checked.device == "cpu":
@@ -261,7 +261,7 @@ def _look(
     source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
 ) -> dict[str, Any]:
     """Find every problem, and what the launcher must know; JSON values."""
-    from composer3d.runner.group_launcher import groups_of
+    from composer3d.runner.local_world import groups_of
 
     try:
         inspected = open_manifest(source, overrides)
@@ -309,6 +309,8 @@ def _train(
 
     inspected = open_manifest(source, overrides)
     if strict is not None:
+        from composer3d.runner.local_world import group_problems
+
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         device = device_of(inspected.manifest)
         # Every rank looks, and finds the same; so nobody waits in a group for one that has left.
@@ -316,6 +318,7 @@ def _train(
         if rank == 0 and found.unknown is not None:
             report(f"the first forward was not tried in full: {found.unknown}")
         found.problems += _machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
+        found.problems += group_problems(inspected.manifest, found.layout)
         if not found.ok(strict=strict):
             raise ManifestError(found.problems)
     return train(inspected.manifest, resume=resume)

@@ -90,6 +90,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *drawing_notes([report.drawing for report in evidence.ranks]),
         *_coded(evidence.ranks),
         *_independent(evidence.layout),
+        *_groups(evidence.layout),
         *_untraceable(evidence.ranks),
         *notes_of_restored(evidence),
     ]
@@ -170,6 +171,16 @@ def _independent(layout: Layout) -> list[str]:
         f"along {name} ranks train models of their own: each was compared with one device on the same samples, without "
         f"what it exchanges over {name}, whose collectives were compared with the plan's"
         for name in layout.names(Role.INDEPENDENT)
+        if layout.degrees[name] > 1
+    ]
+
+
+def _groups(layout: Layout) -> list[str]:
+    """Return a note where whole groups of ranks train one model, of which one is proven."""
+    return [
+        f"along {name} there are {layout.degrees[name]} groups of ranks: one of them was compared with one device, on "
+        f"all samples; what groups exchange over {name} is outside of this proof"
+        for name in layout.names(Role.REPLICA)
         if layout.degrees[name] > 1
     ]
 

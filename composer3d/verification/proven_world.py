@@ -69,7 +69,7 @@ def proven_world(manifest: Manifest, *, world_size: int | None, max_ranks: int) 
 def _open_axis(manifest: Manifest, hooks: Hooks, closed: Layout) -> str | None:
     """Return the axis that takes the ranks which are left; None where every degree is stated."""
     try:
-        doubled = layout_of(manifest, hooks, world_size=2 * closed.world_size)
+        doubled = layout_of(manifest, hooks, world_size=2 * closed.num_ranks)
     except ManifestError:
         return None
     return next(name for name, degree in doubled.degrees.items() if degree != closed.degrees[name])

@@ -111,6 +111,24 @@ def test_where_every_group_is_lost_the_run_ends_and_says_so(tmp_path):
     assert "no group is left that has the state" in result["failed"]
 
 
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_groups_exchange(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'composer3d = 1\nextends = "quickstart"\n[mesh]\nreplica = 4\ndp_shard = 2\n[train]\nmicrobatch = 2\n'
+        "[communication.replicas]\n"
+    )
+    checked = composer3d.check(path, world_size=8)
+    assert checked.ok and checked.lines[0].endswith(" = 8 ranks on cpu")
+    planned = composer3d.plan(path, world_size=8).to_json()
+    (note,) = [note for note in planned["notes"] if note.startswith("over replica")]
+    held = planned["ranks"][0]["memory"]["gradients"]
+    assert f"averages {held:,} bytes of gradients with those of 3 other groups" in note
+    assert f"sends {held * 6 // 4:,} of them" in note
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from composer3d import Axis, PluginError, ReplicaPolicy, Role, RunContext, hookimpl, plugin
-
-if TYPE_CHECKING:
-    pass
+from composer3d import (
+    Axis,
+    Decisions,
+    PluginError,
+    ReplicaPolicy,
+    Role,
+    RunContext,
+    hookimpl,
+    plugin,
+    torch_compat,
+)
 
 __all__ = ["Replicas"]
 
 AXIS = "replica"
+_LEAST_BYTES = 4  # of an element on the way: sums of few digits lose more than they carry
 
 
 @plugin(family="communication", owns=(AXIS,), axes=(Axis(name=AXIS, role=Role.REPLICA),))
@@ -81,4 +87,17 @@ class Replicas:
             late_s=self.late_s,
             join_s=self.join_s,
             restarts=self.restarts,
+        )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> None:
+        """Let a plan say what groups exchange: it is in no trace of one group."""
+        groups = context.layout.num_groups
+        trained = [parameter for _, parameter in context.named_parameters() if parameter.requires_grad]
+        local = [torch_compat.local_of(parameter) for parameter in trained]
+        num_bytes = sum(each.numel() * max(each.element_size(), _LEAST_BYTES) for each in local)
+        context.stash(Decisions).notes.append(
+            f"over {AXIS}, outside of the trace: a rank averages {num_bytes:,} bytes of gradients with those of "
+            f"{groups - 1} other group{'s' * (groups > 2)}, and sends {2 * (groups - 1) * num_bytes // groups:,} of "
+            "them through host memory a step"
         )

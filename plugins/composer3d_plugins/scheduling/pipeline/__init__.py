@@ -172,7 +172,8 @@ class Pipeline:
         train = context.manifest.train
         if train.global_batch is None or train.microbatch is None:
             return None
-        return train.global_batch // (train.microbatch * context.data_parallel_degree)
+        degree = context.data_parallel_degree * context.layout.num_groups
+        return train.global_batch // (train.microbatch * degree)
 
     def _refuse_placement(self) -> None:
         placement, stated = RULES[self.schedule].placement, self.stages_per_rank
