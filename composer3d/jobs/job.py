@@ -127,8 +127,6 @@ def launch(
 
     Memory and collectives: none of its own; the plan is made on fake tensors.
     """
-    from composer3d import check
-
     _refuse_foreign(on, image=image, partition=partition, time=time, hosts=hosts)
     request = _request(
         manifest,
@@ -143,8 +141,7 @@ def launch(
         hosts=tuple(hosts),
     )
     _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
-    problems = check(manifest, world_size=request.world_size, overrides=overrides).problems
-    problems += _group_problems(request)
+    problems = _problems(request)
     remarks = (f"composer3d launch {manifest}: {nodes} nodes of {gpus_per_node} ranks", *_remarks(request, problems))
     text = _text(on, replace(request, remarks=remarks), kind)
     return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
@@ -176,19 +173,21 @@ def _request(
     )
 
 
-def _group_problems(request: JobRequest) -> tuple[Problem, ...]:
-    """Refuse groups of ranks that come and go: a job starts one world, which ends with any of its ranks."""
+def _problems(request: JobRequest) -> tuple[Problem, ...]:
+    """Check the manifest, and refuse groups of ranks that come and go: a job starts one world."""
+    from composer3d import check
     from composer3d.checking import open_manifest
     from composer3d.composition import layout_of
     from composer3d.hooks import Hooks
     from composer3d.runner import group_problems
 
+    found = check(request.manifest, world_size=request.world_size, overrides=request.overrides).problems
     opened = open_manifest(request.manifest, list(request.overrides)).manifest
     try:
         layout = layout_of(opened, Hooks(opened.plugins), world_size=None)
-    except ComposerError:  # the check tells it
-        return ()
-    return tuple(group_problems(opened, layout))
+    except ComposerError:  # the check has told it
+        return found
+    return (*found, *group_problems(opened, layout))
 
 
 def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:

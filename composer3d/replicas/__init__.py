@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.replicas.exchange import Exchange, ExchangeError
+from composer3d.replicas.group_exchange import Exchange, ExchangeError
 from composer3d.replicas.group_size import ranks_of_group
 from composer3d.replicas.membership import NOTHING, Membership, Place
 from composer3d.replicas.policy import ReplicaPolicy

@@ -74,21 +74,13 @@ def launch_groups(
     if device == "cpu":
         prewarm()
     refuse_unsafe_fork()
+    options: dict[str, Any] = {"policy": policy, "device": device, "max_restarts": max_restarts, "grace_s": grace_s}
     with ExitStack() as stack:
         private = stack.enter_context(temporary_folder("launch"))
         lock = stack.enter_context(RunLock(output, attempts=private))
         (output / "error.json").unlink(missing_ok=True)
-        groups = _Groups(
-            (function, tuple(args), output),
-            policy=policy,
-            num_groups=num_groups,
-            num_ranks=num_ranks,
-            device=device,
-            private=private,
-            lock=lock,
-            max_restarts=max_restarts,
-            grace_s=grace_s,
-        )
+        work = function, tuple(args), output
+        groups = _Groups(work, num_groups=num_groups, num_ranks=num_ranks, private=private, lock=lock, **options)
         stack.callback(groups.close)
         result = groups.run()
         if result.report is not None:

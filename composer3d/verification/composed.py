@@ -17,7 +17,7 @@ from composer3d.verification.evidence.derived_values import stale_values
 from composer3d.verification.evidence.deviations import Deviations, Digits, deviations_of, gathered, related
 from composer3d.verification.evidence.gains import Gain, gains_of
 from composer3d.verification.evidence.reached_parameters import noting_reached
-from composer3d.verification.evidence.replicas import Holding, held_buffers, held_tensors, saved_buffers
+from composer3d.verification.evidence.replica_drift import Holding, held_buffers, held_tensors, saved_buffers
 from composer3d.verification.evidence.resuming import Looped, Restored, go_on, resume
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.reference_steps import Reference, ReferenceStep

@@ -13,7 +13,7 @@ from composer3d.torch_compat import is_wrapper_subclass
 from composer3d.verification.comparison import largest_of
 from composer3d.verification.evidence.gains import gains_of
 from composer3d.verification.evidence.kept_state import changed, kept_by_loss
-from composer3d.verification.evidence.replicas import saved_buffers
+from composer3d.verification.evidence.replica_drift import saved_buffers
 from composer3d.verification.one_device import (
     alone,
     copies,

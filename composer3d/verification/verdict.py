@@ -12,7 +12,7 @@ from composer3d.verification.comparison import relative
 from composer3d.verification.evidence.expected_collectives import Row, compare_collectives, silent_axes
 from composer3d.verification.evidence.module_outputs import Difference, Outputs, first_difference
 from composer3d.verification.evidence.random_draws import StreamFault, compare_streams
-from composer3d.verification.evidence.replicas import Drift, compare_replicas
+from composer3d.verification.evidence.replica_drift import Drift, compare_replicas
 
 if TYPE_CHECKING:
     from composer3d.verification.evidence.deviations import Deviation
