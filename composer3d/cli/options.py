@@ -6,7 +6,19 @@ import argparse
 import re
 from typing import Any, TypeAlias
 
-__all__ = ["Subparsers", "add_json", "add_manifest", "add_strict", "amount", "memory", "natural", "positive", "size"]
+__all__ = [
+    "Subparsers",
+    "add_json",
+    "add_manifest",
+    "add_overrides",
+    "add_strict",
+    "amount",
+    "memory",
+    "natural",
+    "positive",
+    "price",
+    "size",
+]
 
 Subparsers: TypeAlias = Any  # argparse keeps the type of its subparsers to itself
 
@@ -19,6 +31,11 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 def add_manifest(parser: argparse.ArgumentParser) -> None:
     """Add MANIFEST and `--set`."""
     parser.add_argument("manifest", metavar="MANIFEST", help="a path, or the name of a shipped manifest")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `--set`."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -109,3 +126,19 @@ def amount(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0; write for example 2e12')
     return value
+
+
+def price(text: str) -> tuple[float, str]:
+    """Read an amount of money, as an argument's type; return it with what is written before such an amount.
+
+    >>> price("2.5"), price("$2.5"), price("2.5 EUR")
+    ((2.5, '$'), (2.5, '$'), (2.5, 'EUR '))
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    match = re.fullmatch(r"([^\d\s.,+-]*) ?([0-9.]+) ?([^\d\s.,+-]*)", text.strip())
+    if match is None or (match[1] and match[3]):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a price; write for example 2.5 or "2.5 EUR"')
+    currency = match[1] or match[3] or "$"
+    return amount(match[2]), currency if len(currency) == 1 else f"{currency} "

@@ -6,12 +6,22 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, amount, memory, natural, positive
+from composer3d.cli.options import (
+    Subparsers,
+    add_json,
+    add_overrides,
+    amount,
+    memory,
+    natural,
+    positive,
+    price,
+    size,
+)
 from composer3d.cli.output import coloured, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
-    from composer3d.planning import Plan
+    from composer3d.planning import Failures, Plan
 
 __all__ = ["add", "execute"]
 
@@ -27,7 +37,13 @@ def add(subparsers: Subparsers) -> None:
         "exist and tensors without values, and trace one optimizer step: bytes of memory, collectives, operators, "
         "bubble. Exit code 1 if a rank does not fit into --memory.",
     )
-    add_manifest(parser)
+    parser.add_argument(
+        "manifests",
+        metavar="MANIFEST",
+        nargs="+",
+        help="a path, or the name of a shipped manifest; of several a table, a row each",
+    )
+    add_overrides(parser)
     parser.add_argument(
         "--diff", metavar="OTHER", help="say what changes from MANIFEST to this one, by the largest difference"
     )
@@ -43,9 +59,7 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
-    parser.add_argument("--tokens", type=amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
-    parser.add_argument("--samples", type=amount, metavar="N", help="the same, of a model that is given no tokens")
-    parser.add_argument("--price", type=amount, metavar="P", help="of one device for an hour, in dollars, for the cost")
+    _add_questions(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
         "--routing-skew",
@@ -61,13 +75,43 @@ def add(subparsers: Subparsers) -> None:
     parser.set_defaults(execute=execute)
 
 
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    """Add what is asked of the time of a step."""
+    parser.add_argument("--tokens", type=amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
+    parser.add_argument("--samples", type=amount, metavar="N", help="the same, of a model that is given no tokens")
+    parser.add_argument(
+        "--price", type=price, metavar="P", help='of one device for an hour, such as 2.5 or "2.5 EUR", for the cost'
+    )
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="PART=FACTOR",
+        help="plan for a cluster that has another speed, or wait: flops, memory, links (in a node), network, latency "
+        "or launch, such as network=0.5x; may be repeated",
+    )
+    parser.add_argument(
+        "--failures",
+        type=amount,
+        metavar="HOURS",
+        help="of one device between two failures: goodput, how often to save",
+    )
+    parser.add_argument("--storage", type=size, metavar="SIZE", help="what all ranks write in a second, such as 20GB")
+    parser.add_argument(
+        "--restart", type=amount, metavar="SECONDS", help="from a failure to the next step; default: 300"
+    )
+
+
 def _rank(text: str) -> str | int:
     return text if text in ("worst", "all") else natural(text)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, and print; 1 if it does not fit, 2 if the manifest is wrong."""
-    found = _plan(arguments, arguments.manifest)
+    if len(arguments.manifests) > 1:
+        return _table(arguments)
+    source = arguments.manifests[0]
+    found = _plan(arguments, source)
     if found is None:
         return WRONG
     if arguments.diff is not None:
@@ -75,7 +119,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from composer3d.planning.reports import plan_to_html
 
-        _write(arguments.html, plan_to_html(found, title=arguments.manifest))
+        _write(arguments.html, plan_to_html(found, title=source))
     if arguments.json:
         from composer3d.planning.reports import plan_to_json
 
@@ -91,6 +135,47 @@ def _coloured(line: str) -> str:
     """Return a line of the plan, coloured where it is the verdict."""
     good = {"fits [": True, "does not fit [": False, "tight [": None}
     return next((coloured(line, good=good[begin]) for begin in good if line.startswith(begin)), line)
+
+
+def _failures(arguments: argparse.Namespace) -> Failures | None:
+    """Return the failures that are to be expected; an answer on them needs all of its figures."""
+    from composer3d.planning import Failures
+
+    hours, storage = arguments.failures, arguments.storage
+    if hours is None:
+        if storage is not None or arguments.restart is not None:
+            raise ComposerError("--storage and --restart need --failures: hours of one device between two failures")
+        return None
+    if storage is None:
+        raise ComposerError("--failures needs --storage, such as 20GB: what ranks write in a second")
+    if arguments.restart is None:
+        return Failures(hours=hours, storage=storage)
+    return Failures(hours=hours, storage=storage, restart_s=arguments.restart)
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    """Plan several manifests, and print a row each; what is wrong with any is printed for all."""
+    alone = {"--diff": arguments.diff, "--html": arguments.html}
+    refused = [option for option, value in alone.items() if value is not None]
+    if refused:
+        raise ComposerError(f"{refused[0]} is of one manifest, and {len(arguments.manifests)} are given")
+    names = arguments.manifests
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ComposerError(f"{twice} is given twice")
+    plans = {source: _plan(arguments, source) for source in names}
+    found = {source: plan for source, plan in plans.items() if plan is not None}
+    if len(found) < len(plans):
+        return WRONG
+    if arguments.json:
+        from composer3d.planning.reports import plans_to_json
+
+        say_json(plans_to_json(found))
+    else:
+        from composer3d.planning.reports import show_plans
+
+        say(show_plans(found))
+    return DOES_NOT_FIT if any(plan.verdict == "does not fit" for plan in found.values()) else 0
 
 
 def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
@@ -116,7 +201,9 @@ def _write(path: Path, text: str) -> None:
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     """Return the plan of a manifest; None after printing what is wrong with it."""
     from composer3d import plan
+    from composer3d.planning.hardware import parse_factor
 
+    money, currency = arguments.price or (None, "$")
     try:
         return plan(
             source,
@@ -126,7 +213,10 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
             hardware=arguments.hardware,
             tokens=arguments.tokens,
             samples=arguments.samples,
-            price=arguments.price,
+            price=money,
+            currency=currency,
+            failures=_failures(arguments),
+            what_if=dict(map(parse_factor, arguments.what_if)),
             overrides=arguments.overrides,
             full=arguments.full,
             routing_skew=arguments.routing_skew,

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
+    from composer3d.planning.costs.whole_run import Failures
     from composer3d.planning.manifest_schedule import ScheduleResult, schedule
     from composer3d.planning.plan import Plan
     from composer3d.planning.schedules.drawing import draw_svg, draw_text
     from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
 
 _MODULES = {
+    "costs.whole_run": ("Failures",),
     "manifest_schedule": ("ScheduleResult", "schedule"),
     "plan": ("Plan",),
     "schedules.drawing": ("draw_svg", "draw_text"),
@@ -22,6 +24,7 @@ _MODULES = {
 __all__ = [
     "Cell",
     "Costs",
+    "Failures",
     "Plan",
     "ScheduleResult",
     "Simulation",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import units_of
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
-from composer3d.planning.costs.timing import estimate, training
+from composer3d.planning.costs.timing import Estimate, estimate
+from composer3d.planning.costs.whole_run import Questions, reliability, training
+from composer3d.planning.hardware.scaled_hardware import scaled
 from composer3d.planning.tracing.traced import RankTrace
 from composer3d.step import tensors
 
@@ -19,23 +21,12 @@ if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.tracing.fake_composition import Job
 
-__all__ = ["Budget", "advice_on", "time_of"]
+__all__ = ["advice_on", "time_of"]
 
 # A backward computes two products for each of its forward's.
 _FORWARDS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """What a whole run has.
-
-    Args:
-        num_units: Tokens that it is to see, or samples where those are the unit; None leaves the run out.
-        price: Of one device for an hour.
-    """
-
-    num_units: float | None = None
-    price: float | None = None
+# For the sensitivity of a step: parts that are half as fast, and waits that are twice as long.
+_LESS = {"flops": 0.5, "memory": 0.5, "links": 0.5, "network": 0.5, "latency": 2.0, "launch": 2.0}
 
 
 def time_of(
@@ -45,7 +36,7 @@ def time_of(
     hardware: Hardware,
     *,
     orders: Sequence[Sequence[Action]] | None,
-    budget: Budget,
+    asked: Questions,
 ) -> Mapping[str, Any]:
     """Return what the time model says of a step, ready for JSON.
 
@@ -55,18 +46,19 @@ def time_of(
         traces: One for every kind of rank.
         job: What was traced.
         layout: Of its world.
-        hardware: The cluster.
+        hardware: The cluster, as it is.
         orders: Actions by rank along the pipeline; None without one.
-        budget: Of the run.
+        asked: Of the run, and of another cluster.
+
+    Raises:
+        ComposerError: A part that there is not; failures so frequent that nothing would be kept.
     """
-    unit, count = units_of(job.example)
-    samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    size = count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
+    unit, size = _units_of_step(job, layout)
     forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
     covered = sum(trace.stands_for for trace in traces) / layout.world_size
-    found = estimate(
+    estimated = partial(
+        estimate,
         traces,
-        hardware,
         world_size=layout.num_ranks,
         tokens=size,
         model_flops=_FORWARDS * forward / covered / size,
@@ -74,13 +66,82 @@ def time_of(
         dtype=_main_dtype(traces),
         orders=orders,
     )
-    run = None
-    if budget.num_units is not None:
-        run = training(found, num_tokens=budget.num_units, tokens=size, world_size=layout.num_ranks, price=budget.price)
-    report = time_report(found, run)
+    cluster = scaled(hardware, asked.what_if)
+    found = estimated(cluster)
+    report = _report(
+        found,
+        asked,
+        cluster,
+        units=size,
+        checkpoint_bytes=_checkpoint_bytes(traces, job),
+        world_size=layout.num_ranks,
+    )
+    if found.mfu is not None and (causal := _causal_part(traces)) is not None:
+        report["mfu_causal"] = found.mfu.scaled(causal).to_json()
+    report["sensitivity"] = _sensitivity(cluster, found.step_s.value, lambda other: estimated(other).step_s.value)
+    if asked.what_if:
+        before = estimated(hardware).step_s
+        changed = {"factors": dict(asked.what_if), "hardware": hardware.name}
+        report["what_if"] = {**changed, "step_s": before.to_json(), "times": found.step_s.value / before.value}
     if unit != "tokens":
         report = {name.replace("tokens", unit): figure for name, figure in report.items()}
-    return {"hardware": hardware.name, "unit": unit, unit: size, **report}
+    return {"hardware": cluster.name, "unit": unit, unit: size, **report}
+
+
+def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
+    """Return the unit of the model's inputs, and how many of it an optimizer step has."""
+    unit, count = units_of(job.example)
+    samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
+    return unit, count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
+
+
+def _report(
+    found: Estimate, asked: Questions, hardware: Hardware, *, units: int, checkpoint_bytes: int, world_size: int
+) -> dict[str, Any]:
+    """Return the time of a step, and what it makes of a whole run."""
+    run = failures = None
+    if asked.num_units is not None:
+        power = hardware.device.power_w
+        run = training(found.step_s, asked, units=units, world_size=world_size, power_w=power)
+    if asked.failures is not None:
+        failures = reliability(found.step_s, asked.failures, checkpoint_bytes=checkpoint_bytes, world_size=world_size)
+    return time_report(found, run, failures)
+
+
+def _sensitivity(
+    hardware: Hardware, step_s: float, step_of: Callable[[Hardware], float]
+) -> list[dict[str, str | float]]:
+    """Return how many times as long a step takes where one part is half as fast, or waits twice as long."""
+    return [
+        {"part": part, "factor": factor, "times": step_of(scaled(hardware, {part: factor})) / step_s}
+        for part, factor in _LESS.items()
+    ]
+
+
+def _checkpoint_bytes(traces: Sequence[RankTrace], job: Job) -> int:
+    """Return the bytes of the whole model with its optimizer's state, each tensor once.
+
+    Ranks hold parameters and their states in the same number of replicas, so their ratio is that of the whole.
+    """
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in job.model.parameters())
+    held = sum(trace.stands_for * trace.memory.parameters for trace in traces)
+    states = sum(trace.stands_for * trace.memory.optimizer for trace in traces)
+    return round(whole * (1 + states / held)) if held else whole
+
+
+def _causal_part(traces: Sequence[RankTrace]) -> float | None:
+    """Return the part of a forward's FLOPs with attention counted by half, as a causal kernel executes it.
+
+    None where no operator is known as attention, so that it cannot be told from other products.
+    """
+    whole = attention = 0.0
+    for trace in traces:
+        for segment in trace.segments:
+            for call in segment.operators if segment.kind == "forward" else ():
+                flops = trace.stands_for * segment.count * call.count * call.flops
+                whole += flops
+                attention += flops if "attention" in call.name else 0.0
+    return 1 - attention / 2 / whole if attention else None
 
 
 def advice_on(
@@ -110,7 +171,7 @@ def advice_on(
         num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
         num_layers=None if blocks is None else len(patterns.select(blocks, names)),
         total_bytes=total_bytes,
-        world_size=layout.world_size,
+        world_size=layout.num_ranks,
         memory_bytes=memory_bytes,
     )
     return tuple(map(str, found))

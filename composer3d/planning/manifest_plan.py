@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
     from composer3d.manifest import InspectedManifest
-    from composer3d.planning.costing import Budget
+    from composer3d.planning.costs.whole_run import Failures, Questions
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.plan import Plan
     from composer3d.planning.tracing.fake_composition import Job
@@ -59,6 +59,9 @@ def plan(
     tokens: float | None = None,
     samples: float | None = None,
     price: float | None = None,
+    currency: str = "$",
+    failures: Failures | None = None,
+    what_if: Mapping[str, float] | None = None,
     overrides: Sequence[str] = (),
     full: bool = False,
     routing_skew: float = 1.0,
@@ -73,7 +76,10 @@ def plan(
         hardware: A shipped cluster's name, or its file; None leaves time out.
         tokens: Of a whole run; needs `hardware`.
         samples: The same, of a model that is given no tokens.
-        price: Dollars an hour of one device; needs `tokens` or `samples`.
+        price: Of one device for an hour; needs `tokens` or `samples`.
+        currency: Of the price, as it is written before a number.
+        failures: To be expected, for goodput; needs `hardware`.
+        what_if: Factors by which parts of the hardware are faster, or wait longer, such as `{"network": 0.5}`.
         overrides: `table.key=value`, as given to `--set`.
         full: Trace every block, where two depths of equal blocks would do.
         routing_skew: Rows that the ranks planned are sent over the mean of all ranks, where experts are sharded.
@@ -82,19 +88,16 @@ def plan(
         ManifestError: The manifest has problems, all of which it has.
         ComposerError: It cannot be composed, or an argument says nothing without another.
     """
-    import torch
-
-    from composer3d.planning.costing import Budget
+    from composer3d.planning.costs.whole_run import Questions
     from composer3d.planning.hardware.hardware_file import load_hardware
+    from composer3d.planning.hardware.scaled_hardware import scaled
 
-    _refuse_idle(tokens or samples, price, hardware)
+    _refuse_idle(tokens or samples, price, hardware, what_if, failures)
     cluster = None if hardware is None else load_hardware(hardware)
-    inspected = open_manifest(str(manifest), overrides)
-    # Fake ranks compute nowhere; the CPU stands for any device.
-    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
-    if not found.ok(strict=False) or found.layout is None or found.preparation is None:
-        raise ManifestError(found.ordered())
-    _skew(found, routing_skew)
+    if cluster is not None:
+        scaled(cluster, what_if or {})  # what cannot be is refused before anything is traced
+    inspected, found = _inspected(manifest, overrides, world_size, routing_skew=routing_skew)
+    asked = Questions(price=price, currency=currency, failures=failures, what_if=what_if or {})
     made = plan_of(
         inspected,
         found,
@@ -102,9 +105,23 @@ def plan(
         memory_bytes=memory_bytes,
         choice=rank,
         extrapolate=not full,
-        budget_of=lambda unit: Budget(num_units=_amount_of(unit, tokens=tokens, samples=samples), price=price),
+        asked_of=lambda unit: replace(asked, num_units=_amount_of(unit, tokens=tokens, samples=samples)),
     )
     return PlanResult(plan=made)
+
+
+def _inspected(
+    manifest: str | Path, overrides: Sequence[str], world_size: int | None, *, routing_skew: float
+) -> tuple[InspectedManifest, Inspection]:
+    """Return a manifest without errors, inspected; fake ranks compute nowhere, and the CPU stands for any device."""
+    import torch
+
+    inspected = open_manifest(str(manifest), overrides)
+    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
+    if not found.ok(strict=False) or found.layout is None or found.preparation is None:
+        raise ManifestError(found.ordered())
+    _skew(found, routing_skew)
+    return inspected, found
 
 
 def plan_of(
@@ -115,7 +132,7 @@ def plan_of(
     memory_bytes: int | None = None,
     choice: RankChoice = "worst",
     extrapolate: bool = True,
-    budget_of: Callable[[str], Budget] | None = None,
+    asked_of: Callable[[str], Questions] | None = None,
 ) -> Plan:
     """Plan a manifest that was inspected on the CPU, and without errors.
 
@@ -126,7 +143,7 @@ def plan_of(
         memory_bytes: As for `make_plan`.
         choice: As for `make_plan`.
         extrapolate: As for `make_plan`.
-        budget_of: The whole run, given the unit of the model's inputs.
+        asked_of: Of the whole run and of another cluster, given the unit of the model's inputs.
 
     Raises:
         ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
@@ -144,7 +161,7 @@ def plan_of(
         choice=choice,
         memory_bytes=memory_bytes,
         hardware=hardware,
-        budget=None if budget_of is None else budget_of(units_of(job.example)[0]),
+        asked=None if asked_of is None else asked_of(units_of(job.example)[0]),
         extrapolate=extrapolate,
     )
 
@@ -216,12 +233,22 @@ def _skew(found: Inspection, routing_skew: float) -> None:
     found.preparation.context.stash(DataDependent).routing_skew = routing_skew
 
 
-def _refuse_idle(amount: float | None, price: float | None, hardware: str | None) -> None:
+def _refuse_idle(
+    amount: float | None,
+    price: float | None,
+    hardware: str | None,
+    what_if: Mapping[str, float] | None,
+    failures: Failures | None,
+) -> None:
     """Refuse what would say nothing, before anything is composed."""
     if (amount or price) and hardware is None:
         raise ComposerError("--tokens, --samples and --price need --hardware: without it there is no time")
     if price and not amount:
         raise ComposerError("--price needs --tokens, or --samples: how much there is to pay for")
+    if what_if and hardware is None:
+        raise ComposerError("--what-if needs --hardware: there is nothing to change without it")
+    if failures is not None and hardware is None:
+        raise ComposerError("--failures needs --hardware: without it there is no time")
 
 
 def _amount_of(unit: str, **amounts: float | None) -> float | None:

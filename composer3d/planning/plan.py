@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
-from composer3d.planning.costing import Budget, advice_on, time_of
+from composer3d.planning.costing import advice_on, time_of
 from composer3d.planning.costs.allocator import Allocation, Verdict, allocate, judge
 from composer3d.planning.costs.pipeline_time import PipelinePlan, plan_pipeline
+from composer3d.planning.costs.whole_run import Questions
 from composer3d.planning.schedules.simulation import Costs, peak_held, simulate
 from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
@@ -90,7 +91,7 @@ def make_plan(
     choice: RankChoice = "worst",
     memory_bytes: int | None = None,
     hardware: Hardware | None = None,
-    budget: Budget | None = None,
+    asked: Questions | None = None,
     extrapolate: bool = True,
 ) -> Plan:
     """Trace the chosen ranks and say what they cost.
@@ -103,7 +104,7 @@ def make_plan(
         choice: The ranks to trace; see `chosen_ranks`.
         memory_bytes: Of a device; None takes what the hardware's has, if there is one.
         hardware: The cluster; None leaves time out.
-        budget: Of the whole run, in tokens and money.
+        asked: Of the whole run, and of another cluster.
         extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
 
     Raises:
@@ -134,7 +135,7 @@ def make_plan(
         memory_bytes=memory_bytes,
         time=None
         if hardware is None
-        else time_of(traces, job, layout, hardware, orders=orders, budget=budget or Budget()),
+        else time_of(traces, job, layout, hardware, orders=orders, asked=asked or Questions()),
         advice=()
         if hardware is None
         else advice_on(fullest.trace, job, layout, hardware, memory_bytes or 0, total_bytes=fullest.allocation.total),

@@ -159,7 +159,7 @@ def test_partial_sums_are_settled_into_the_parameters_placement():
         assert abs(norm) < TIGHT
 
 
-def test_scaling_groups_what_kernels_take_together():
+def test_scaled_hardware_groups_what_kernels_take_together():
     parameters = [plain(torch.ones(2)), plain(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(1))]
     scale_(parameters, 0.5)
     scale_(parameters, torch.tensor(4.0, dtype=torch.float64))

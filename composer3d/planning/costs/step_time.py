@@ -75,6 +75,7 @@ class Communication:
         count: How often.
         wire_bytes: What the rank sends.
         seconds: Of all of them.
+        blocking_s: Of those, seconds in which the rank waits; the others pass beside compute.
     """
 
     op: str
@@ -85,6 +86,7 @@ class Communication:
     count: int
     wire_bytes: int
     seconds: float
+    blocking_s: float
 
 
 def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
@@ -172,17 +174,19 @@ def _operator_s(operators: Operators, hardware: Hardware) -> float:
 
 def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[Communication, ...]:
     """Return a rank's communication over a step, by operation, axis and plugin, the longest first."""
-    sums: dict[tuple[str, str | None, str | None, str, int], tuple[int, int, float]] = {}
+    sums: dict[tuple[str, str | None, str | None, str, int], tuple[int, int, float, float]] = {}
     for segment in segments:
         for transfer in segment.transfers:
             spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
             link = hardware.inter.name if spans else hardware.intra.name
             key = (transfer.op, transfer.axis, transfer.plugin, link, len(transfer.ranks))
-            count, wire, seconds = sums.get(key, (0, 0, 0.0))
+            count, wire, seconds, blocking = sums.get(key, (0, 0, 0.0, 0.0))
+            spent = _all_s(transfer, hardware) * segment.count
             sums[key] = (
                 count + transfer.count * segment.count,
                 wire + transfer.wire_bytes * segment.count,
-                seconds + _all_s(transfer, hardware) * segment.count,
+                seconds + spent,
+                blocking + (0.0 if transfer.is_overlapped else spent),
             )
     rows = [
         Communication(
@@ -194,8 +198,9 @@ def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[C
             count=count,
             wire_bytes=wire,
             seconds=seconds,
+            blocking_s=blocking,
         )
-        for (op, axis, plugin, link, num_ranks), (count, wire, seconds) in sums.items()
+        for (op, axis, plugin, link, num_ranks), (count, wire, seconds, blocking) in sums.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 

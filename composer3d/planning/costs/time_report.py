@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from composer3d.planning.costs.timing import Estimate, Training
+from composer3d.planning.costs.timing import Estimate
+from composer3d.planning.costs.whole_run import Reliability, Training
 
 __all__ = ["time_report"]
 
@@ -22,12 +23,13 @@ _FIGURES = (
 )
 
 
-def time_report(found: Estimate, run: Training | None = None) -> dict[str, Any]:
+def time_report(found: Estimate, run: Training | None = None, failures: Reliability | None = None) -> dict[str, Any]:
     """Return what `--json` prints below `time`.
 
     Args:
         found: The time of a step.
         run: What a token budget takes; None leaves it out.
+        failures: What failures cost; None leaves them out.
     """
     figures = {name: getattr(found, name) for name in _FIGURES}
     report: dict[str, Any] = {name: figure.to_json() for name, figure in figures.items() if figure is not None}
@@ -46,10 +48,7 @@ def time_report(found: Estimate, run: Training | None = None) -> dict[str, Any]:
             "imbalance": found.pipeline.imbalance,
         }
     if run is not None:
-        report["training"] = {
-            "num_steps": run.num_steps,
-            "days": run.days.to_json(),
-            "device_hours": run.device_hours.to_json(),
-            "cost": None if run.cost is None else run.cost.to_json(),
-        }
+        report["training"] = run.to_json()
+    if failures is not None:
+        report["failures"] = failures.to_json()
     return report

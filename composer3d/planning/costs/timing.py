@@ -19,13 +19,12 @@ from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.simulation import Simulation, StageCosts, simulate
 from composer3d.planning.tracing.traced import RankTrace, Segment
 
-__all__ = ["Estimate", "PipelineTime", "Training", "estimate", "training"]
+__all__ = ["Estimate", "PipelineTime", "estimate"]
 
 # The bounds of a modelled step's time: nine of ten published runs that were not fitted lie within (plan_accuracy.py).
 MODELLED_BAND, CALIBRATED_BAND = 0.25, 0.15
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 _SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace has it whole
-_SECONDS_A_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +83,6 @@ class Estimate:
     pipeline: PipelineTime | None
     communication: tuple[Communication, ...]
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What a whole run takes.
-
-    Args:
-        num_steps: Optimizer steps that the tokens make, rounded up.
-        days: Of wall clock, without interruptions.
-        device_hours: Of all devices.
-        cost: In the currency of the price; None without one.
-    """
-
-    num_steps: int
-    days: Figure
-    device_hours: Figure
-    cost: Figure | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,29 +155,6 @@ def estimate(
         pipeline=pipeline,
         communication=communication_of(traces[slowest].segments, hardware),
         notes=_notes(hardware, dtype),
-    )
-
-
-def training(
-    found: Estimate, *, num_tokens: float, tokens: int, world_size: int, price: float | None = None
-) -> Training:
-    """Return what a token budget takes.
-
-    Args:
-        found: The time of a step.
-        num_tokens: Of the whole run.
-        tokens: Of one step.
-        world_size: Devices that are paid for.
-        price: Of one device for an hour.
-    """
-    num_steps = math.ceil(num_tokens / tokens)
-    seconds = found.step_s.scaled(num_steps)
-    hours = seconds.scaled(world_size / 3600)
-    return Training(
-        num_steps=num_steps,
-        days=seconds.scaled(1 / _SECONDS_A_DAY),
-        device_hours=hours,
-        cost=None if price is None else hours.scaled(price),
     )
 
 

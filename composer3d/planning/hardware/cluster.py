@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationInfo
 from pydantic.dataclasses import dataclass
 
-from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, parse
+from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, POWER, SIZE, TIME, parse
 
 __all__ = ["AttentionSpeed", "Device", "Gemm", "Hardware", "Link", "TimedCollective", "TimedOperator"]
 
@@ -44,6 +44,7 @@ WholeSize = Annotated[int, BeforeValidator(int), _quantity(SIZE)]
 Bandwidth = Annotated[float, _quantity(BANDWIDTH)]
 Speed = Annotated[float, _quantity(COMPUTE)]
 Seconds = Annotated[float, _quantity(TIME)]
+Watts = Annotated[float, _quantity(POWER)]
 Part = Annotated[float, _rule(lambda part: 0 < part <= 1, "it is a part of the whole, above 0 and at most 1")]
 Whole = Annotated[int, Strict()]
 
@@ -146,6 +147,7 @@ class Device:
             `fsdp` for the hooks around gathering and reducing, `dtensor` for what finds an operator's placements.
         fresh_bandwidth: Bytes a second at which the system hands memory out that was given back; 0 where an allocator
             keeps it.
+        power_w: Rated watts, for the energy of a run; 0 where they are not known.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Device:
     operators: tuple[TimedOperator, ...] = Field(default=(), validation_alias="operator")
     overheads: Mapping[str, Seconds] = Field(default_factory=dict, validation_alias="overhead")
     fresh_bandwidth: Bandwidth = 0.0
+    power_w: Watts = Field(default=0.0, ge=0, validation_alias="power")
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["BANDWIDTH", "COMPUTE", "SIZE", "TIME", "parse", "show"]
+__all__ = ["BANDWIDTH", "COMPUTE", "POWER", "SIZE", "TIME", "parse", "show"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGT", 1)}
@@ -17,12 +17,13 @@ BANDWIDTH: Mapping[str, float] = {
 }
 COMPUTE: Mapping[str, float] = {f"{prefix}FLOP/s": factor for prefix, factor in _PREFIXES.items()}
 TIME: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+POWER: Mapping[str, float] = {"W": 1.0, "kW": 1e3}
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?) ?([A-Za-z/]+)")
 
 
 def parse(text: object, units: Mapping[str, float]) -> float:
-    """Read a number with its unit and return it in the base unit: bytes, bytes a second, operations a second, seconds.
+    """Read a number with its unit and return it in the base unit: bytes, operations or bytes a second, seconds, watts.
 
     >>> parse("400 Gb/s", BANDWIDTH), parse("80 GiB", SIZE)
     (50000000000.0, 85899345920.0)

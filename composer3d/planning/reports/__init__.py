@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from composer3d.planning.reports.plan_difference import difference_to_json, show_difference
     from composer3d.planning.reports.plan_json import plan_to_json
     from composer3d.planning.reports.plan_page import plan_to_html
+    from composer3d.planning.reports.plan_table import plans_to_json, show_plans
     from composer3d.planning.reports.plan_text import show_plan
 
 _MODULES = {
     "plan_difference": ("difference_to_json", "show_difference"),
     "plan_json": ("plan_to_json",),
     "plan_page": ("plan_to_html",),
+    "plan_table": ("plans_to_json", "show_plans"),
     "plan_text": ("show_plan",),
 }
 
@@ -23,8 +25,10 @@ __all__ = [
     "difference_to_json",
     "plan_to_html",
     "plan_to_json",
+    "plans_to_json",
     "show_difference",
     "show_plan",
+    "show_plans",
 ]
 
 __getattr__ = late_imports(__name__, _MODULES)

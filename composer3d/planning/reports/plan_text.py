@@ -14,6 +14,8 @@ __all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "show_plan", "size"
 
 _MOST_ROWS = 12
 _BAR = 60
+# Of communication in the text: kinds that take at least this part of a step, and how many of them at most.
+_LEAST_SHARE, _MOST_KINDS = 0.002, 6
 # Of a bar, in this order: name, letter, color.
 MEMORY_PARTS = (
     ("parameters", "P", "#4e79a7"),
@@ -100,7 +102,9 @@ def _parts(plan: Plan) -> list[Any]:
         fullest = max(plan.ranks, key=lambda rank: rank.allocation.total)
         whole = memory_figures(fullest.trace, fullest.allocation)["total"]
         needs = f"rank {fullest.trace.rank} needs {size(whole.value)} of {size(plan.memory_bytes)}"
+        left = plan.memory_bytes - whole.value
         needs += f" ({size(whole.low)} to {size(whole.high)})"
+        needs += f", {size(left)} are left" if left > 0 else f", {size(-left)} too much"
         lines.append(f"{plan.verdict} [modelled]: {needs}")
     parts: list[Any] = [Text("\n".join(lines)), _memory_table(plan), *_moments(plan), _collective_table(plan.ranks[0])]
     if plan.pipeline is not None:
@@ -202,13 +206,60 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         f"{told(time[f'{unit}_per_s'])} {unit}/s, {told(time[f'{unit}_per_s_per_device'])} a device; "
         f"MFU {told(time['mfu'])} ({time['convention']}), HFU {told(time['hfu'])}, of {time['peak_flops']:.3g} FLOP/s",
     ]
+    if (causal := time.get("mfu_causal")) is not None:
+        lines[-1] += f"; MFU {amount(causal['value'])} with attention by half, as Megatron-Bridge counts"
+    lines += _slow_communication(time)
+    if (what_if := time.get("what_if")) is not None:
+        before = what_if["step_s"]
+        lines.append(
+            f"on {what_if['hardware']} as it is: {told(before, ' s')}; this is {what_if['times']:.3g} times that"
+        )
+    lines.append(_sensitivity(time["sensitivity"]))
     if (run := time.get("training")) is not None:
-        cost = "" if run["cost"] is None else f", cost {told(run['cost'], sign='$')}"
+        cost = "" if run["cost"] is None else f", cost {told(run['cost'], sign=run['currency'])}"
+        energy = run["energy_mwh"]
+        power = "" if energy is None else f", at most {amount(energy['high'])} MWh at the devices' rated power"
         lines.append(
             f"the run: {run['num_steps']:,} steps, {told(run['days'])} days, "
-            f"{told(run['device_hours'])} device hours{cost}"
+            f"{told(run['device_hours'])} device hours{cost}{power}"
+        )
+    if (failures := time.get("failures")) is not None:
+        lines.append(
+            f"a failure every {amount(failures['failure_s'] / 3600)} h: save {size(failures['checkpoint_bytes'])} in "
+            f"{amount(failures['save_s'])} s every {failures['interval_steps']:,} steps "
+            f"({amount(failures['interval_s'] / 60)} min); goodput {_percent(failures['goodput'])}"
         )
     return [*lines, *(f"note: {note}" for note in time["notes"])]
+
+
+def _percent(figure: Mapping[str, Any]) -> str:
+    return f"{figure['value']:.1%} ({figure['low']:.1%} to {figure['high']:.1%}) [{figure['known']}]"
+
+
+def _slow_communication(time: Mapping[str, Any]) -> list[str]:
+    """Return a line with the longest kinds of communication, and what each passes beside."""
+    step_s, rows = time["step_s"]["value"], time["communication"]
+    told = []
+    for row in [row for row in rows if row["seconds"] >= _LEAST_SHARE * step_s][:_MOST_KINDS]:
+        waits = row["blocking_s"] / row["seconds"]
+        beside = (
+            "ranks wait for it" if waits > 0.99 else "beside compute" if waits < 0.01 else f"{waits:.0%} waited for"
+        )
+        told.append(
+            f"{row['op']} over {row['axis'] or 'no axis'} on {row['link']} {amount(row['seconds'])} s ({beside})"
+        )
+    return [f"communication of the slowest rank [modelled]: {'; '.join(told)}"] if told else []
+
+
+def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many times as long a step takes with slower parts, the parts that matter most first."""
+    half = [row for row in rows if row["factor"] < 1]
+    double = [row for row in rows if row["factor"] > 1]
+
+    def told(rows: Sequence[Mapping[str, Any]]) -> str:
+        return ", ".join(f"{row['part']} {row['times']:.3g}x" for row in sorted(rows, key=lambda row: -row["times"]))
+
+    return f"a step with half the speed of one part takes [modelled]: {told(half)}; with twice the wait: {told(double)}"
 
 
 def _pipeline_line(plan: Plan) -> str:

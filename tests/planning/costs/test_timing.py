@@ -14,7 +14,7 @@ from composer3d.planning.costs.figure import Figure
 from composer3d.planning.costs.roofline import gemm_dims, gemm_efficiency, operator_s
 from composer3d.planning.costs.step_time import HOST_COPY, communication_of, compute_s, segment_time
 from composer3d.planning.costs.time_report import time_report
-from composer3d.planning.costs.timing import estimate, training
+from composer3d.planning.costs.timing import estimate
 from composer3d.planning.hardware.cluster import Gemm
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.schedules.orders import orders_of
@@ -344,21 +344,11 @@ def test_communication_is_summed_by_kind():
     assert rows[0].seconds >= rows[1].seconds
 
 
-def test_a_budget_of_tokens_takes_days_and_money():
+def test_a_report_has_the_figures_that_are_known():
     traces = [trace(segment(operators=[product(8192, 8192, 8192, count=1000)]))]
-    found = estimate(traces, H100, world_size=8, tokens=10**6)
-    run = training(found, num_tokens=1e9 + 1, tokens=10**6, world_size=8, price=2.5)
-    assert run.num_steps == 1001
-    hours = 1001 * found.step_s.value * 8 / 3600
-    assert run.device_hours.value == pytest.approx(hours)
-    assert run.cost.value == pytest.approx(2.5 * hours)
-    assert run.days.value == pytest.approx(hours / 8 / 24)
-    assert training(found, num_tokens=1, tokens=1, world_size=1).cost is None
-    report = json.loads(json.dumps(time_report(found, run)))
-    assert report["training"]["cost"]["value"] == pytest.approx(run.cost.value)
+    report = json.loads(json.dumps(time_report(estimate(traces, H100, world_size=8, tokens=10**6))))
     assert report["step_s"]["known"] == "modelled"
-    assert "mfu" not in report and "pipeline" not in report
-    assert "training" not in time_report(found)
+    assert not {"mfu", "pipeline", "training", "failures"} & report.keys()
 
 
 def test_figures_keep_their_bounds():
