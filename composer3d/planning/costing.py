@@ -171,7 +171,7 @@ def advice_on(
         num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
         num_layers=None if blocks is None else len(patterns.select(blocks, names)),
         total_bytes=total_bytes,
-        world_size=layout.num_ranks,
+        world_size=layout.world_size,
         memory_bytes=memory_bytes,
     )
     return tuple(map(str, found))
