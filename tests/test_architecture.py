@@ -65,6 +65,7 @@ PLANNING = (
     ("reports",),
     ("manifest_plan", "manifest_schedule"),
     ("suggesting",),
+    ("tuning",),
 )
 PLANNING_LAYER = {name: index for index, names in enumerate(PLANNING) for name in names}
 

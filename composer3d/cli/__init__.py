@@ -28,6 +28,7 @@ from composer3d.cli import (
     schema,
     suggest,
     timeline,
+    tune,
     verify,
 )
 from composer3d.cli.output import complain, print_problems, say
@@ -41,6 +42,7 @@ COMMANDS = (
     check,
     plan,
     suggest,
+    tune,
     calibrate,
     verify,
     launch,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer3d.planning.plan import Plan
     from composer3d.planning.schedules.drawing import draw_svg, draw_text
     from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
+    from composer3d.planning.tuning.tune import TuneResult, tune_on_machine
 
 _MODULES = {
     "costs.whole_run": ("Failures",),
@@ -19,6 +20,7 @@ _MODULES = {
     "plan": ("Plan",),
     "schedules.drawing": ("draw_svg", "draw_text"),
     "schedules.simulation": ("Cell", "Costs", "Simulation", "simulate"),
+    "tuning.tune": ("TuneResult", "tune_on_machine"),
 }
 
 __all__ = [
@@ -28,10 +30,12 @@ __all__ = [
     "Plan",
     "ScheduleResult",
     "Simulation",
+    "TuneResult",
     "draw_svg",
     "draw_text",
     "schedule",
     "simulate",
+    "tune_on_machine",
 ]
 
 __getattr__ = late_imports(__name__, _MODULES)

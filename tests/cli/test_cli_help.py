@@ -13,6 +13,7 @@ NAMES = (
     "check",
     "plan",
     "suggest",
+    "tune",
     "calibrate",
     "verify",
     "launch",

@@ -34,6 +34,7 @@ class SuggestResult:
         num_parameters: Of the model.
         manifest: The given one.
         memory_bytes: Of a device.
+        hardware_name: Of the cluster.
     """
 
     suggestions: tuple[Suggestion, ...]
@@ -44,6 +45,7 @@ class SuggestResult:
     num_parameters: int
     manifest: Manifest
     memory_bytes: float
+    hardware_name: str
 
     @property
     def ok(self) -> bool:
@@ -156,6 +158,7 @@ def suggest_for(
         num_parameters=given.num_parameters,
         manifest=given.manifest,
         memory_bytes=memory,
+        hardware_name=given.hardware.name,
     )
 
 

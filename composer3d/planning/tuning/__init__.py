@@ -1,0 +1,1 @@
+"""Suggestions measured: a few real steps of each on the machine at hand."""

@@ -1,0 +1,91 @@
+"""A few real steps of a manifest, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Measured", "measure_steps"]
+
+# The first steps compile, allocate and meet their peers for the first time.
+_NUM_UNTIMED = 2
+_POLL_S = 0.05
+# What a run writes for people or sends elsewhere is not wanted of a trial.
+_QUIET = ("profiling=false", "evaluation=false", "checkpoint.final=false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a trial gave.
+
+    Args:
+        step_s: Median seconds of a step; None where it failed.
+        failure: The last line that it printed; empty where it did not fail.
+    """
+
+    step_s: float | None
+    failure: str = ""
+
+
+def measure_steps(
+    manifest: str, overrides: Sequence[str], *, num_ranks: int, num_steps: int, folder: Path, timeout_s: float
+) -> Measured:
+    """Run a manifest for some steps, and end it.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        overrides: As given to `--set`.
+        num_ranks: To start on this machine.
+        num_steps: To time, after the first two.
+        folder: Made for the run, and empty.
+        timeout_s: For all of it.
+
+    Returns:
+        The median of the steps that were timed.
+    """
+    command = [sys.executable, "-m", "composer3d", "run", manifest, "--resume", "never"]
+    command += ["--nproc-per-node", str(num_ranks)]
+    for override in (*overrides, *_QUIET, f"run.output={json.dumps(str(folder))}"):
+        command += ["--set", override]
+    printed = folder.with_suffix(".log")
+    with printed.open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            wanted, until = num_steps + _NUM_UNTIMED, time.monotonic() + timeout_s
+            while process.poll() is None and len(_times(folder)) < wanted and time.monotonic() < until:
+                time.sleep(_POLL_S)
+        finally:
+            _end(process)
+    times = _times(folder)[_NUM_UNTIMED:]
+    if len(times) >= min(num_steps, 1) and times:
+        return Measured(step_s=statistics.median(times[:num_steps]))
+    return Measured(step_s=None, failure=_last_line(printed) or f"no step was timed within {timeout_s:.0f} s")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher with its ranks, which are of its process group or die with it."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _times(folder: Path) -> list[float]:
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    rows = [json.loads(line) for line in lines]
+    return [row["step_time_s"] for row in rows if "step_time_s" in row]
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""

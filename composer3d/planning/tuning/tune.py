@@ -1,0 +1,240 @@
+"""`tune`: the suggestions for a manifest measured on this machine, and the best one written."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError
+from composer3d.planning.tuning.halving import halve, rank_correlation
+from composer3d.planning.tuning.trial import Measured, measure_steps
+from composer3d.processes import join_launcher
+
+if TYPE_CHECKING:
+    from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
+
+__all__ = ["Trial", "TuneResult", "tune_on_machine"]
+
+_TIMEOUT_S = 600.0
+_CALIBRATION_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One layout: as planned and as measured.
+
+    Args:
+        layout: In words.
+        changes: What `--set` has to say for the manifest to become it.
+        planned_s: Seconds of a step by the plan.
+        measured_s: The same as measured, one figure a round, in the last of which twice as many steps count as before.
+        failure: Why it gave no figure; empty where it gave one.
+    """
+
+    layout: str
+    changes: tuple[str, ...]
+    planned_s: float
+    measured_s: tuple[float, ...]
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """Answer of `tune`.
+
+    Args:
+        trials: By time as measured, the best first; those that failed last.
+        correction: Measured over planned time, the geometric mean of all trials: what a plan on this machine is off by.
+        tau: Kendall's rank correlation of planned and measured times; None where there is nothing to order.
+        hardware: Name of what was planned for.
+        manifest: File of the given manifest.
+    """
+
+    trials: tuple[Trial, ...]
+    correction: float | None
+    tau: float | None
+    hardware: str
+    manifest: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether a layout was measured."""
+        return bool(self.trials) and bool(self.trials[0].measured_s)
+
+    @property
+    def best(self) -> Trial:
+        """The fastest as measured."""
+        return self.trials[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `composer3d tune --json` prints."""
+        return {
+            "hardware": self.hardware,
+            "correction": self.correction,
+            "tau": self.tau,
+            "trials": [
+                {
+                    "layout": trial.layout,
+                    "set": list(trial.changes),
+                    "planned_s": trial.planned_s,
+                    "measured_s": list(trial.measured_s),
+                    "failure": trial.failure,
+                }
+                for trial in self.trials
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the table of planned and measured times, and what follows from it."""
+        yield f"{'planned':>10} {'measured':>10} {'rounds':>6}  layout"
+        for trial in self.trials:
+            measured = f"{trial.measured_s[-1]:.3g} s" if trial.measured_s else "failed"
+            yield f"{trial.planned_s:>8.3g} s {measured:>10} {len(trial.measured_s):>6}  {trial.layout}"
+            if trial.failure:
+                yield f"{'':>29}  {trial.failure}"
+        if self.correction is not None:
+            order = "" if self.tau is None else f"; order of planned and measured times: tau {self.tau:+.2f}"
+            yield f"measured times are {self.correction:.3g} of those planned on {self.hardware}{order}"
+
+    def write(self, path: Path) -> None:
+        """Write the best layout as a manifest that extends the given one, with the table as comments.
+
+        Args:
+            path: Of the new manifest; not there.
+
+        Raises:
+            ComposerError: It cannot be written, or is there.
+        """
+        from composer3d.planning.suggesting.patch_file import patch_text
+
+        known = str(Path(self.manifest).resolve()) if self.manifest.endswith(".toml") else self.manifest
+        comments = "".join(f"# {line}\n" for line in self._lines())
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(comments + patch_text(known, self.best.changes))
+        except OSError as error:
+            raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def tune_on_machine(
+    manifest: str | Path,
+    *,
+    num_ranks: int,
+    hardware: str | None = None,
+    memory_bytes: int | None = None,
+    keep: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    num_steps: int = 4,
+    report: Callable[[str], None] = lambda line: None,
+) -> TuneResult:
+    """Measure what is suggested for a manifest, by successive halving.
+
+    Each trial is a run of the manifest's own model and data, in a folder that is removed; it is ended when its steps
+    are timed. Plugins of profiling, evaluation and checkpoints are left out.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        num_ranks: Of this machine.
+        hardware: A shipped cluster's name, or its file; None measures this machine for half a minute.
+        memory_bytes: Of a device; default: what the cluster's has.
+        keep: Pinned choices, as for `suggest`.
+        overrides: `table.key=value`, as given to `--set`.
+        num_steps: Steps that are timed in the first round; each further round times twice as many.
+        report: Called with a line for every trial.
+
+    Raises:
+        ComposerError: Nothing fits, or a launcher has started this process: trials start ranks of their own.
+    """
+    from composer3d import suggest
+
+    if join_launcher() is not None:
+        raise ComposerError(
+            "tune starts the ranks of every trial itself, on one machine, and a launcher has started this process; "
+            "on several machines, `suggest --write FOLDER` and a launch of each"
+        )
+    with tempfile.TemporaryDirectory(prefix="composer3d-tune.") as work:
+        if hardware is None:
+            report(f"measuring this machine for {_CALIBRATION_S:.0f} s")
+            hardware = _measured_machine(Path(work), num_ranks)
+        found = suggest(
+            manifest,
+            world_size=num_ranks,
+            hardware=hardware,
+            memory_bytes=memory_bytes,
+            keep=keep,
+            overrides=overrides,
+        )
+        if not found.ok:
+            raise ComposerError(str(found))
+        return _tuned(found, overrides, Path(work), num_ranks=num_ranks, num_steps=num_steps, report=report)
+
+
+def _measured_machine(folder: Path, num_ranks: int) -> str:
+    """Measure this machine; return the file."""
+    from composer3d.manifest import dump
+    from composer3d.planning.hardware import measure_machine
+
+    tables = measure_machine(seconds=_CALIBRATION_S, num_ranks=num_ranks)
+    assert tables is not None, "no launcher has started this process"
+    (folder / "this_machine.toml").write_text(dump(tables), encoding="utf-8")
+    return str(folder / "this_machine.toml")
+
+
+def _tuned(
+    found: SuggestResult,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    num_ranks: int,
+    num_steps: int,
+    report: Callable[[str], None],
+) -> TuneResult:
+    rows = found.to_json()["suggestions"]
+    source, failures = found.manifest.document.file, dict[int, str]()
+
+    def measure(index: int, steps: int) -> float | None:
+        place = folder / f"trial-{index}-{steps}"
+        place.mkdir()
+        measured: Measured = measure_steps(
+            source,
+            [*overrides, *found.patches[index]],
+            num_ranks=num_ranks,
+            num_steps=steps,
+            folder=place,
+            timeout_s=_TIMEOUT_S,
+        )
+        told = measured.failure if measured.step_s is None else f"{measured.step_s:.3g} s a step over {steps} steps"
+        report(f"{rows[index]['layout']}: {told}")
+        if measured.failure:
+            failures[index] = measured.failure
+        return measured.step_s
+
+    times = halve(range(len(rows)), measure, num_steps=num_steps)
+    trials = [
+        Trial(
+            layout=row["layout"],
+            changes=found.patches[index],
+            planned_s=row["time"]["step_s"]["value"],
+            measured_s=tuple(times[index]),
+            failure=failures.get(index, ""),
+        )
+        for index, row in enumerate(rows)
+    ]
+    # Who came further was faster in every round that both took part in.
+    trials.sort(key=lambda trial: (-len(trial.measured_s), trial.measured_s[-1:] or (math.inf,)))
+    timed = [trial for trial in trials if trial.measured_s]
+    off = [math.log(trial.measured_s[0] / trial.planned_s) for trial in timed]
+    return TuneResult(
+        trials=tuple(trials),
+        correction=math.exp(math.fsum(off) / len(off)) if off else None,
+        tau=rank_correlation([trial.planned_s for trial in timed], [trial.measured_s[0] for trial in timed]),
+        hardware=found.hardware_name,
+        manifest=source,
+    )
