@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from composer3d.torch_compat.fake_tensors import active_fake_mode
 
 __all__ = [
     "drawing_operators",
@@ -20,6 +23,7 @@ __all__ = [
 ]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_METADATA = "_propagate_tensor_meta_non_cached"
 
 _DRAWING = (
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "native_dropout", "normal",
@@ -169,6 +173,7 @@ def handle_operators(
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
     dispatcher._try_replicate_spec_for_scalar_tensor = replicated
+    _keep_fake_mode(dispatcher.sharding_propagator)
 
 
 def leave_operators() -> None:
@@ -178,6 +183,28 @@ def leave_operators() -> None:
         _restore(operator, own)
     for name in ("_propagate_op_sharding_dispatch_slow_path", "_try_replicate_spec_for_scalar_tensor"):
         vars(dispatcher).pop(name, None)
+    vars(dispatcher.sharding_propagator).pop(_METADATA, None)
+
+
+def _keep_fake_mode(propagator: Any) -> None:
+    """Let each thread keep the mode of fake tensors in which DTensor finds the shape of an operator's result.
+
+    torch makes a new one, in 1 ms, for each operator and shape that it meets for the first time (torch 2.11-2.15):
+    more than half of the first step of Adam. The method that makes it is private.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept, metadata = threading.local(), getattr(propagator, _METADATA)
+
+    def found(op_schema: Any) -> Any:
+        if active_fake_mode() is not None:  # torch takes that one
+            return metadata(op_schema)
+        if not hasattr(kept, "mode"):
+            kept.mode = FakeTensorMode()
+        with kept.mode:
+            return metadata(op_schema)
+
+    setattr(propagator, _METADATA, found)
 
 
 def _handled(

@@ -185,7 +185,7 @@ def pipelined_step(text, factory, options=None, *, microbatch=3, kwargs=None, ba
     model, loss_1, norm_1 = reference(factory, tokens, targets, options, kwargs)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     run = composed(f"{text}\n[train]\nmicrobatch = {microbatch}\n", seeded(factory, **options), loss_fn=token_sum)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
+    optimizer = run.optimizer(torch.optim.SGD, lr=1e-3)
     tokens, targets = mine(run, tokens), mine(run, targets)
     kwargs = {name: mine(run, v) if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
     with count_collectives(run.mesh) as collectives, run.step(0):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
@@ -38,6 +41,42 @@ def handled():
         with pytest.raises(NotImplementedError, match="renorm"):
             torch.renorm(tensor, 2, 1, 0.5)
     return found
+
+
+def num_fake_modes():
+    """Return how many modes of fake tensors two threads make for operators of several shapes, before and with ours."""
+    made, make = [], FakeTensorMode.__init__
+
+    def counted(mode, *args, **kwargs):
+        made.append(mode)
+        make(mode, *args, **kwargs)
+
+    FakeTensorMode.__init__ = counted
+    mesh = init_device_mesh("cpu", (2,))
+
+    def propagate(rows):
+        for size in range(rows, rows + 3):
+            tensor = zeros(size, 3, device_mesh=mesh, placements=[Shard(0)])
+            assert tensor.mul_(2.0).lerp_(tensor, 0.5).shape == (size, 3)
+
+    def of(rows):
+        made.clear()
+        propagate(rows)
+        thread = threading.Thread(target=propagate, args=(rows + 3,))
+        thread.start()
+        thread.join()
+        return len(made)
+
+    nothing = dict.fromkeys(("uncovered", "mixed"), lambda *args: None)
+    torchs = of(2)
+    torch_compat.handle_operators({}, owns=lambda args: False, **nothing)
+    ours = of(8)
+    torch_compat.leave_operators()
+    return torchs > 10, ours, of(14) == torchs
+
+
+def test_a_thread_keeps_the_fake_mode_that_torch_makes_for_each_operator_and_shape():
+    assert run_ranks(num_fake_modes, 2) == [(True, 2, True)] * 2
 
 
 def test_an_operator_goes_to_its_handler_and_one_without_a_rule_to_the_other():
