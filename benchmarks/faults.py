@@ -78,7 +78,7 @@ def train(manifest: str, folder: str, num_steps: int | None) -> None:
     stop = Path(folder, "stop")
     with composer3d.compose(model, manifest, loss_fn=mse_loss) as run, open(f"{folder}/{group}.jsonl", "a") as rows:
         optimizer, replicas = run.optimizer(torch.optim.AdamW, lr=1e-3), run.replicas
-        step = replicas.join() if replicas is not None and replicas.is_late else 0
+        step = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
         while step != num_steps:

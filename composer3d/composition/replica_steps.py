@@ -48,6 +48,10 @@ _BEATS = 5  # signs of life within the time after which a group is silent
 log = logging.getLogger(__name__)
 
 
+class _Spare(StepError):
+    """This group takes no part until another one is lost."""
+
+
 class ReplicaSteps:
     """The steps of one group among several.
 
@@ -107,8 +111,21 @@ class ReplicaSteps:
         """The groups that take part."""
         return () if self._quorum is None else self._quorum.members
 
-    def join(self) -> int:
-        """Take the state of a group that trains already, and return the step that comes next."""
+    def begin(self, step: int) -> int:
+        """Begin with the others, and return the step that comes next; a loop calls it before its first step.
+
+        A group that comes while others train takes the state of one of these; so does a spare one, once it takes the
+        place of one that is lost.
+
+        Args:
+            step: With which the run begins: 0, or that of the checkpoint that was loaded.
+        """
+        if not self.is_late:
+            try:
+                self.convene(step)
+                return step
+            except _Spare:
+                pass
         quorum = self._convene(NOTHING, stop=False, admits=True)
         while not self._receive(quorum):
             self._vote(ok=False)
@@ -155,6 +172,10 @@ class ReplicaSteps:
 
     def _convene(self, step: int, *, stop: bool, admits: bool) -> Quorum:
         before, quorum = self.members, self._client.ask(step, stop=stop, admits=admits)
+        if quorum is None:
+            raise _Spare(
+                "this group is spare, and the loop has not called run.replicas.begin(...) before its first step"
+            )
         if self.group in quorum.behind and step != NOTHING:
             raise ReplicaError(f"the others began without group {self.group}, and are at step {quorum.step}")
         self._quorum, self._is_open = quorum, True

@@ -48,7 +48,8 @@ class Membership:
 
     Every rank asks to take part in its next step (`ask`). Once all ranks of all groups that took part in the last one
     have asked, those groups and the ones that wait form a new *epoch*, unless they are those of the last: all of them
-    are told its members, the step, and the groups that need the state, with one that has it. After the exchange every
+    are told its members, the step, and the groups that need the state, with one that has it; spare ones are told that
+    they are, and ask again without a state. After the exchange every
     rank votes; a step counts where every rank of every group that is left has all of it. So no group takes a step that
     another one does not.
 
@@ -254,9 +255,15 @@ class Membership:
             "behind": behind,
             "stop": stop,
         }
-        for group in members:
+        waiting = [group for group in ready if group not in members and self._has_state(group)]
+        for group in (*members, *waiting):
             self._groups[group].asks.clear()
-        return [(place, answer) for place in self._places(members)]
+        told: Messages = [(place, {"spare": True}) for place in self._places(tuple(waiting))]
+        return [(place, answer) for place in self._places(members)] + told
+
+    def _has_state(self, group: int) -> bool:
+        """Return whether a group that has asked began with a state, which is old once others go on without it."""
+        return any(step != NOTHING for step, *_ in self._groups[group].asks.values())
 
     def _is_ready(self, group: int) -> bool:
         return len(self._groups[group].asks) == self._num_ranks and group not in self._done

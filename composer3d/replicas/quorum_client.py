@@ -93,8 +93,8 @@ class QuorumClient:
         greeting = {"do": "hello", "token": token, "group": group, "attempt": attempt, "rank": rank, "setup": setup}
         self.has_begun = bool(self._request(greeting)["has_begun"])
 
-    def ask(self, step: int, *, stop: bool, admits: bool = True) -> Quorum:
-        """Return who takes part in a step, once all who are there have come to it.
+    def ask(self, step: int, *, stop: bool, admits: bool = True) -> Quorum | None:
+        """Return who takes part in a step, once all who are there have come to it; None where this group is spare.
 
         Args:
             step: The next one; -1 without a state.
@@ -102,6 +102,8 @@ class QuorumClient:
             admits: Whether groups that lack the state may come now.
         """
         found = self._request({"do": "ask", "step": step, "stop": stop, "admits": admits})
+        if "spare" in found:
+            return None
         return Quorum(
             epoch=found["epoch"],
             members=tuple(found["members"]),

@@ -215,7 +215,7 @@ class Trainer:
         replicas = self.run.replicas
         if replicas is not None and replicas.is_late:
             with Preemption() as preemption:
-                replicas.join()
+                replicas.begin(0)
                 return self._run(preemption)
         path = choose_checkpoint(self.run, self.output, resume)
         start = step_of(path)
@@ -229,8 +229,8 @@ class Trainer:
             if path is not None:
                 self._load(path)
             if replicas is not None:
-                replicas.convene(start)
-            if self.writing.is_first:
+                replicas.begin(start)
+            if self.writing.is_first and self.state.num_steps == start:
                 self._begin_output(start, path)
             return self._run(preemption)
 

@@ -133,7 +133,9 @@ def test_fewer_than_the_minimum_make_no_step():
 
 def test_spares_wait_until_one_is_lost():
     found = membership(groups=3, spares=1)
-    assert told(ask(found, 0, 1, 2), 0)[0]["members"] == [0, 1]
+    messages = ask(found, 0, 1, 2)
+    assert told(messages, 0)[0]["members"] == [0, 1] and told(messages, 2) == [{"spare": True}]
+    assert ask(found, 2, step=NOTHING) == []
     vote(found, 0, 1)
     assert told(ask(found, 0, 1, step=1), 2) == []
     found.lose(0, "killed")

@@ -82,7 +82,7 @@ def trained(manifest, folder, ends):
     with composer3d.compose(Model, manifest, loss_fn=mse_loss) as run:
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
         replicas = run.replicas
-        start = replicas.join() if replicas is not None and replicas.is_late else 0
+        start = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
         for step in range(start, STEPS):
