@@ -85,18 +85,15 @@ class Exchange:
             if epoch in (self._epoch, -1):
                 _shut_down(self._own if self._before is None else _connections() - self._before)
 
-    def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
-        """Sum a tensor on the CPU over the groups, or take the largest elements.
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor on the CPU over the groups.
 
         Raises:
             ExchangeError: One of them is gone.
         """
-        import torch.distributed as dist
 
         if self.size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            self._wait(lambda: self._group.allreduce([tensor], options))
+            self._wait(lambda: self._group.allreduce([tensor]))
 
     def send(self, tensor: Tensor, place: int) -> None:
         """Send a tensor on the CPU to the rank of a place among the members."""
@@ -123,7 +120,7 @@ def _store(client: QuorumClient, epoch: int, prefix: str) -> Any:
     """Return a store of torch's over the membership's connection, for the addresses of one epoch."""
     import torch.distributed as dist
 
-    class Addresses(dist.Store):
+    class Addresses(dist.Store):  # type: ignore[name-defined]  # documented, but not in the module's __all__
         def set(self, key: str, value: Any) -> None:
             data = value.encode() if isinstance(value, str) else bytes(value)
             client.set(epoch, prefix + key, base64.b64encode(data).decode())
