@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from composer3d.checkpoint.checksums import digest, open_file, write_file
+from composer3d.checkpoint.foreign_files import foreign_in, refuse_foreign, refuse_foreign_marker
 from composer3d.errors import CheckpointError
 
-__all__ = ["complete", "discard", "latest", "prepare", "prune", "publish", "require"]
+__all__ = ["complete", "discard", "latest", "prepare", "prune", "publish", "require", "require_name"]
 
 MARKER = "latest"
 METADATA = ".metadata"
@@ -108,16 +109,22 @@ def prepare(path: Path) -> Path:
 
     Returns:
         The folder beside `path` in which the checkpoint is to be written.
+
+    Raises:
+        CheckpointError: There is something else than a checkpoint, which a save would delete.
     """
-    if path.name in ("", MARKER) or path.suffix in (BESIDE, REPLACED):
-        raise CheckpointError(f'{path}: a checkpoint cannot have this name; use for example "step-100"')
+    require_name(path)
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(path)
+    for used in (_beside(path), _replaced(path)):
+        refuse_foreign(used, beside=True)
+    refuse_foreign_marker(folder / MARKER)
     stale = {found for found in folder.iterdir() if re.fullmatch(r"step-\d+\.(tmp|old)", found.name)}
-    stale |= {_beside(path), _replaced(path)}
+    stale = {found for found in stale if not _is_left(found)} | {_beside(path), _replaced(path)}
     for found in sorted(stale):
         final = found.with_suffix("")
-        if found.suffix == REPLACED and complete(found) and not complete(final):
+        if found.suffix == REPLACED and complete(found) and not complete(final) and not _is_left(final):
             discard(final)
             found.rename(final)
     for found in sorted(stale):
@@ -125,6 +132,20 @@ def prepare(path: Path) -> Path:
     target = _beside(path)
     target.mkdir()
     return target
+
+
+def require_name(path: Path) -> None:
+    """Raise a CheckpointError unless a checkpoint can have the path's name."""
+    if path.name in ("", "..", MARKER) or path.suffix in (BESIDE, REPLACED):
+        raise CheckpointError(f'{path}: a checkpoint cannot have this name; use for example "step-100"')
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a path that looks like a killed save's is left alone, and log it."""
+    foreign = foreign_in(path)
+    if foreign:
+        log.warning("%s: %s, which no save wrote; it is left as it is", path, foreign)
+    return bool(foreign)
 
 
 def publish(path: Path) -> None:

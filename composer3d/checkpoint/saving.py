@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from composer3d.checkpoint.checkpoint_folder import STATE, prepare, publish
+from composer3d.checkpoint.checkpoint_folder import STATE, prepare, publish, require_name
 from composer3d.checkpoint.checksums import Checksums, DigestedFile, Part
 from composer3d.checkpoint.joint_failure import rank_of, together
 from composer3d.checkpoint.state_file import encode_state, write_state
@@ -37,7 +37,7 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
 
     Everything goes into `<path>.tmp` and is synced to disk; rank 0 then renames it and moves the marker. The folder
     must be one that all ranks see. A key that several ranks hold as a plain tensor is written once; tensors that
-    differ between ranks need different keys. An existing checkpoint of this name is replaced.
+    differ between ranks need different keys. An existing checkpoint of this name is replaced; anything else is refused.
 
     Args:
         path: The final folder, for example `runs/a/checkpoints/step-100`.
@@ -151,6 +151,7 @@ class _Request:
 def _request(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> _Request:
     text, refusal = "", None
     try:
+        require_name(path)
         if rank_of(None) == 0:
             text = encode_state(state)
         for key, tensor in tensors.items():
@@ -188,7 +189,7 @@ def _stage(request: _Request) -> _Request:
 
 def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
     path, is_first = request.path, rank_of(group) == 0
-    beside = path.with_name(path.name + ".tmp")
+    beside = path.parent / f"{path.name}.tmp"
 
     def begin() -> None:
         if request.refusal is not None:

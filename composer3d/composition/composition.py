@@ -280,7 +280,8 @@ class Composition(OwnLoop):
         """Save parameters, buffers, the optimizer, plugins and what was attached, atomically.
 
         Args:
-            path: The folder of this checkpoint; it appears whole or not at all.
+            path: The folder of this checkpoint, which appears whole or not at all; of what is there a checkpoint alone
+                is replaced.
             asynchronous: Copy to host memory now and write in a thread; the next save, and `close`, wait for it.
 
         Raises:

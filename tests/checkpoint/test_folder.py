@@ -157,7 +157,7 @@ def test_prune_never_removes_all(tmp_path):
 
 
 def test_prepare_clears_what_killed_runs_left(tmp_path):
-    make(tmp_path / "step-1.tmp" / "inner")
+    make(tmp_path / "step-1.tmp", ".metadata.tmp", "__0_0.distcp", "state.json")
     make(tmp_path / "step-2.old")
     make(tmp_path / "step-3.old")
     (make(tmp_path / "step-3") / "new").touch()
@@ -197,11 +197,47 @@ def test_publish_replaces_and_marks(tmp_path):
     assert (tmp_path / "latest").read_text().splitlines() == ["step-1", digest(b"step-1")]
 
 
-@pytest.mark.parametrize("name", ["latest", "step-1.tmp", "step-1.old"])
+@pytest.mark.parametrize("taken", ["file", "folder", "folders", "link", "empty", "beside", "marker", "linked marker"])
+def test_what_no_save_wrote_is_neither_replaced_nor_removed(tmp_path, taken):
+    path = make(tmp_path / "mine") / "run"
+    if taken == "folder":
+        make(path, "thesis.tex", *(".metadata", "state.json"))
+    elif taken == "folders":
+        make(make(path) / "10")
+    elif taken in ("link", "empty"):
+        path.symlink_to(make(tmp_path / "real", "f") if taken == "link" else tmp_path / "none")
+    elif taken == "linked marker":
+        path.with_name("latest").symlink_to(tmp_path / "mine")
+    else:
+        path.with_name({"file": "run", "beside": "run.tmp", "marker": "latest"}[taken]).write_text("a\nb\n")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="run: |run.tmp: is a file|latest: is not the marker") as caught:
+        prepare(path)
+    assert "move it away, or save" in str(caught.value) and sorted(tmp_path.rglob("*")) == before
+    assert all(each.read_text() == "a\nb\n" for each in before if each.is_file() and each.stat().st_size)
+
+
+def test_folders_with_a_killed_saves_name_and_others_files_are_left(tmp_path, caplog):
+    make(tmp_path / "step-1.tmp", "notes.txt")
+    prepare(tmp_path / "step-2")
+    assert (tmp_path / "step-1.tmp" / "notes.txt").exists()
+    assert caplog.messages == [f"{tmp_path / 'step-1.tmp'}: holds notes.txt, which no save wrote; it is left as it is"]
+
+
+def test_an_earlier_checkpoint_an_empty_folder_and_a_link_to_a_checkpoint_are_replaced(tmp_path):
+    make(tmp_path / "disk")
+    (tmp_path / "step-1").symlink_to(tmp_path / "disk")
+    (tmp_path / "step-2").mkdir()
+    for name in ("step-1", "step-2", "step-2"):
+        publish_step(tmp_path, name)
+        assert complete(tmp_path / name) and not (tmp_path / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["latest", "step-1.tmp", "step-1.old", ".", ".."])
 def test_reserved_names_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError) as caught:
-        prepare(tmp_path / name)
-    assert str(caught.value) == f'{tmp_path / name}: a checkpoint cannot have this name; use for example "step-100"'
+        prepare(Path(name) if name.strip(".") == "" else tmp_path / name)
+    assert str(caught.value).endswith(': a checkpoint cannot have this name; use for example "step-100"')
 
 
 def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
