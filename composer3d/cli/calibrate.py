@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.cli.options import Subparsers, positive
-from composer3d.cli.output import say
-from composer3d.errors import ComposerError
+from composer3d.cli.output import say, write_output
 
 __all__ = ["add", "execute"]
 
@@ -54,10 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     tables = measure_machine(seconds=60 * arguments.minutes, num_ranks=arguments.nproc_per_node)
     if tables is None:
         return 0
-    try:
-        arguments.output.write_text(dump(tables), encoding="utf-8")
-    except OSError as error:
-        raise ComposerError(f"{arguments.output}: cannot be written: {error.strerror}") from error
+    write_output(arguments.output, dump(tables))
     _show(tables, arguments.output)
     return 0
 

@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
-from composer3d.errors import Problem
+from composer3d.errors import ComposerError, Problem
 
-__all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json"]
+__all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json", "write_output"]
 
 FORMAT = 1
+_KIND = 9  # characters: <!doctype, <svg xmln
 
 
 def say(text: str) -> None:
@@ -23,6 +25,23 @@ def say(text: str) -> None:
 def say_json(content: Mapping[str, Any]) -> None:
     """Write one JSON object, marked with its format, to standard output."""
     say(json.dumps({"composer3d": FORMAT, **content}, indent=1))
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write what a command draws to a file; an existing one is replaced if it begins alike, as an earlier drawing does.
+
+    Raises:
+        ComposerError: It holds something else, or cannot be written.
+    """
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                begins = file.read(_KIND)
+            if begins and begins.lower() != text[:_KIND].lower().encode():
+                raise ComposerError(f"{path} exists, holds something else and is not overwritten; name another file")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> str:

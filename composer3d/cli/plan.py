@@ -17,7 +17,7 @@ from composer3d.cli.options import (
     price,
     size,
 )
-from composer3d.cli.output import coloured, print_problems, say, say_json
+from composer3d.cli.output import coloured, print_problems, say, say_json, write_output
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from composer3d.planning.reports import plan_to_html
 
-        _write(arguments.html, plan_to_html(found, title=source))
+        write_output(arguments.html, plan_to_html(found, title=source))
     if arguments.json:
         from composer3d.planning.reports import plan_to_json
 
@@ -189,13 +189,6 @@ def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
     else:
         say(show_difference(plan, other))
     return DOES_NOT_FIT if other.verdict == "does not fit" else 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive
-from composer3d.cli.output import say, say_json
-from composer3d.errors import ComposerError
+from composer3d.cli.output import say, say_json, write_output
 
 __all__ = ["add", "execute"]
 
@@ -56,16 +55,9 @@ def execute(arguments: argparse.Namespace) -> int:
         costs=Costs(**{name: getattr(arguments, f"{name}_cost") for name in COSTS}),
     )
     if arguments.svg is not None:
-        _write(arguments.svg, found.to_svg())
+        write_output(arguments.svg, found.to_svg())
     if arguments.json:
         say_json(found.to_json())
     else:
         say(found.to_text(width=arguments.width))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error

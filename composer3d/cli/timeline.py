@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.options import Subparsers, add_json, positive
-from composer3d.cli.output import say, say_json
+from composer3d.cli.output import say, say_json, write_output
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def execute(arguments: argparse.Namespace) -> int:
     drawn = report.steps[-arguments.steps :]
     title = f"{arguments.run.resolve().name}: {len(trace.ranks)} ranks"
     page = arguments.html or arguments.run / "timeline.html"
-    _write(page, draw_page(trace, report, drawn, title=title))
+    write_output(page, draw_page(trace, report, drawn, title=title))
     if arguments.svg is not None:
-        _write(arguments.svg, draw_svg(trace, drawn, title=title))
+        write_output(arguments.svg, draw_svg(trace, drawn, title=title))
     if arguments.json:
         say_json({**_report(report), "page": str(page)})
         return 0
@@ -59,13 +59,6 @@ def execute(arguments: argparse.Namespace) -> int:
         say(line)
     say(str(page))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _report(report: Report) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Job:
 
         Raises:
             ManifestError: The run would not start.
-            ComposerError: The cluster's command is not there, or failed.
+            ComposerError: The cluster's command is not there, or failed; or the job's file holds something else.
         """
         if not self.ok:
             raise ManifestError(self.problems)
@@ -80,6 +80,8 @@ class Job:
         command = _SUBMIT[self.system]
         if shutil.which(command[0]) is None:
             raise ComposerError(f"--submit: there is no {command[0]} on this machine; it would be given {file.name}")
+        if file.exists() and file.read_bytes() != self.text.encode():
+            raise ComposerError(f"{file} exists, differs and is not overwritten; remove it, or give the job a --name")
         file.write_text(self.text, encoding="utf-8")
         done = subprocess.run([*command, file.name], cwd=folder, capture_output=True, text=True)
         if done.returncode:

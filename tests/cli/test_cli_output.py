@@ -6,8 +6,8 @@ import pytest
 
 from composer3d.checking.fqn_ranges import compress
 from composer3d.cli.options import size
-from composer3d.cli.output import print_problems, print_table
-from composer3d.errors import Problem
+from composer3d.cli.output import print_problems, print_table, write_output
+from composer3d.errors import ComposerError, Problem
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,16 @@ def test_tables_are_drawn_on_a_terminal(capsys, monkeypatch):
     print_table(("name", "what"), [("a", "[bold]x")])
     told = capsys.readouterr().out
     assert "[bold]x" in told and len(told.splitlines()) == 5
+
+
+def test_a_drawing_replaces_an_earlier_one_and_nothing_else(tmp_path):
+    page, text = tmp_path / "plan.html", "<!doctype html>\n<p>new"
+    for before in (None, "", "<!DOCTYPE html>\n<p>old"):
+        if before is not None:
+            page.write_text(before)
+        write_output(page, text)
+        assert page.read_text() == text
+    page.write_text("composer3d = 1\n")
+    with pytest.raises(ComposerError, match="plan.html exists, holds something else and is not overwritten"):
+        write_output(page, text)
+    assert page.read_text() == "composer3d = 1\n"

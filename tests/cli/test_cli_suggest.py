@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from composer3d import ComposerError
 from composer3d.cli import main
+from composer3d.manifest import load_manifest
+from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
+from composer3d.runner import TABLES
 
 MODEL = 'use = "composer3d.models:llama"\nargs = { dim = 1024, num_layers = 4, num_heads = 8, vocab_size = 32000 }\n'
 
@@ -48,6 +54,18 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
     assert len(files) == len(report["suggestions"])
     for file in files:
         assert main(["check", str(file), "--world-size", "4"]) == 0, file.read_text()
+
+
+def test_a_manifest_that_was_changed_by_hand_is_not_overwritten(manifest, tmp_path):
+    found: Any = SimpleNamespace(manifest=load_manifest(manifest, tables=TABLES), patches=[["train.microbatch=2"]])
+    file = tmp_path / "found" / "suggestion-1.toml"
+    for _ in range(2):
+        SuggestResult.write(found, file.parent)
+    changed = file.read_text() + "train.seed = 3\n"
+    file.write_text(changed)
+    with pytest.raises(ComposerError, match="suggestion-1.toml exists, differs and is not overwritten; name another"):
+        SuggestResult.write(found, file.parent)
+    assert file.read_text() == changed
 
 
 def test_text(manifest, capsys):

@@ -188,6 +188,17 @@ def test_a_cluster_that_is_not_here_is_named(folder, monkeypatch):
     assert not (folder / "my-run.sh").exists()
 
 
+def test_a_script_of_the_jobs_name_is_not_overwritten(folder, monkeypatch):
+    (folder / "sbatch").write_text("#!/bin/sh\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    job = Job(system="slurm", name="my-run", text="new", problems=(), output="out")
+    (folder / "my-run.sh").write_text("mine")
+    with pytest.raises(composer3d.ComposerError, match="exists, differs and is not overwritten; remove it, or give"):
+        job.submit(folder)
+    assert (folder / "my-run.sh").read_text() == "mine"
+
+
 def test_the_dockerfile_keeps_its_images_torch(capfd):
     assert main(["launch", "--dockerfile"]) == 0
     lines = capfd.readouterr().out.splitlines()

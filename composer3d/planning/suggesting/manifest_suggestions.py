@@ -89,7 +89,7 @@ class SuggestResult:
             folder: Made where it is not there; gets `suggestion-N.toml`.
 
         Raises:
-            ComposerError: It cannot be written.
+            ComposerError: It cannot be written, or there are others, which may have been changed by hand.
         """
         from composer3d.planning.suggesting.patch_file import patch_text
 
@@ -97,8 +97,17 @@ class SuggestResult:
         known = str(base.resolve()) if base.suffix == ".toml" else self.manifest.document.file
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for number, changes in enumerate(self.patches, 1):
-                (folder / f"suggestion-{number}.toml").write_text(patch_text(known, changes), encoding="utf-8")
+            texts = {
+                folder / f"suggestion-{number}.toml": patch_text(known, changes)
+                for number, changes in enumerate(self.patches, 1)
+            }
+            for file, text in texts.items():
+                if file.exists() and file.read_bytes() != text.encode():
+                    raise ComposerError(
+                        f"{file} exists, differs and is not overwritten; name another folder with --write"
+                    )
+            for file, text in texts.items():
+                file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ComposerError(f"{folder}: cannot be written: {error.strerror}") from error
 
