@@ -74,10 +74,11 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
     """Split a batch x_B... into micro-batches of `size` samples along dim 0.
 
     Tensors whose first dim is not the batch's, and everything that is no tensor, are passed unchanged to every
-    micro-batch.
+    micro-batch; but of a target something has to be of its samples. A batch that is one micro-batch is passed as it is,
+    with a target of any length, of which the loss decides.
 
     Raises:
-        BatchError: The batch does not divide.
+        BatchError: The batch does not divide, or its target does not with it.
     """
     length = None if size is None else num_samples((batch.args, batch.kwargs, batch.target))
     if size is None or length is None or length == size:
@@ -87,6 +88,7 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
             f"a batch of {length} samples cannot be split into micro-batches of {size} ([train] microbatch); "
             f"hand over a multiple of {size} samples a call"
         )
+    _refuse_other_target(batch.target, size, length)
     return [
         Batch(
             args=tuple(_slice(batch.args, start, size, length)),
@@ -95,6 +97,18 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
         )
         for start in range(0, length, size)
     ]
+
+
+def _refuse_other_target(target: Any, size: int, length: int) -> None:
+    """Refuse a target of which every micro-batch would be given all; one row is the same for every sample."""
+    labels = target.get("labels") if isinstance(target, Mapping) else None
+    lengths = [t.shape[0] for t in tensors(target if labels is None else labels) if t.dim() and t.shape[0] != 1]
+    if lengths and length not in lengths:
+        raise BatchError(
+            f"the batch has {length} samples and its target {lengths[0]}, so every micro-batch of {size} ([train] "
+            f"microbatch) would be given the whole target; hand over a row a sample (a target of tokens as "
+            f"target.view({length}, -1), pairs as inputs of 2 a sample), or one micro-batch a call"
+        )
 
 
 def _slice(value: Any, start: int, size: int, length: int) -> Any:

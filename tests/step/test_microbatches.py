@@ -64,6 +64,25 @@ def test_a_batch_that_does_not_divide_is_refused(num, size):
     )
 
 
+@pytest.mark.parametrize("form", [lambda t: t, lambda t: {"labels": t, "weight": rows(6)}, lambda t: [(t, 0.5)]])
+@pytest.mark.parametrize("num", [3, 12])
+def test_a_target_of_another_number_of_samples_is_refused(form, num):
+    batch = Batch(args=({"x": rows()},), target=form(rows(num)))
+    with pytest.raises(BatchError) as caught:
+        cut(batch, 2)
+    assert str(caught.value) == (
+        f"the batch has 6 samples and its target {num}, so every micro-batch of 2 ([train] microbatch) would be given "
+        "the whole target; hand over a row a sample (a target of tokens as target.view(6, -1), pairs as inputs of 2 a "
+        "sample), or one micro-batch a call"
+    )
+    assert cut(batch, 6) == cut(batch, None) == [batch]  # the loss sees all of both, and decides
+
+
+@pytest.mark.parametrize("target", [torch.ones(1), torch.tensor(2.0), (rows(), torch.ones(9)), None, "text"])
+def test_targets_of_no_sample_are_the_same_for_every_micro_batch(target):
+    assert len(cut(Batch(args=(rows(),), target=target), 2)) == 3
+
+
 BASE = Batch(args=(rows(),), kwargs={"a": torch.rand(3, generator=torch.Generator().manual_seed(0))}, target=rows() + 1)
 
 
