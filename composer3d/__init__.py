@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.expert_contract import has_stacked_experts
-    from composer3d.composition.expert_products import multiply_experts, stacked_layers
+    from composer3d.composition.expert_products import (
+        multiply_experts,
+        stacked_layers,
+        standing_in,
+        summed_dims,
+    )
     from composer3d.composition.preparing import PlanRow
     from composer3d.composition.routed_lists import caller_of, chosen_by_values
     from composer3d.composition.sampling import Sampler
@@ -155,7 +160,7 @@ _MODULES = {
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
     "composition.expert_contract": ("has_stacked_experts",),
-    "composition.expert_products": ("multiply_experts", "stacked_layers"),
+    "composition.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
     "composition.routed_lists": ("caller_of", "chosen_by_values"),
     "interfaces": (
         "Action",
@@ -299,7 +304,9 @@ __all__ = [
     "select_fqns",
     "share_of",
     "stacked_layers",
+    "standing_in",
     "suggest",
+    "summed_dims",
     "torch_compat",
     "units_of",
     "verify",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -14,9 +16,10 @@ from composer3d.composition.expert_contract import has_stacked_experts
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-__all__ = ["multiply_experts", "stacked_layers"]
+__all__ = ["multiply_experts", "stacked_layers", "standing_in", "summed_dims"]
 
 # Returns y_RO of x_RI and w_OI, differentiable.
 Product = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -28,7 +31,9 @@ _VIEWS = frozenset(
     "view_as".split()
 )
 _MATMULS = frozenset(("matmul", "mm", "bmm", "__matmul__"))
-_GROUPED = frozenset(("grouped_mm", "_grouped_mm"))
+_GROUPED = frozenset(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"))
+# Attributes that say where a tensor is.
+_PLACES = frozenset(("device", "is_cpu", "is_cuda", "is_meta"))
 
 
 def stacked_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -45,7 +50,8 @@ def multiply_experts(module: Any, product: Product, *, fqn: str, by: str) -> Non
     """Let the forward of a module with stacked weights multiply them by a function, expert by expert.
 
     Its own code runs; products of rows and weights in it are taken over: `grouped_mm`, `linear` and `matmul` with the
-    weights of one expert, and `bmm` with those of several. Results in other dtypes than the code's are cast back.
+    weights of one expert, `bmm` with those of several, and with one for each row (`weight[experts_R]`). Results in
+    other dtypes than the code's are cast back.
     Collectives: none.
 
     Args:
@@ -76,14 +82,149 @@ def multiply_experts(module: Any, product: Product, *, fqn: str, by: str) -> Non
     module.forward = forward
 
 
-def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str) -> Any:
+@contextmanager
+def standing_in(
+    weights: Mapping[tuple[Any, str], Sequence[int]],
+    product: Callable[[tuple[Any, str], Tensor, Tensor], Tensor],
+    *,
+    like: Tensor,
+    fqn: str,
+    by: str,
+) -> Iterator[None]:
+    """Let a module's code compute with weights that have no values: what it multiplies them with goes to a function.
+
+    In the place of each stands a tensor on meta, of which the function is given a view: where it begins says whose
+    matrix it is, and its strides whether it is transposed.
+
+    Args:
+        weights: Their owners and names, each with its shape.
+        product: Of a weight's owner and name, rows and a view w_OI of what stands for it.
+        like: Has the dtype and the device that the code is to see; on meta it computes with what stands there.
+        fqn: As of `multiply_experts`.
+        by: As there.
+    """
+    import torch
+
+    made = {key: torch.empty(tuple(shape), dtype=like.dtype, device="meta") for key, shape in weights.items()}
+    before = {(owner, name): owner.__dict__.get(name) for owner, name in weights}
+    keys = {torch_compat.storage_key(tensor): key for key, tensor in made.items()}
+
+    def of_weight(x: Tensor, w_OI: Tensor) -> Tensor:
+        return product(keys[torch_compat.storage_key(w_OI)], x, w_OI)
+
+    replaced = _mode(list(made.values()), of_weight, fqn=fqn, by=by, device=like.device)
+    try:
+        for (owner, name), tensor in made.items():
+            owner.__dict__[name] = tensor  # shadows the parameter
+        with nullcontext() if like.is_meta else replaced:
+            yield
+    finally:
+        for (owner, name), value in before.items():
+            owner.__dict__.pop(name)
+            if value is not None:
+                owner.__dict__[name] = value
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What stands for one matrix a row: without values.
+
+    Args:
+        weight: That they were chosen from.
+        experts_R: Of each row.
+        stand_in: On meta.
+    """
+
+    weight: Tensor
+    experts_R: Tensor
+    stand_in: Tensor
+
+    def is_turned(self, view: Tensor) -> bool:
+        """Return whether a view has the last two dims the other way round."""
+        last = view.shape[-2:]
+        return last != self.stand_in.shape[-2:] or (view.stride(-1) != 1 and last[-1] > 1)
+
+
+class _Weights:
+    """Weights, their views, and what was chosen from them for rows."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._held = {torch_compat.storage_key(weight) for weight in weights}
+        self._chosen: dict[int, _Chosen] = {}
+
+    def has(self, value: Any) -> bool:
+        """Return whether a value is one of them."""
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return False
+        key = torch_compat.storage_key(value)
+        return key in self._held or key in self._chosen
+
+    def chosen(self, value: Tensor) -> _Chosen | None:
+        """Return what was chosen, of which a value is a view."""
+        return self._chosen.get(torch_compat.storage_key(value))
+
+    def choose(self, weight: Tensor, experts_R: Tensor) -> Tensor:
+        """Return what stands for the matrices of rows' experts."""
+        import torch
+
+        shape = (*experts_R.shape, *weight.shape[1:])
+        stand_in = torch.empty(shape, dtype=weight.dtype, device="meta")
+        self._chosen[torch_compat.storage_key(stand_in)] = _Chosen(weight, experts_R, stand_in)
+        return stand_in
+
+
+def summed_dims(module: Any, *, fqn: str, by: str) -> dict[str, int]:
+    """Return along which dim each stacked weight of three dims is summed over, found by running the module's code.
+
+    Args:
+        module: With the contract of `has_stacked_experts`; on meta or with values, of which none is read.
+        fqn: As of `multiply_experts`.
+        by: As there.
+
+    Raises:
+        PluginError: Its code does not run on one row of any width that its weights have.
+    """
+    import torch
+
+    names = [name for name, held in module.named_parameters() if held.ndim == 3]
+    owners = {(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]): name for name in names}
+    shapes = {key: tuple(module.get_parameter(name).shape) for key, name in owners.items()}
+    found: dict[str, int] = {}
+
+    def product(key: tuple[Any, str], x: Tensor, w_OI: Tensor) -> Tensor:
+        if x.shape[-1] != w_OI.shape[-1]:
+            raise ValueError("another width")
+        is_stored = tuple(w_OI.shape) == shapes[key][1:] and (w_OI.stride(-1) == 1 or w_OI.shape[-1] == 1)
+        found[owners[key]] = 2 if is_stored else 1
+        return x.new_zeros(*x.shape[:-1], w_OI.shape[0])
+
+    for width in dict.fromkeys(size for shape in shapes.values() for size in shape[1:]):
+        x, index = torch.zeros(1, width), torch.zeros(1, 1, dtype=torch.int64)
+        plain = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+        biases = [key for key in plain if key not in shapes]
+        found.clear()
+        try:
+            for owner, name in biases:
+                owner.__dict__[name] = torch.zeros(owner._parameters[name].shape)
+            with torch.no_grad(), standing_in(shapes, product, like=x, fqn=fqn, by=by):
+                module.forward(x, index, torch.ones(1, 1))
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        finally:
+            for owner, name in biases:
+                owner.__dict__.pop(name, None)
+        if found.keys() == set(names):
+            return found
+    raise PluginError(f'{by}: the experts of "{fqn}" do not compute a row of any width that their weights have')
+
+
+def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device: torch.device | None = None) -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    held = {torch_compat.storage_key(weight) for weight in weights}
-
-    def is_weight(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and torch_compat.storage_key(value) in held
+    held = _Weights(weights)
 
     class Replaced(TorchFunctionMode):
         """Products with the weights go to the precision's."""
@@ -93,18 +234,22 @@ def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str) -> Any
         ) -> Any:
             name, given = getattr(function, "__name__", ""), {**(kwargs or {})}
             values = [*args, *given.values()]
-            if not any(map(is_weight, values)):
+            if not any(map(held.has, values)):
                 return function(*args, **given)
-            if name in _GROUPED and is_weight(values[1]):
+            if name == "__get__" and device is not None and function.__self__.__name__ in _PLACES:
+                return getattr(torch.empty(0, device=device), function.__self__.__name__)
+            if name in ("__getitem__", "index_select") and _is_choice(values[-1], values[0]):
+                return held.choose(values[0], values[-1])
+            if name in _GROUPED and held.has(values[1]):
                 return _grouped(product, *args, **given)
-            if name == "linear" and is_weight(values[1]) and values[1].ndim == 2:
+            if name == "linear" and held.has(values[1]) and values[1].ndim == 2:
                 return _linear(product, *args, **given)
-            if name in _MATMULS and is_weight(values[1]) and not is_weight(values[0]):
-                return _matmul(product, values[0], values[1])
+            if name in _MATMULS and held.has(values[0]) != held.has(values[1]):
+                is_first = held.has(values[0])
+                x, weight = (values[1], values[0]) if is_first else (values[0], values[1])
+                return _matmul(product, x, weight, held.chosen(weight), is_first=is_first)
             result = function(*args, **given)
-            if name in _VIEWS and all(
-                is_weight(each) for each in torch_compat.tree_leaves(result) if _has_values(each)
-            ):
+            if name in _VIEWS and all(held.has(each) for each in torch_compat.tree_leaves(result) if _has_values(each)):
                 return result
             raise PluginError(
                 f'{by}: the experts of "{fqn}" use their weights in `{name}`, which it does not compute; write '
@@ -120,9 +265,15 @@ def _has_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _is_choice(index: Any, weight: Tensor) -> bool:
+    """Return whether an index chooses one matrix for each row."""
+    is_index = _has_values(index) and index.ndim == 1 and not index.is_floating_point()
+    return is_index and weight.ndim == 3 and index.element_size() > 1
+
+
 def _product(product: Product, x: Tensor, w_OI: Tensor) -> Tensor:
     """Return y_RO; without rows there is nothing to quantise, and the weight's gradient is zero."""
-    return product(x, w_OI).to(x.dtype) if x.numel() else x @ w_OI.t()
+    return product(x, w_OI).to(x.dtype) if x.numel() or w_OI.device != x.device else x @ w_OI.t()
 
 
 def _linear(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,13 +281,40 @@ def _linear(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias
 
 
-def _matmul(product: Product, x: Tensor, weight: Tensor) -> Tensor:
+def _matmul(product: Product, x: Tensor, weight: Tensor, chosen: _Chosen | None, *, is_first: bool) -> Tensor:
+    """Return the product of rows and matrices, or, where these come first, of matrices and columns."""
     import torch
 
+    if chosen is not None:
+        return _rowwise(product, x, weight, chosen, is_first=is_first)
     if weight.ndim == 2:
-        return _product(product, x, weight.t())
+        return _one(product, x, weight, is_first=is_first)
     pairs = zip(x.expand(weight.shape[0], *x.shape[-2:]), weight, strict=True)
-    return torch.stack([_product(product, x_RI, w_IO.t()) for x_RI, w_IO in pairs])
+    return torch.stack([_one(product, each, matrix, is_first=is_first) for each, matrix in pairs])
+
+
+def _one(product: Product, x: Tensor, matrix: Tensor, *, is_first: bool) -> Tensor:
+    if not is_first:
+        return _product(product, x, matrix.t())
+    return _product(product, x, matrix) if x.ndim == 1 else _product(product, x.mT, matrix).mT
+
+
+def _rowwise(product: Product, x: Tensor, weight: Tensor, chosen: _Chosen, *, is_first: bool) -> Tensor:
+    """Return the products of each row's own matrix, expert by expert."""
+    import torch
+
+    number, is_turned = chosen.weight.shape[0], chosen.is_turned(weight)
+    x = x.expand(weight.shape[0], *x.shape[-2:])
+    if torch_compat.active_fake_mode() is not None:  # no values: as many for each
+        rows = list(torch.arange(x.shape[0], device=x.device).tensor_split(number))
+    else:
+        rows = [torch.where(chosen.experts_R == index)[0] for index in range(number)]
+    pieces = []
+    for index, of_expert in enumerate(rows):
+        matrix = chosen.weight[index].t() if is_turned else chosen.weight[index]
+        pieces.append(_one(product, x[of_expert], matrix, is_first=is_first))
+    y = torch.cat(pieces)
+    return torch.empty_like(y).index_copy(0, torch.cat(rows), y)
 
 
 def _grouped(product: Product, input: Tensor, weight: Tensor, *, offs: Tensor, **options: Any) -> Tensor:

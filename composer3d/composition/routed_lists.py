@@ -150,7 +150,9 @@ class _Reader:
         for argument in (*given.posonlyargs[1:], *given.args, *given.kwonlyargs):
             is_plain = isinstance(argument.annotation, ast.Name) and argument.annotation.id in _NOT_A_TENSOR
             self._kinds[argument.arg] = _Kind.NONE if is_plain else _Kind.OPEN
-        self._kinds.pop("self", None)
+        first = [*given.posonlyargs, *given.args][:1]
+        self._self = first[0].arg if first else "self"
+        self._kinds.pop(self._self, None)
         before: dict[str, _Kind] = {}
         while before != self._kinds:
             before = dict(self._kinds)
@@ -158,13 +160,22 @@ class _Reader:
                 self._assign(node)
 
     def find(self) -> ast.expr | ast.stmt | None:
-        """Return the first test, or loop, that decides by values which entries are called."""
+        """Return the first test, loop, or index, that decides by values which entries are called."""
         for loop in ast.walk(self._tree):
             if isinstance(loop, _LOOPS) and self._mentions(loop, set()):
                 found = self._decider(loop)
                 if found is not None:
                     return found
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Subscript) and self._is_list(node.value) and self.kind(node.slice) >= _Kind.MASK:
+                return node
         return None
+
+    def _is_list(self, node: ast.expr) -> bool:
+        """Return whether code names the list itself."""
+        key = node.slice if isinstance(node, ast.Subscript) else None
+        is_entry = isinstance(key, ast.Constant) and key.value == self._name
+        return is_entry or (isinstance(node, ast.Attribute) and node.attr == self._name)
 
     def gives_chosen_rows(self) -> bool:
         """Return whether a loop calls entries with tensors whose size depends on values."""
@@ -315,7 +326,7 @@ class _Reader:
             root = root.value
         if isinstance(root, ast.Name) and root.id in _LIBRARIES:
             return self._of_library(name, given, num_given=len(node.args))
-        if isinstance(root, ast.Name) and root.id == "self":
+        if isinstance(root, ast.Name) and root.id == self._self:
             is_module = base is root and name in self._modules
             return max(given, _Kind.TENSOR) if is_module and given else min(given, _Kind.OPEN)
         return self._of_method(name, self.kind(base), given)

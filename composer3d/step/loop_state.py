@@ -97,7 +97,8 @@ class LoopState:
         parameters = self._parameters.values()
         groups = () if optimizer is None else tuple(_numbers(group) for group in optimizer.param_groups)
         modes = sum([module.training for module in self._modules])
-        frozen = sum([parameter.requires_grad for parameter in parameters])
+        # Of experts in lists a rank has its own, of which some may have more parameters than those of another.
+        frozen = sum([not parameter.requires_grad for parameter in parameters])
         left = self._has_gradients()
         # Numbers alone: the hashes of texts, and of None, are another process's own.
         return (hash((self.clip_norm, groups, modes, frozen, left)) & _BITS) or 1

@@ -30,6 +30,7 @@ def watch_units(module: Any) -> Units:
     root = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     units = Units(root)
     names = {id(child): fqn for fqn, child in module.named_modules()}
+    entered: dict[Any, Entries] = {}
     for child in module.modules():
         state = child._get_fsdp_state() if hasattr(child, "_get_fsdp_state") else None
         if state is None or hasattr(state, "watched"):
@@ -41,9 +42,13 @@ def watch_units(module: Any) -> Units:
         for group in state.watched:
             cls = type(group)
             group.__class__ = _watched_group(cls)
-            entries = entries_of(child, group, functools.partial(units.enter, state, child))
-            group.watch(units, len(units.groups), entries, Places(group, names))
-            units.groups.append(group)
+            entered[group] = entries_of(child, group, functools.partial(units.enter, state, child))
+    # Numbers are the same on all ranks: those that hold other experts may have another number of units of these.
+    sizes = {group: group.mesh_info.mesh.size() for group in entered}
+    units.groups += sorted(entered, key=lambda group: -sizes[group])
+    units.num_common = sum(size == max(sizes.values()) for size in sizes.values())
+    for index, group in enumerate(units.groups):
+        group.watch(units, index, entered[group], Places(group, names))
     return units
 
 
@@ -58,7 +63,7 @@ class Units:
     """The record of a rank's units.
 
     Attributes:
-        before: Called before each collective with what is then added to `sent`; it may raise.
+        before: Called before each collective of all ranks, with what is then added to `sent`; it may raise.
         sent: What was gathered and reduced in this step, in order: twice the index of the unit, plus 1 for gradients.
         used: Parameters of FSDP2 that got a gradient on this rank in this step.
         agree: Called with whether this rank has used each parameter of a unit that is to be reduced; returns whether
@@ -86,6 +91,7 @@ class Units:
         self.gathers: Callable[[], None] = lambda: None
         self.written: Callable[[str, Any, Any], None] = lambda fqn, shard, whole: None
         self.before: Callable[[int], None] | None = None
+        self.num_common = 0
         self.sent: list[int] = []
         self.used: set[Any] = set()
         self.agree: Callable[[Sequence[bool]], Sequence[bool]] | None = None
@@ -104,7 +110,7 @@ class Units:
 
     def send(self, item: int) -> None:
         """Record a collective that begins now."""
-        if self.before is not None:
+        if self.before is not None and item // 2 < self.num_common:
             self.before(item)
         self.sent.append(item)
 

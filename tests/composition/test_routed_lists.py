@@ -67,6 +67,12 @@ class AsksMasks(Layers):
         return x
 
 
+class ReadsIndex(Layers):
+    def forward(this, x):
+        best = this.router(x).argmax(-1)
+        return torch.stack([this.layers[int(best[row])](x[row]) for row in range(x.shape[0])])
+
+
 class AsksChosen(Layers):
     def forward(self, x):
         chosen = self.router(x).topk(2).indices
@@ -122,6 +128,7 @@ def test_lists_that_every_rank_calls_are_blocks(cls):
 
 ROUTED = [
     (AsksMasks, "if mask.any():"),
+    (ReadsIndex, "return torch.stack([this.layers["),
     (AsksChosen, "if rows.numel() == 0:"),
     (AsksLengths, "if len(rows):"),
     (LoopsOverHits, "for hit in hits:"),

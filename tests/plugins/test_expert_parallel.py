@@ -46,13 +46,17 @@ def test_collectives_and_gradients_of_mixtures_as_people_write_them():
     names = [name for name in MIXTURES if name not in ("looped starved", "stacked starved", "shipped of four heads")]
     cases = [(name, ep(2, "dp_shard = 2", table="[train]\nmicrobatch = 2\n")) for name in names]
     for (name, _), (first, second) in zip(cases, assert_equal_to_one_device(2, cases), strict=True):
+        if name == "two lists":  # rows of one list are made of the other's results, which both runs of it exchange
+            assert first["all_to_all", "ep"][0] == (3 * 3 + 2 * 2) * LAYERS * 2
+            continue
         if name == "stacked of three":  # more experts a token than ranks: all of them gather the tokens
             assert (first["all_gather", "ep"][0], first["reduce_scatter", "ep"][0]) == (5 * LAYERS * 2, 3 * LAYERS * 2)
             continue
         count, size = first["all_to_all", "ep"]
         assert count == second["all_to_all", "ep"][0] == 5 * LAYERS * 2  # layers and micro-batches
-        experts = 1 if name in ("masked", "named") else 2
-        rows = 4 * 8 * 6 * experts * DIM * 8  # rows and results, forth and back, of all tokens in float64
+        experts = 1 if name in ("masked", "named", "token by token") else 2
+        width = 3 if name == "widened" else 2  # of a row and its result
+        rows = width * 2 * 8 * 6 * experts * DIM * 8  # forth and back, of all tokens in float64
         counts = 2 * 4 * 8 * 2  # int64 of 4 experts, of each of two ranks and micro-batches
         assert size + second["all_to_all", "ep"][1] == LAYERS * (rows + counts)
 
@@ -171,10 +175,22 @@ class InPlace(Looped):
 
 
 class Twice(Looped):
-    """Calls its experts twice."""
+    """Calls its experts with what they have returned."""
 
     def forward(self, x_BSD):
         return super().forward(super().forward(x_BSD))
+
+
+class Chained(Looped):
+    """Gives an expert what those before it have added to."""
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        chosen_TK = self.gate(x_TD).topk(2, -1).indices
+        for number, expert in enumerate(self.experts):
+            token, _ = torch.where(chosen_TK == number)
+            x_TD = x_TD.index_add(0, token, expert(x_TD[token]))
+        return x_TD.view_as(x_BSD)
 
 
 class Reading(Looped):
@@ -228,7 +244,8 @@ def test_experts_whose_gradients_nobody_averages_are_refused():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Twice, 'expert 0 of "layers.0.experts" is called twice in one forward'),
+        (Twice, 'the forward of "layers.0" makes rows for one expert of "experts" of what another has returned'),
+        (Chained, 'the forward of "layers.0" makes rows for one expert of "experts" of what another has returned'),
         (Reading, 'the forward of "layers.0" reads "[0]" of an expert, which another rank may hold'),
     ],
 )
@@ -256,6 +273,28 @@ def test_a_block_that_changes_its_input_cannot_run_twice():
 
     for said in run_ranks(step, 2):
         assert said.startswith('expert_parallel: the forward of "layer" changes its input in place, and runs twice')
+
+
+def test_what_a_block_keeps_is_kept_once():
+    class Keeping(Looped):
+        def __init__(self):
+            super().__init__()
+            self.sizes, self.calls = [], 0
+
+        def forward(self, x_BSD):
+            self.sizes.append(x_BSD.shape[0])
+            self.calls += 1
+            self.last = x_BSD.detach()
+            return super().forward(x_BSD)
+
+    def step():
+        layer, mesh = Keeping(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        shard_listed(layer, "experts", mesh, fqn="layer", note=lambda *rows: None, dependent=DataDependent())
+        layer(torch.ones(1, 2, DIM))
+        layer(torch.ones(3, 2, DIM))
+        return layer.sizes, layer.calls, layer.last.shape[0]
+
+    assert run_ranks(step, 2) == [([1, 3], 2, 3)] * 2
 
 
 def test_a_block_that_draws_runs_twice_with_the_same_numbers():

@@ -101,6 +101,77 @@ class Nested(Looped):
         return x_BSD + out_TD.view_as(x_BSD)
 
 
+class Slotwise(Looped):
+    """A loop over choices around that over experts, which calls each of them twice."""
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(2, -1)
+        out_TD = torch.zeros_like(x_TD)
+        for slot in range(2):
+            for number, expert in enumerate(self.experts):
+                mask_T = chosen_TK[:, slot] == number
+                if mask_T.any():
+                    out_TD[mask_T] += expert(x_TD[mask_T]) * weights_TK[mask_T, slot, None]
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
+class TokenByToken(Looped):
+    """A token at a time, without a dim of rows; experts of other forms, one of which has no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts[1], self.experts[3] = nn.Linear(DIM, DIM), nn.Identity()
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        best = self.gate(x_TD).softmax(-1).max(-1)
+        numbers = best.indices.tolist()
+        rows = [self.experts[number](x_D) for number, x_D in zip(numbers, x_TD, strict=True)]
+        return x_BSD + (torch.stack(rows) * best.values[:, None]).view_as(x_BSD)
+
+
+class Widened(Looped):
+    """Results of another width than rows, summed before a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, 5), nn.Linear(5, 2 * DIM)) for _ in range(NUM_EXPERTS)
+        )
+        self.down = nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(2, -1)
+        out_TF = x_TD.new_zeros(x_TD.shape[0], 2 * DIM)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen_TK == number)
+            out_TF = out_TF.index_add(0, token, expert(x_TD[token]) * weights_TK[token, slot, None])
+        return x_BSD + self.down(out_TF).view_as(x_BSD)
+
+
+class InTwoLists(Looped):
+    """Both matrices of an expert in lists of their own."""
+
+    def __init__(self):
+        super().__init__()
+        del self.experts
+        self.up = nn.ModuleList(nn.Linear(DIM, 12) for _ in range(NUM_EXPERTS))
+        self.down = nn.ModuleList(nn.Linear(12, DIM) for _ in range(NUM_EXPERTS))
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(2, -1)
+        out_TD = torch.zeros_like(x_TD)
+        for number in range(NUM_EXPERTS):
+            token, slot = torch.where(chosen_TK == number)
+            if token.numel():
+                out = self.down[number](torch.relu(self.up[number](x_TD[token])))
+                out_TD = out_TD.index_add(0, token, out * weights_TK[token, slot, None])
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
 class Stack(nn.Module):
     """Stacked weights with biases, in transformers' contract."""
 
@@ -168,6 +239,10 @@ MIXTURES = {
     "masked": lambda: MixtureNet(Masked),
     "named": lambda: MixtureNet(Named),
     "nested": lambda: MixtureNet(Nested),
+    "slotwise": lambda: MixtureNet(Slotwise),
+    "token by token": lambda: MixtureNet(TokenByToken),
+    "widened": lambda: MixtureNet(Widened),
+    "two lists": lambda: MixtureNet(InTwoLists),
     "stacked": lambda: MixtureNet(Stacked),
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -10,13 +10,15 @@ from pydantic import Field
 from composer3d import (
     Exports,
     Phase,
-    PluginError,
     RunContext,
     Transform,
+    has_stacked_experts,
     hookimpl,
     linear_layers,
+    multiply_experts,
     plugin,
     stacked_layers,
+    summed_dims,
 )
 from composer3d_plugins.precision.qat.conversion import described, flattened
 
@@ -30,7 +32,8 @@ class QAT:
 
     Weights, and with activations = "int8" the inputs of every token, are quantised and dequantised in the forward;
     gradients pass straight through. The weights themselves are trained and saved: `composer3d export --quantise` writes
-    the quantised model that was trained for, in torchao's tensors. Under tp ranks agree on the scales of sharded
+    the quantised model that was trained for, in torchao's tensors; stacked weights of experts, for which torchao has
+    none, as values that are rounded so. Under tp ranks agree on the scales of sharded
     operands, so that they are those of one device.
     Memory: rounded copies of the operands of the layer at work.
     Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) in the forward of a layer
@@ -68,15 +71,10 @@ class QAT:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        stacked = dict.fromkeys(stacked_layers(model), (self.group_size,))
+        stacked = stacked_layers(model)
         chosen = linear_layers(
             model, context, modules=self.modules, exclude=self.exclude, multiple=self.group_size, beside=stacked
         )
-        if left := [fqn for fqn in chosen if fqn in stacked]:
-            raise PluginError(
-                f'"{left[0]}" stacks the weights of experts in one parameter, and qat quantises those of linear layers',
-                hint=f'exclude = ["{left[0]}"] leaves them as they are; experts in an nn.ModuleList are quantised',
-            )
         options: dict[str, Any] = {
             "dtype": self.weights,
             "group_size": self.group_size,
@@ -84,9 +82,15 @@ class QAT:
         }
         # A tied weight is exported once, under its first name, and may be what an embedding looks up.
         first = {fqn: group[0] for group in context.ties for fqn in group}
-        sources = {name: first.get(name, name) for name in (f"{fqn}.weight" for fqn in chosen)}
+        sources = {name: first.get(name, name) for name in (f"{fqn}.weight" for fqn in chosen if fqn not in stacked)}
+        experts = {
+            f"{fqn}.{name}": dim
+            for fqn in chosen
+            if fqn in stacked
+            for name, dim in summed_dims(model.get_submodule(fqn), fqn=fqn, by="qat").items()
+        }
         exports = context.stash(Exports)
-        exports.form = lambda tensors: flattened(tensors, sources=sources, **options)
+        exports.form = lambda tensors: flattened(self._rounded(tensors, experts), sources=sources, **options)
         exports.config = lambda: described(model, sources=sources, **options)
         return chosen
 
@@ -107,5 +111,23 @@ class QAT:
         Rounded.__name__ = Rounded.__qualname__ = "FakeQuantizedLinear"
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
-            module.__class__, module.fqn = Rounded, fqn
+            if has_stacked_experts(module):
+                multiply_experts(module, rounding.product, fqn=fqn, by="qat")
+            else:
+                module.__class__, module.fqn = Rounded, fqn
         return fqns
+
+    def _rounded(self, tensors: Mapping[str, Tensor], experts: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return a file's tensors, stacked weights of experts as their values in the quantised model.
+
+        Args:
+            tensors: By name.
+            experts: Of stacked weights, the dim that is summed over.
+        """
+        from composer3d_plugins.precision.qat.fake_quantised_linear import Rounding
+
+        rounding = Rounding.of(weights=self.weights, group_size=self.group_size, activations=self.activations)
+        return {
+            name: rounding.stacked(tensor, dim=experts[name]) if name in experts else tensor
+            for name, tensor in tensors.items()
+        }

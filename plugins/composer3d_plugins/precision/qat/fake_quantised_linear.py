@@ -113,6 +113,21 @@ class Rounding:
         product = partial(self._product, share=share, pieces=known["pieces"])
         return on_shares(product, x, module.weight, module.bias)
 
+    def product(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return y_BO of plain operands, both rounded."""
+        return self._product(x_BI, weight_OI.contiguous(), None)
+
+    def stacked(self, weight: Tensor, *, dim: int) -> Tensor:
+        """Return a stacked weight of experts with its matrices rounded.
+
+        Args:
+            weight: Of three dims, experts first.
+            dim: That is summed over, whose neighbours share scales.
+        """
+        turned = weight.movedim(dim, -1)
+        rounded: Tensor = self.of_weights(turned.reshape(-1, turned.shape[-1])).view(turned.shape)
+        return rounded.movedim(-1, dim).to(weight.dtype).contiguous()
+
     def _product(
         self,
         x_BI: Tensor,

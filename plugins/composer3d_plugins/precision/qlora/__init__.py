@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,6 @@ from composer3d import (
     Stateful,
     StoredOrders,
     Transform,
-    TransformError,
     hookimpl,
     place,
     plugin,
@@ -38,6 +36,16 @@ from composer3d_plugins.precision.qlora.adapter import (
 )
 from composer3d_plugins.precision.qlora.frozen_base import Chosen, digest
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
+from composer3d_plugins.precision.qlora.sharded_adapters import cut_adapters, in_bytes, stored_like
+from composer3d_plugins.precision.qlora.stacked_adapters import (
+    adapt_stacked,
+    adapter_seed,
+    merged_stacked,
+    select_stacked,
+    start_stacked,
+    store_stacked,
+    stored_stacked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -131,6 +139,8 @@ class QLoRA:
         chosen: Chosen = context.state[self]
         if fqn in context.parameter_fqns:
             chosen.digests[fqn] = digest(tensor)
+        if (of_experts := chosen.stacked_form(fqn)) is not None:
+            return stored_stacked(tensor, of_experts)
         layer, _, name = fqn.rpartition(".")
         if name != "weight" or layer not in chosen.quantised:
             return None
@@ -145,35 +155,48 @@ class QLoRA:
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         layers: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
-        inside = _inside((context.blocks,), layers, context) if context.has_blocks else list(layers)
-        adapted = inside if self.modules is None else _inside(self.modules, layers, context)
+        every = {**layers, **dict.fromkeys(stacked_layers(model))}
+        inside = _inside((context.blocks,), every, context) if context.has_blocks else list(every)
+        adapted = inside if self.modules is None else _inside(self.modules, every, context)
         if not adapted:
             raise PluginError("the model has no linear layer in its blocks; name layers with modules = [...]")
         tied = {fqn for group in context.ties for fqn in group}
-        stacked = dict.fromkeys(stacked_layers(model)) if self.quantize == "nf4" else {}
-        kept = set(_inside(self.keep, {**layers, **stacked}, context))
-        if left := [fqn for fqn in stacked if fqn not in kept]:
-            raise PluginError(
-                f'"{left[0]}" stacks the weights of experts in one parameter, and qlora quantises and adapts linear '
-                "layers; it would stay in memory as it is, frozen",
-                hint=f'if that is meant, write keep = ["{left[0]}"]; experts in an nn.ModuleList are adapted',
-            )
+        kept = set(_inside(self.keep, every, context))
+        group = 32 if self.scale_block is None else self.scale_block
+        chosen = set(inside) | set(adapted) if self.quantize == "nf4" else set()
+        stacked = select_stacked(
+            model,
+            context,
+            adapted=set(adapted),
+            quantised=chosen - kept,
+            group=group,
+            options={"rank": self.rank, "scale": self._scale, "dropout": self.dropout},
+        )
+        adapted = [fqn for fqn in adapted if fqn in layers]
         quantised = {
-            fqn: Format.of(layers[fqn].weight.shape[1], group=32 if self.scale_block is None else self.scale_block)
+            fqn: Format.of(layers[fqn].weight.shape[1], group=group)
             for fqn in dict.fromkeys([*inside, *adapted])
-            if self.quantize == "nf4"
+            if fqn in chosen & layers.keys()
             and layers[fqn].weight.shape[1] % BLOCK == 0
             and f"{fqn}.weight" not in tied
             and fqn not in kept
         }
-        if self.quantize == "nf4" and not quantised:
+        if (
+            self.quantize == "nf4"
+            and not quantised
+            and not any(form for each in stacked for form in each.forms.values())
+        ):
             raise PluginError(
                 f"no layer is left to quantise: {BLOCK} neighbours in a row of a weight share a scale, and no layer "
                 "that is neither tied nor kept has rows of a multiple of that",
                 hint='write quantize = "none"',
             )
         context.state[self] = Chosen(
-            quantised=quantised, adapted=tuple(adapted), scale=self._scale, quantize=self.quantize
+            quantised=quantised,
+            adapted=tuple(adapted),
+            stacked={each.fqn: each for each in stacked},
+            scale=self._scale,
+            quantize=self.quantize,
         )
         merges = context.stash(Exports).merges
         for fqn in context.parameter_fqns:
@@ -183,20 +206,27 @@ class QLoRA:
                 merges[fqn] = partial(self._merged, layer, form, *rest)
             else:
                 merges[fqn] = lambda weight, read: weight
+        for each in stacked:
+            merges.update({f"{each.fqn}.{name}": partial(merged_stacked, each, name) for name in each.forms})
         # So that groups of the optimizer may name them.
         context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
-        return list(dict.fromkeys([*quantised, *adapted]))
+        context.parameter_fqns += tuple(f"{each.fqn}.{name}" for each in stacked for name in each.adapters)
+        return list(dict.fromkeys([*quantised, *adapted, *context.state[self].stacked]))
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
         chosen: Chosen = context.state[self]
-        rows = {"adapters": chosen.adapted, "nf4": tuple(chosen.quantised)}
+        stacked = chosen.stacked.values()
+        rows = {
+            "adapters": (*chosen.adapted, *(each.fqn for each in stacked if each.rank)),
+            "nf4": (*chosen.quantised, *(each.fqn for each in stacked if any(each.forms.values()))),
+        }
         return {label: fqns for label, fqns in rows.items() if fqns}
 
     def _selected(self, model: nn.Module, context: RunContext) -> list[str]:
         chosen: Chosen | None = context.state.get(self)
         if chosen is None:
             return [""]  # the selection of layers failed, which is told once
-        return list(dict.fromkeys([*chosen.quantised, *chosen.adapted]))
+        return list(dict.fromkeys([*chosen.quantised, *chosen.adapted, *chosen.stacked]))
 
     def _select_cut(self, model: nn.Module, context: RunContext) -> list[str]:
         """Adapt the formats to tp's shards; the values do not change."""
@@ -246,6 +276,9 @@ class QLoRA:
                 chosen.digests[fqn] = digest(parameter.detach())
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            if fqn in chosen.stacked:
+                chosen.waiting |= adapt_stacked(module, chosen.stacked[fqn])
+                continue
             form = chosen.quantised.get(fqn)
             if form is not None and not module.weight.is_meta:
                 chosen.waiting[fqn] = form.quantised(module.weight.detach().cpu())
@@ -266,6 +299,9 @@ class QLoRA:
         orders = context.stash(StoredOrders)
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            if fqn in chosen.stacked:
+                store_stacked(module, chosen.stacked[fqn], chosen.waiting)
+                continue
             if module.weight is None:  # of an expert that another rank holds
                 continue
             order = orders.by_name.get(f"{fqn}.weight")
@@ -274,7 +310,7 @@ class QLoRA:
                 module.has_reordered_inputs = (order.dim == 0) == module.adapter.is_transposed
                 name, dim = ("lora_a", 1) if module.has_reordered_inputs else ("lora_b", 0)
                 orders.keep(context.names_of(f"{fqn}.{name}"), dim=dim, runs=order.runs)
-            _cut_adapters(module)
+            cut_adapters(module)
             if draws_by_share(module):
                 # With all that it is in: between graphs there would be DTensors, whose gradients the compiler guesses.
                 for name in _enclosing(fqn):
@@ -282,8 +318,8 @@ class QLoRA:
             form = chosen.quantised.get(fqn)
             if form is not None:
                 if order is not None and order.dim == 1:
-                    orders.keep(context.names_of(f"{fqn}.weight"), dim=1, runs=_in_bytes(order.runs, form))
-                module.weight = _stored_like(module.weight, form)
+                    orders.keep(context.names_of(f"{fqn}.weight"), dim=1, runs=in_bytes(order.runs, form))
+                module.weight = stored_like(module.weight, form)
                 if fqn in chosen.waiting:
                     full = context.in_stored_order(f"{fqn}.weight", chosen.waiting.pop(fqn))
                     place(module.weight, full)
@@ -295,12 +331,15 @@ class QLoRA:
         chosen: Chosen = context.state[self]
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            if fqn in chosen.stacked:
+                start_stacked(module, chosen.stacked[fqn], context)
+                continue
             if module.weight is None:
                 continue
             if fqn in chosen.quantised:
                 table_of(module, context.device)  # now, for compiled code makes none
             if fqn in chosen.adapted:
-                generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
+                generator = torch.Generator().manual_seed(adapter_seed(context.manifest.train.seed, fqn))
                 a, bound = module.lora_a, 1 / math.sqrt(module.lora_a.shape[1])
                 full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
                 place(a, context.in_stored_order(f"{fqn}.lora_a", full))
@@ -325,59 +364,3 @@ def _enclosing(fqn: str) -> list[str]:
     """Return the FQNs of the modules around one, and its own."""
     names = fqn.split(".")
     return [".".join(names[:end]) for end in range(1, len(names) + 1)]
-
-
-def _cut_adapters(module: Any) -> None:
-    """Shard a layer's adapters over tp like its weight; a matrix without the sharded dim stays replicated."""
-    from torch import nn
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    weight = module.weight
-    if not isinstance(weight, DTensor) or getattr(module, "lora_a", None) is None:
-        return
-    (placement,), mesh = weight.placements, weight.device_mesh
-    for name, dim in (("lora_a", 1), ("lora_b", 0)):
-        full = getattr(module, name).detach()
-        is_cut = placement.is_shard(1 - dim if module.adapter.is_transposed else dim)
-        piece = full.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone() if is_cut else full
-        value = DTensor.from_local(
-            piece,
-            mesh,
-            [Shard(dim) if is_cut else Replicate()],
-            run_check=False,
-            shape=full.shape,
-            stride=full.stride(),
-        )
-        setattr(module, name, nn.Parameter(value))
-
-
-def _stored_like(weight: Any, form: Format) -> nn.Parameter:
-    """Return an empty stored weight with the weight's placements; on meta if the weight is."""
-    import torch
-    from torch import nn
-    from torch.distributed.tensor import DTensor
-
-    rows, columns = weight.shape
-    shape = torch.Size((rows, form.width(columns)))
-    if not isinstance(weight, DTensor):
-        return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False)
-    (placement,), mesh = weight.placements, weight.device_mesh
-    local_rows, local_columns = weight.to_local().shape
-    if local_columns % form.piece:
-        raise TransformError(
-            f"a plugin cut a quantised weight into shares of {local_columns} columns, and did not say so in cuts"
-        )
-    piece = torch.empty((local_rows, form.width(local_columns)), dtype=torch.uint8, device=weight.device)
-    value = DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1))
-    return nn.Parameter(value, requires_grad=False)
-
-
-def _in_bytes(runs: Sequence[tuple[int, int]], form: Format) -> list[tuple[int, int]]:
-    """Return runs of columns as runs of bytes."""
-    size, num_bytes = form.piece, form.piece_bytes
-    assert not any(start % size or length % size for start, length in runs), "pieces are fitted to runs"
-    return [(start // size * num_bytes, length // size * num_bytes) for start, length in runs]
-
-
-def _seed(seed: int, fqn: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {fqn}".encode(), digest_size=7).digest(), "big")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import CheckpointError
 from composer3d_plugins.precision.qlora.nf4 import Format
+from composer3d_plugins.precision.qlora.stacked_adapters import StackedAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ class Chosen:
     Attributes:
         quantised: The format of every stored weight, by the layer's FQN.
         adapted: FQNs of the layers with adapters.
+        stacked: Adapters of modules with stacked weights, by FQN.
         scale: Factor of the adapters' product.
         quantize: The plugin's option.
         waiting: Stored weights of a model that came with values, until they are placed.
@@ -34,10 +36,18 @@ class Chosen:
 
     quantised: dict[str, Format]
     adapted: tuple[str, ...]
+    stacked: dict[str, StackedAdapter] = field(default_factory=dict)
     scale: float
     quantize: str
     waiting: dict[str, Tensor] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+
+    def stacked_form(self, parameter: str) -> Format | None:
+        """Return the format of a stacked weight; None for another parameter, and where it is not quantised."""
+        for fqn, adapter in self.stacked.items():
+            if parameter.startswith(f"{fqn}.") and parameter.removeprefix(f"{fqn}.") in adapter.forms:
+                return adapter.forms[parameter.removeprefix(f"{fqn}.")]
+        return None
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state that a checkpoint of adapters is checked against."""

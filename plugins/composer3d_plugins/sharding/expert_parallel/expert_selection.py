@@ -16,8 +16,8 @@ __all__ = ["Experts", "find_experts"]
 
 _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
-    "their weights); or an nn.ModuleList or nn.ModuleDict of modules of one class, whose entries, or their rows, the "
-    "code around it chooses by values"
+    "their weights); or an nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it "
+    "chooses by values"
 )
 
 
@@ -57,11 +57,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
         ]
         if not found:
             lists = [fqn for fqn, module in model.named_modules() if _is_list(module)]
-            seen = (
-                f"; its lists of modules of one class: {', '.join(lists)}"
-                if lists
-                else "; it has no list of modules of one class"
-            )
+            seen = f"; its lists of modules: {', '.join(lists)}" if lists else "; it has no list of modules"
             raise PluginError(
                 f"expert_parallel found no experts in {type(model).__name__}: it looked for {_CONTRACT}{seen}",
                 hint="name what holds them: experts = [...], or remove [sharding.expert_parallel]",
@@ -91,18 +87,22 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
 def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
     if has_stacked_experts(module):
         return Experts(fqn=fqn, number=int(module.num_experts), is_list=False, block=fqn)  # type: ignore[arg-type]
-    if fqn and _is_list(module) and (named or chosen_by_values(model, fqn)):
+    if fqn and _is_list(module, named=named) and (named or chosen_by_values(model, fqn)):
         return Experts(fqn=fqn, number=len(list(module.children())), is_list=True, block=caller_of(model, fqn))
     return None
 
 
-def _is_list(module: nn.Module) -> bool:
+def _is_list(module: nn.Module, *, named: bool = True) -> bool:
+    """Return whether a module is a list that may hold experts; of one that is not named, a dict's are of one class."""
     from torch import nn
 
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
-    forms = {(type(entry), tuple(name for name, _ in entry.named_parameters())) for entry in module.children()}
-    return len(module) > 1 and len(forms) == 1 and any(True for _ in module.parameters())
+    entries = list(module.children())
+    if any(isinstance(entry, nn.ModuleList | nn.ModuleDict) for entry in entries):
+        return False
+    is_one = isinstance(module, nn.ModuleList) or len({type(entry) for entry in entries}) == 1
+    return (named or is_one) and any(True for _ in module.parameters())
 
 
 def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) -> None:

@@ -8,11 +8,13 @@ is the block's own code both times, so routing, weights and the order of sums ar
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import DataDependent, PluginError, propagation
+from composer3d import DataDependent, PluginError, propagation, torch_compat
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
     exchange_counts,
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["local_experts", "shard_listed"]
+
+# A call of an expert: its index, and the rows that it is given.
+_Call = tuple[int, "Tensor"]
+# Attributes of modules that are torch's own.
+_OF_TORCH = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def local_experts(num_experts: int, *, degree: int, rank: int) -> range:
@@ -46,7 +53,7 @@ def shard_listed(
     """Leave this rank its experts of a list, and exchange rows around the block's forward.
 
     Args:
-        block: Whose forward calls the experts, each at most once, with one tensor of rows.
+        block: Whose forward calls the experts with rows, none of which it makes of what an expert has returned.
         name: Of the list, inside of the block.
         mesh: Of one dim, ep.
         fqn: Of the block, for messages.
@@ -58,10 +65,13 @@ def shard_listed(
     """
     experts: Any = block.get_submodule(name)
     held = local_experts(len(experts), degree=mesh.size(), rank=mesh.get_local_rank())
+    widths = _widths(_entries(experts)[held[0]])
     for index, expert in enumerate(_entries(experts)):
         if index not in held:
             _drop_parameters(expert)
-    exchange = _Exchange(block, experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent)
+    exchange = _Exchange(
+        block, experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent, widths=widths
+    )
     # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
     experts.__class__ = _list_class(type(experts), exchange)
     block.forward = exchange.around(block.forward)
@@ -69,6 +79,26 @@ def shard_listed(
 
 def _entries(experts: nn.Module) -> list[nn.Module]:
     return list(experts._modules.values())  # type: ignore[arg-type]
+
+
+def _widths(expert: nn.Module) -> dict[int, int]:
+    """Return how wide an expert's results are, by the width of rows: what it does on meta with those it may take."""
+    import torch
+
+    tensors = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
+    state = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    dtypes = [parameter.dtype for parameter in expert.parameters() if parameter.is_floating_point()]
+    found: dict[int, int] = {}
+    for width in dict.fromkeys(size for parameter in expert.parameters() for size in parameter.shape):
+        rows = torch.empty(2, width, dtype=dtypes[0] if dtypes else None, device="meta")
+        try:
+            with torch.no_grad():
+                made = torch.func.functional_call(expert, state, (rows,))
+        except Exception:  # another width, or code that does not run on meta: its rows are taken to stay as wide
+            continue
+        if isinstance(made, torch.Tensor) and made.ndim == 2:
+            found[width] = made.shape[1]
+    return found
 
 
 def _drop_parameters(expert: nn.Module) -> None:
@@ -137,6 +167,7 @@ class _Exchange:
         list_name: Of the list.
         note: As of `shard_listed`.
         dependent: As of `shard_listed`.
+        widths: As of `_widths`.
 
     Attributes:
         stand_ins: What the block's code finds in the list.
@@ -154,27 +185,29 @@ class _Exchange:
         list_name: str,
         note: Note,
         dependent: DataDependent,
+        widths: dict[int, int],
     ) -> None:
-        self._block = block
+        self._block, self._widths = block, widths
         self._experts, self._held, self._group, self._degree = experts, held, mesh.get_group(), mesh.size()
         self.fqn, self._list_name, self._note, self._dependent = fqn, list_name, note, dependent
         self.stand_ins = [_StandIn(self, index) for index in range(len(_entries(experts)))]
         self.is_running = False
-        self._given: dict[int, Tensor] = {}
-        self._results: dict[int, Tensor] | None = None
+        self._calls: list[_Call] = []
+        self._recorded: list[_Call] = []
+        self._results: list[Tensor] | None = None
+        self._differs: list[Tensor] = []
+        self._place = 0
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's forward with the exchange inside."""
 
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
-            from composer3d import torch_compat
-
             given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
             versions = [leaf._version for leaf in given]
             states = _random_states(given)
-            buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._block.buffers()]
-            self._given, self._results = {}, None
+            state = _State(self._block)
+            self._calls, self._results = [], None
             self._run(forward, args, kwargs)
             if [leaf._version for leaf in given] != versions:
                 raise PluginError(
@@ -182,14 +215,16 @@ class _Exchange:
                     f'the exchange of rows for "{self._list_name}"; write `x = x + y` for `x += y` there'
                 )
             _restore(states)
-            _restore_buffers(buffers)
-            recorded, self._given = self._given, {}
-            self._results, tie = self._exchanged(recorded, given)
+            state.restore()
+            calls, self._calls = self._calls, []
+            self._results, tie = self._exchanged(calls, given)
+            self._recorded, self._place, self._differs = calls, 0, []
             try:
                 output = self._run(forward, args, kwargs)
+                self._compare()
             finally:
-                self._results = None
-            return output if recorded else _tied(output, tie)
+                self._results, self._recorded, self._differs = None, [], []
+            return output if calls else _tied(output, tie)
 
         return propagation.eagerly(replayed)
 
@@ -204,46 +239,71 @@ class _Exchange:
         """Record what an expert is given, or return its result.
 
         Raises:
-            PluginError: It is called twice, with something else than one tensor, or with other rows than in the first
-                run.
+            PluginError: It is called with something else than one tensor, or with other rows than in the first run.
         """
         import torch
 
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        if not isinstance(x, torch.Tensor) or x.ndim == 0:
             raise PluginError(f"{self._of(index)} is called with something else than one tensor of rows")
-        if self._results is not None:
-            found = self._results.get(index)
-            if found is None or found.shape[:-1] != x.shape[:-1]:
-                raise PluginError(
-                    f"{self._of(index)} is called with other rows when the block runs again; its forward has to do the "
-                    "same twice"
-                )
-            return found
-        if index in self._given:
-            raise PluginError(f"{self._of(index)} is called twice in one forward; call it once, with all of its rows")
-        self._given[index] = x
-        return torch.zeros_like(x)
+        if self._results is None:
+            self._calls.append((index, x))
+            return x.new_zeros(*x.shape[:-1], self._widths.get(x.shape[-1], x.shape[-1]))
+        place, recorded = self._place, self._recorded
+        self._place += 1
+        if place >= len(recorded) or recorded[place][0] != index or recorded[place][1].shape != x.shape:
+            raise PluginError(
+                f"{self._of(index)} is called with other rows when the block runs again; its forward has to do the "
+                "same twice"
+            )
+        self._differs.append(_differ(x.detach(), recorded[place][1].detach()))
+        return self._results[place]
+
+    def _compare(self) -> None:
+        """Refuse rows that depend on what experts return: in the first run that was zeros.
+
+        Where sums have no fixed order, results of two runs differ by rounding.
+        """
+        import torch
+
+        known = self._differs and torch_compat.active_fake_mode() is None and not self._differs[0].is_meta
+        if not known or not bool(torch.stack(self._differs).any()):  # one wait for the accelerator
+            return
+        raise PluginError(
+            f'expert_parallel: the forward of "{self.fqn}" makes rows for one expert of "{self._list_name}" of what '
+            "another has returned; all rows are exchanged at once, so they must not depend on results; sum these up "
+            "in a tensor of their own, or leave the list out of [sharding.expert_parallel] experts"
+        )
 
     def _of(self, index: int) -> str:
         return f'expert_parallel: expert {index} of "{self.fqn}.{self._list_name}"'
 
-    def _exchanged(self, recorded: dict[int, Tensor], given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Tensor]:
-        """Return what the experts make of the rows that were recorded, and the rows that came back."""
+    def _exchanged(self, calls: Sequence[_Call], given: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Return what the experts make of the rows that were recorded, by call, and the rows that came back."""
         import torch
 
-        like = next(iter(recorded.values()), None)
-        like = like if like is not None else next(x for x in given if x.is_floating_point())
-        empty = like.new_zeros(0, like.shape[-1])
-        flat = [recorded[i].flatten(0, -2) if i in recorded else empty for i in range(len(self.stand_ins))]
-        sizes = [piece.shape[0] for piece in flat]
-        told = [size if index in recorded else -1 for index, size in enumerate(sizes)]
+        like = calls[0][1] if calls else next(x for x in given if x.is_floating_point())
+        # An expert that is called several times has the rows of its calls one after the other.
+        order = sorted(range(len(calls)), key=lambda place: calls[place][0])
+        flat = [x.reshape(-1, x.shape[-1]) for _, x in calls]
+        sizes, called = [0] * len(self.stand_ins), [False] * len(self.stand_ins)
+        for (index, _), rows_RD in zip(calls, flat, strict=True):
+            sizes[index], called[index] = sizes[index] + rows_RD.shape[0], True
+        told = [size if is_called else -1 for size, is_called in zip(sizes, called, strict=True)]
         counts_E = torch.tensor(told, device=like.device, dtype=torch.int64)
-        rows = exchange_counts(counts_E, group=self._group, num_rows=sum(sizes), skew=self._dependent.routing_skew)
+        rows = exchange_counts(
+            counts_E,
+            group=self._group,
+            num_rows=sum(sizes),
+            skew=self._dependent.routing_skew,
+            width=like.shape[-1] if calls else 0,
+        )
         self._note(rows.per_expert, rows.chosen)
         local = len(self._held)
+        empty = like.new_zeros(0, rows.width or like.shape[-1])
+        x_RD = torch.cat([empty, *(flat[place] for place in order)])
         pieces = list(
-            send_rows(torch.cat(flat), rows, group=self._group).split(
+            send_rows(x_RD, rows, group=self._group).split(
                 [size for source in rows.received_per_expert for size in source]
             )
         )
@@ -254,8 +314,9 @@ class _Exchange:
             out = self._computed(index, torch.cat(mine))
             pieces[place::local] = out.split([piece.shape[0] for piece in mine])
         came = send_rows(torch.cat(pieces), rows, group=self._group, back=True)
-        back = came.split(sizes)
-        return {i: back[i].view(*x.shape[:-1], back[i].shape[-1]) for i, x in recorded.items()}, came
+        back = came.split([flat[place].shape[0] for place in order])
+        results = {place: back[at].view(*calls[place][1].shape[:-1], came.shape[-1]) for at, place in enumerate(order)}
+        return [results[place] for place in range(len(calls))], came
 
     def _computed(self, index: int, rows_RD: Tensor) -> Tensor:
         import torch
@@ -290,14 +351,44 @@ def _random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, T
     return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
 
 
-def _restore_buffers(buffers: Sequence[tuple[Tensor, int, Tensor]]) -> None:
-    """Take back what a block's first run has added to its buffers, as counts of tokens."""
+class _State:
+    """What a block's modules keep beside parameters: buffers, and attributes such as a list of losses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
+        self._attributes = [(vars(module), dict(vars(module))) for module in block.modules()]
+        self._containers = [
+            (value, copy.copy(value))
+            for held, _ in self._attributes
+            for name, value in held.items()
+            if isinstance(value, list | dict | set | deque) and name not in _OF_TORCH
+        ]
+
+    def restore(self) -> None:
+        """Take back what a first run has changed of them."""
+        import torch
+
+        with torch.no_grad():
+            for buffer, version, before in self._buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+        for held, before_by_name in self._attributes:
+            for name in held.keys() - before_by_name.keys():
+                del held[name]
+            held.update(before_by_name)
+        for value, content in self._containers:
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+
+
+def _differ(x: Tensor, recorded: Tensor) -> Tensor:
+    """Return whether two runs' rows differ: by more than rounding, where an accelerator adds in no fixed order."""
+    if x.device.type == "cpu":
+        return (x != recorded).any()
     import torch
 
-    with torch.no_grad():
-        for buffer, version, before in buffers:
-            if buffer._version != version:
-                buffer.copy_(before)
+    scale = recorded.abs().amax() if recorded.numel() else recorded.new_zeros(())
+    return ((x - recorded).abs() > 16 * torch.finfo(x.dtype).eps * scale).any()
 
 
 def _restore(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:

@@ -13,7 +13,6 @@ from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
     exchange_parts,
     gather_tokens,
-    scale_gradients,
     send_tokens,
 )
 
@@ -62,7 +61,7 @@ def shard_stacked(
                 shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
                 owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
     group = mesh.get_group()
-    run = functools.partial(_run_local, inner, degree=degree // (1 if tensor is None else tensor.size()))
+    run, divisor = functools.partial(_run_local, inner), degree // (1 if tensor is None else tensor.size())
     signature = inspect.signature(inner)
 
     @functools.wraps(inner)
@@ -76,7 +75,7 @@ def shard_stacked(
         is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
         exchange = gather_tokens if is_gathered else send_tokens
         given = (hidden_TD, index_TK, weights_TK)
-        options: Any = {"num_experts": total, "group": group, "note": note, "skew": skew}
+        options: Any = {"num_experts": total, "group": group, "degree": divisor, "note": note, "skew": skew}
         with _local(module, total // degree):
             if tensor is None:
                 return exchange(run, *given, **options)
@@ -88,20 +87,17 @@ def shard_stacked(
     module.forward = propagation.eagerly(forward)
 
 
-def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor, *, degree: int) -> Tensor:
-    """Run a module's own code on rows of this rank's experts, and divide the gradients of their parameters."""
+def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor) -> Tensor:
+    """Run a module's own code on rows of this rank's experts, in any order."""
     import torch
 
-    def local(rows_RD: Tensor) -> Tensor:
-        # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
-        # and the exchange before it, whose backward all ranks have to call.
-        rows, experts = rows_RD, experts_R
-        if not rows_RD.shape[0]:
-            rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
-        ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
-        return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
-
-    return scale_gradients(local, rows_RD, degree=degree)
+    # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks, and the
+    # exchange before it, whose backward all ranks have to call.
+    rows, experts = rows_RD, experts_R
+    if not rows_RD.shape[0]:
+        rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
+    ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
+    return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
 
 
 @contextmanager

@@ -34,9 +34,10 @@ __all__ = [
 
 # Called with the number of rows of each of this rank's experts, and of this rank's rows for each expert of all ranks.
 Note = Callable[[list[int], list[int]], None]
-# Returns rows_RD, given rows_RD and of each the index among this rank's experts, in ascending order.
+# Returns rows_RD, given rows_RD and of each the index among this rank's experts.
 Compute = Callable[[Tensor, Tensor], Tensor]
 Exchange = Callable[[Tensor], Tensor]
+_WIDTH = 32  # bits of a count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Rows:
         received: Rows from each rank.
         received_per_expert: By source rank, rows for each of this rank's experts.
         is_called: Whether any rank's code has called them, of each of this rank's experts.
+        width: Of rows, as ranks that send any state it; 0 where it is not stated.
         is_assumed: Whether routing is assumed to be balanced, because fake tensors have no values.
     """
 
@@ -57,6 +59,7 @@ class Rows:
     received: list[int]
     received_per_expert: list[list[int]]
     is_called: list[bool]
+    width: int = 0
     is_assumed: bool = False
 
     @property
@@ -65,7 +68,9 @@ class Rows:
         return [sum(column) for column in zip(*self.received_per_expert, strict=True)]
 
 
-def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float = 1.0) -> Rows:
+def exchange_counts(
+    counts_E: Tensor, *, group: Any, num_rows: int, skew: float = 1.0, width: int | None = None
+) -> Rows:
     """Tell every rank how many rows come for each of its experts.
 
     Fake tensors have no values: there every expert gets the same number of rows, and this rank's `skew` times as many.
@@ -76,9 +81,12 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
         group: Process group of ep.
         num_rows: Their sum, which is known without reading it.
         skew: Rows of this rank's experts over the mean of all ranks, where nothing is known.
+        width: Of this rank's rows, 0 where it sends none; None if it is the same on all ranks, and need not be told.
 
     Collectives: one all-to-all of E int64.
     """
+    if width is not None:  # beside the counts, which are less than 2 ** 31
+        counts_E = counts_E + (width << _WIDTH)
     degree = dist.get_world_size(group)
     # A fake process group leaves it as it is: as if every rank routed its tokens as this one does.
     received_E = counts_E.clone()
@@ -92,20 +100,30 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
         return Rows(
             chosen=even,
             sent=sent,
+            width=width or 0,
             received=list(map(sum, mine)),
             received_per_expert=mine,
             is_called=[True] * local,
             is_assumed=True,
         )
     told = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
+    widths = [0]
+    if width is not None:
+        widths += [(count + 1) >> _WIDTH for of_ranks in told for counts in of_ranks for count in counts]
+        told = [[[_count(count) for count in counts] for counts in of_ranks] for of_ranks in told]
     sizes = [[[max(0, count) for count in counts] for counts in of_ranks] for of_ranks in told]
     return Rows(
         chosen=[count for counts in sizes[0] for count in counts],
         sent=list(map(sum, sizes[0])),
         received=list(map(sum, sizes[1])),
         received_per_expert=sizes[1],
+        width=max(widths),
         is_called=[max(column) >= 0 for column in zip(*told[1], strict=True)],
     )
+
+
+def _count(told: int) -> int:
+    return ((told + 1) & ((1 << _WIDTH) - 1)) - 1
 
 
 def _evenly(total: int, number: int) -> list[int]:
@@ -117,12 +135,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, adjoint: Exchange, anchor: Tensor | None = None) -> Tensor:
-        ctx.adjoint = adjoint
+        ctx.exchange, ctx.adjoint = exchange, adjoint
         return exchange(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.adjoint(grad), None, None, None
+        # An exchange too, on all ranks: losses may be made of gradients.
+        anchor = grad.new_zeros(0).requires_grad_(torch.is_grad_enabled())
+        return _Exchange.apply(grad, ctx.adjoint, ctx.exchange, anchor), None, None, None
 
 
 def _all_to_all(x_RD: Tensor, *, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -177,6 +197,23 @@ def scale_gradients(compute: Callable[[Tensor], Tensor], x_RD: Tensor, *, degree
     return result
 
 
+class _Weighted(torch.autograd.Function):
+    """Weighted sum of each token's results, whose gradients are multiplied, and not those of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, out_TKD: Tensor, weights_TK: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(out_TKD, weights_TK)
+        ctx.factor = factor
+        return (out_TKD * weights_TK.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        out_TKD, weights_TK = ctx.saved_tensors
+        grad_out_TKD = grad_TD.unsqueeze(1) * (weights_TK * ctx.factor).unsqueeze(-1)
+        grad_weights_TK = (out_TKD * grad_TD.unsqueeze(1)).sum(-1)
+        return grad_out_TKD.to(out_TKD.dtype), grad_weights_TK.to(weights_TK.dtype), None
+
+
 def send_tokens(
     compute: Compute,
     hidden_TD: Tensor,
@@ -185,12 +222,14 @@ def send_tokens(
     *,
     num_experts: int,
     group: Any,
+    degree: int,
     note: Note,
     skew: float = 1.0,
 ) -> Tensor:
     """Run experts that lie on other ranks; tokens travel to them and back.
 
-    Weights are applied by the sender, after the way back, so that gradients of routers stay on their rank.
+    Weights are applied by the sender, after the way back, so that gradients of routers stay on their rank. Gradients of
+    experts are divided as in `scale_gradients`, where that takes the fewest products: at tokens and weights.
 
     Args:
         compute: Runs this rank's experts.
@@ -199,6 +238,7 @@ def send_tokens(
         weights_TK: Of what they return.
         num_experts: On all ranks.
         group: Process group of ep.
+        degree: What gradients of the experts' parameters are divided by.
         note: Called with the number of rows of each of this rank's experts, and of this rank's rows for each expert.
         skew: As of `exchange_counts`.
 
@@ -209,13 +249,13 @@ def send_tokens(
     order_R = chosen_R.argsort(stable=True)
     rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
     note(rows.per_expert, rows.chosen)
+    hidden_TD = _Scaled.apply(hidden_TD, float(degree))
     sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
-    experts_R = _experts_of(rows, like=order_R)
-    by_expert_R = experts_R.argsort(stable=True)
-    out_RD = compute(sent_RD[by_expert_R], experts_R[by_expert_R])
-    back_RD = send_rows(torch.empty_like(out_RD).index_copy(0, by_expert_R, out_RD), rows, group=group, back=True)
+    out_RD = compute(sent_RD, _experts_of(rows, like=order_R))
+    back_RD = send_rows(out_RD, rows, group=group, back=True)
     out_TKD = torch.empty_like(back_RD).index_copy(0, order_R, back_RD).unflatten(0, tuple(index_TK.shape))
-    return (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+    result: Tensor = _Weighted.apply(out_TKD, weights_TK, 1.0 / degree).to(hidden_TD.dtype)
+    return result
 
 
 def count_rows(chosen_R: Tensor, num_experts: int) -> Tensor:
@@ -259,6 +299,7 @@ def gather_tokens(
     *,
     num_experts: int,
     group: Any,
+    degree: int,
     note: Note,
     skew: float = 1.0,
 ) -> Tensor:
@@ -293,7 +334,9 @@ def gather_tokens(
         note(per_expert, told[local:])
     order_R = order_R[: sum(per_expert)]
     token_R = order_R // top_k
-    out_RD = compute(all_TD[token_R], chosen_R[order_R]) * weights_R[order_R].unsqueeze(-1)
+    experts_R = chosen_R[order_R]
+    out_RD = scale_gradients(lambda rows_RD: compute(rows_RD, experts_R), all_TD[token_R], degree=degree)
+    out_RD = out_RD * weights_R[order_R].unsqueeze(-1)
     sum_TD = out_RD.new_zeros(all_TD.shape[0], out_RD.shape[-1]).index_add(0, token_R, out_RD)
     result: Tensor = _Exchange.apply(sum_TD, scatter, gather)[:num_tokens].to(hidden_TD.dtype)
     return result
