@@ -56,6 +56,7 @@ class ReferenceReport:
         kept: Buffers that forwards change.
         gains: Gains of one device's gradients in the run's dtypes over its own in float64.
         unit: The spacing of the narrowest of those dtypes at 1.
+        ties: Choices among scores that are equal up to rounding in the first step, by the module that makes them.
     """
 
     losses: Mapping[str, list[float]]
@@ -70,6 +71,7 @@ class ReferenceReport:
     kept: tuple[str, ...] = ()
     gains: Mapping[str, Gain] = field(default_factory=dict)
     unit: float = 0.0
+    ties: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -183,6 +185,7 @@ def reference_rank(
         narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         limits[which] = tolerances(reference.rounding, narrowest)
         unit = unit if narrowest is None else torch.finfo(narrowest).eps
+    ties: dict[str, int] = {}
     draws = _draw_alone(subject, degree)
     if draws.sites:
         draw_alone(subject, folder, degree=degree)
@@ -192,7 +195,8 @@ def reference_rank(
         tolerances=limits,
         counts=references[passes[0]].steps[0].counts,
         draws=draws,
-        outputs=first_outputs(subject, degree=degree),
+        outputs=first_outputs(subject, degree=degree, ties=ties),
+        ties=ties,
         unrepeatable=max(reference.unrepeatable for reference in references.values()),
         mixing=mixing(subject, degree=degree),
         written=as_written(subject, degree=degree),

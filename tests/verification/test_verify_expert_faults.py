@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.mixtures import shipped, token_sum, tokens_and_targets
+import torch
+from support.mixtures import DIM, MixtureNet, shipped, token_sum, tokens_and_targets
 from support.models import write_manifest
 from support.verification_cases import planted
+from torch import nn
 
 import composer3d
 from composer3d import Batch
@@ -40,6 +42,35 @@ def test_an_exchange_that_is_wrong_is_found_and_named(name, said):
             own_dtype=False,
         )
     assert re.search(f"likely: .*{said}", str(caught.value)), str(caught.value)
+
+
+class TiedRouter(nn.Module):
+    """Two scores of a token are the same sum, in two orders."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 24), nn.Linear(24, DIM)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x_BSD):
+        x_BSD = x_BSD + self.down(torch.tanh(self.up(x_BSD)))
+        best_BS = torch.stack([x_BSD.cumsum(-1)[..., -1], x_BSD.flip(-1).cumsum(-1)[..., -1]], -1).argmax(-1)
+        chosen_BSE = nn.functional.one_hot(best_BS, 2).to(x_BSD.dtype)
+        return x_BSD + sum(chosen_BSE[..., index, None] * expert(x_BSD) for index, expert in enumerate(self.experts))
+
+
+def test_choices_among_equals_are_named():
+    tokens, targets = tokens_and_targets()
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(
+            lambda: MixtureNet(TiedRouter),
+            write_manifest("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"),
+            Batch(args=(tokens,), target=targets),
+            loss_fn=token_sum,
+            steps=1,
+            own_dtype=False,
+        )
+    assert re.search(r"likely: .*layers\.0 chooses among equals on one device, in \d+ rows", str(caught.value))
 
 
 MANIFEST = """\

@@ -27,11 +27,22 @@ def forward(evidence: Evidence) -> Iterator[str]:
     yield f"the forward computes another loss before any update (off by {off:.3g}); the backward is not to blame"
     if not evidence.biases:
         yield _first_wrong(evidence, evidence.first_wrong_output())
+        yield from _ties(evidence)
     for axis in evidence.layout.names(Role.TENSOR) if evidence.biases else ():
         degree = evidence.layout.degrees[axis]
         yield (
             f"{some(evidence.biases)}: added {degree} times, once a rank along {axis} before the reduction of a "
             "row-cut projection; one device has the run's loss with them as large"
+        )
+
+
+def _ties(evidence: Evidence) -> Iterator[str]:
+    """Choices whose result depends on the order of sums."""
+    for fqn, number in evidence.reference.ties.items():
+        yield (
+            f"{fqn or 'the loss'} chooses among equals on one device, in {number} rows of the first step: the last "
+            "that is chosen and the first that is not differ by rounding alone, so that another order of sums chooses "
+            "otherwise, as any layout's may; start the router, or whatever makes these scores, from random weights"
         )
 
 

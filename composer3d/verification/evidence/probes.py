@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from composer3d.verification.evidence.module_outputs import Output, Outputs, watched_loss, watching
+from composer3d.verification.evidence.tied_choices import watching_choices
 from composer3d.verification.one_device import (
     alone,
     copies,
@@ -51,8 +52,14 @@ def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: boo
     return [{fqn: rest * tensor for fqn, tensor in piece.items()} for piece in result]
 
 
-def first_outputs(subject: Subject, *, degree: int) -> list[Outputs]:
-    """Return outputs of modules and the loss on every data-parallel rank's micro-batches of the first step."""
+def first_outputs(subject: Subject, *, degree: int, ties: dict[str, int]) -> list[Outputs]:
+    """Return outputs of modules and the loss on every data-parallel rank's micro-batches of the first step.
+
+    Args:
+        subject: Model, manifest, batches, loss and optimizer.
+        degree: Data-parallel degree.
+        ties: Gets what `watching_choices` finds.
+    """
     result: list[Outputs] = []
     # With a graph: a model may need one in its forward, as for a penalty on its own gradients.
     with alone(subject, "float64") as run, run.step(0):
@@ -61,7 +68,7 @@ def first_outputs(subject: Subject, *, degree: int) -> list[Outputs]:
         for rank in range(degree):
             of_loss: dict[str, list[Output]] = {}
             loss_fn = watched_loss(subject.loss_fn, of_loss)
-            with watching(run) as found:
+            with watching(run) as found, watching_choices(run, ties):
                 for piece in pieces[rank * number : (rank + 1) * number]:
                     output = run.model(*piece.args, **piece.kwargs)
                     if loss_fn is not None:
