@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.mixtures import DIM
 
 import composer3d
+from composer3d.planning.costs.collective_time import Group, collective_s, transfer_s
+from composer3d.planning.hardware import load_hardware
 
 MANIFEST = """\
 composer3d = 1
@@ -49,6 +53,16 @@ def test_routing_is_assumed_to_be_balanced(tmp_path, model):
     assert sum(transfer.count for transfer in exchanged) == 5 * layers * microbatches
     rows = 4 * 2 * 6 * 2 * DIM * width  # forth and back, and their gradients: two experts of each of 2 x 6 tokens
     assert sum(transfer.count * transfer.bytes for transfer in exchanged) == layers * microbatches * (rows + 4 * 8)
+
+
+def test_exchanges_take_the_time_of_the_hardware_file(tmp_path):
+    _, _, exchanged = planned(tmp_path, "shipped")
+    (rows,) = {transfer for transfer in exchanged if transfer.bytes > 64 and transfer.ranks == (0, 1)}
+    one_node = load_hardware("h100")
+    two_nodes = replace(one_node, devices_per_node=1)
+    within, between = (transfer_s(rows, hardware) for hardware in (one_node, two_nodes))
+    assert within == collective_s("all_to_all", rows.bytes, Group(num_ranks=2, num_nodes=1), one_node)
+    assert between == collective_s("all_to_all", rows.bytes, Group(num_ranks=2, num_nodes=2), two_nodes) > within > 0
 
 
 def test_the_fullest_rank_needs_more_where_routing_is_skewed(tmp_path):

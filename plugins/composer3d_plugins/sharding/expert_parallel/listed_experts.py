@@ -31,8 +31,6 @@ __all__ = ["local_experts", "shard_listed"]
 
 # A call of an expert: its index, and the rows that it is given.
 _Call = tuple[int, "Tensor"]
-# Attributes of modules that are torch's own.
-_OF_TORCH = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def local_experts(num_experts: int, *, degree: int, rank: int) -> range:
@@ -355,14 +353,16 @@ class _State:
     """What a block's modules keep beside parameters: buffers, and attributes such as a list of losses."""
 
     def __init__(self, block: nn.Module) -> None:
+        from torch import nn
+
+        self._of_torch = vars(nn.Module()).keys()  # hooks, parameters and modules among them
         self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
-        self._attributes = [(vars(module), dict(vars(module))) for module in block.modules()]
-        self._containers = [
-            (value, copy.copy(value))
-            for held, _ in self._attributes
-            for name, value in held.items()
-            if isinstance(value, list | dict | set | deque) and name not in _OF_TORCH
+        self._attributes = [
+            (vars(module), {name: value for name, value in vars(module).items() if name not in self._of_torch})
+            for module in block.modules()
         ]
+        kept = [value for _, before in self._attributes for value in before.values()]
+        self._containers = [(each, copy.copy(each)) for each in kept if isinstance(each, list | dict | set | deque)]
 
     def restore(self) -> None:
         """Take back what a first run has changed of them."""
@@ -373,7 +373,7 @@ class _State:
                 if buffer._version != version:
                     buffer.copy_(before)
         for held, before_by_name in self._attributes:
-            for name in held.keys() - before_by_name.keys():
+            for name in held.keys() - before_by_name.keys() - self._of_torch:
                 del held[name]
             held.update(before_by_name)
         for value, content in self._containers:
