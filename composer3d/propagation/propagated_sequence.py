@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composer3d import torch_compat
 from composer3d.propagation.attention_call import SequenceRules
+from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.random_functions import eagerly
@@ -73,6 +74,7 @@ class PropagatedSequence:
         rowwise: FQNs of modules that do the same with every position, whatever their code: it sees local shards.
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
+        form: Returns what the rules of a forward depend on beside its tensors.
 
     Attributes:
         returned: Called with each tensor that the root returns, and its mark or None; returns what takes its place.
@@ -91,6 +93,7 @@ class PropagatedSequence:
         rowwise: Collection[str] = (),
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
+        form: Callable[[], Hashable] = lambda: None,
     ) -> None:
         self._degree, self._rules, self._mesh, self._axis = degree, rules, mesh, axis
         self._blocks, self._inputs, self._begins = blocks, inputs, begins
@@ -98,6 +101,8 @@ class PropagatedSequence:
         self._lengths = {rules.local_length(length): length for length in lengths}
         self._memory = Memory(axis)
         self._has_flex = has_flex
+        self._graphs: Graphs | None = None
+        self._form, self._keeps_marks = form, False
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
@@ -109,8 +114,10 @@ class PropagatedSequence:
 
     def install(self, model: nn.Module) -> None:
         """Replace the forwards of a model, or of a part of it that keeps its FQNs."""
-        for module, _, forward in self.forwards(model):
+        for module, fqn, forward in self.forwards(model):
             module.forward = forward
+            if fqn and not self._has_flex:
+                setattr(forward, CAPTURED, functools.partial(self._captured, module, forward, fqn))
         held = dict(model.named_modules())
         for fqn in self._rowwise & held.keys():
             self._pass_through(held[fqn], fqn)
@@ -147,11 +154,29 @@ class PropagatedSequence:
             if not specs_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
                 return forward(*args, **kwargs)
             output = self._propagate(forward, fqn, args, kwargs)
-            if fqn and fqn not in self._blocks:
+            if fqn and (fqn not in self._blocks or self._keeps_marks):
                 return output
             return self._unmarked(output, is_root=not fqn)
 
         return eagerly(propagating)
+
+    def _captured(
+        self, module: nn.Module, forward: Callable[..., Any], fqn: str, compiled: Callable[[Any], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """Return a forward of a block that runs compiled graphs of what its propagation does."""
+        if self._graphs is None:
+            self._graphs = Graphs(compiled, axis=self._axis, around=lambda: (self._form(), self._at_work is not None))
+        return captured_forward(module, forward, self._graphs, fqn=fqn, alone=self._alone)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Propagate inside as if nothing were at work, without decisions of other calls, which hold their tensors."""
+        at_work, memory = self._at_work, self._memory
+        self._at_work, self._memory, self._keeps_marks = None, Memory(self._axis), at_work is not None
+        try:
+            yield
+        finally:
+            self._at_work, self._memory, self._keeps_marks = at_work, memory, False
 
     def _unmarked(self, output: Any, *, is_root: bool) -> Any:
         """Remove marks from what a forward returns, in place; what the root returns may be replaced."""

@@ -16,7 +16,14 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_flash_attention_backward,
 )
 from composer3d.torch_compat.buckets import watch_buckets
-from composer3d.torch_compat.compiling import compile_module, trace_quantisers
+from composer3d.torch_compat.captured_graphs import (
+    CaptureError,
+    capture_graph,
+    capture_is_on,
+    is_run_eagerly,
+    outside_function_modes,
+)
+from composer3d.torch_compat.compiling import compile_graph, compile_module, trace_quantisers
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
 from composer3d.torch_compat.fake_tensors import (
     active_fake_mode,
@@ -156,8 +163,10 @@ from composer3d.torch_compat.tensors import (
     set_gradient_hooks,
     storage_key,
     take_memory,
+    tree_flatten,
     tree_leaves,
     tree_map,
+    tree_unflatten,
     unviewed,
     weak_tensor_dictionary,
     with_attributes_of,
@@ -235,6 +244,12 @@ __all__ = [
     "cuda_flash_attention_backward",
     "custom_operator",
     "custom_operators",
+    "CaptureError",
+    "capture_graph",
+    "capture_is_on",
+    "is_run_eagerly",
+    "outside_function_modes",
+    "compile_graph",
     "compile_module",
     "concatenate",
     "custom_pipeline_schedule",
@@ -307,8 +322,10 @@ __all__ = [
     "taken_flex_calls",
     "trace_quantisers",
     "traceable",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "unflatten",
     "unify_gradients",
     "unit_parameters",

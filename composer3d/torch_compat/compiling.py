@@ -6,7 +6,7 @@ import functools
 import operator
 from typing import Any
 
-__all__ = ["compile_module", "trace_quantisers"]
+__all__ = ["compile_graph", "compile_module", "trace_quantisers"]
 
 
 def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
@@ -24,17 +24,29 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
 
     _order_saved_states()
     _multiply_any_number_of_sizes()
-    if keep_roundings:
-        from torch._inductor import list_mode_options
-
-        settings = {} if mode is None else list_mode_options(mode)
-        options["options"] = {**settings, "emulate_precision_casts": True}
-    else:
-        options["mode"] = mode
+    options |= _rounding_options(mode, keep_roundings=keep_roundings)
     module.compile(**options)
     setting: Any = torch._dynamo.config
     allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     module._compiled_call_impl = allowing(module._compiled_call_impl)
+
+
+def compile_graph(graph: Any, *, backend: str, mode: str | None = None, keep_roundings: bool = False) -> Any:
+    """Return what runs a captured graph compiled, with options as of `compile_module`; its sizes are constants."""
+    import torch
+
+    _multiply_any_number_of_sizes()
+    options = _rounding_options(mode, keep_roundings=keep_roundings)
+    return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, **options)
+
+
+def _rounding_options(mode: str | None, *, keep_roundings: bool) -> dict[str, Any]:
+    if not keep_roundings:
+        return {"mode": mode}
+    from torch._inductor import list_mode_options
+
+    settings = {} if mode is None else list_mode_options(mode)
+    return {"options": {**settings, "emulate_precision_casts": True}}
 
 
 def trace_quantisers() -> None:

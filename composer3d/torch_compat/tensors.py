@@ -23,8 +23,10 @@ __all__ = [
     "set_gradient_hooks",
     "storage_key",
     "take_memory",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "unviewed",
     "with_attributes_of",
     "written_tensors",
@@ -78,6 +80,20 @@ def tree_leaves(tree: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(tree)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested tuples, lists and dicts, and their form; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def tree_unflatten(leaves: Any, form: Any) -> Any:
+    """Return nested tuples, lists and dicts of a form; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, form)
 
 
 def neg_view(tensor: Any) -> Any:

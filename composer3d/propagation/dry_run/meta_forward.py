@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from composer3d import torch_compat
 from composer3d.errors import TransformError
 from composer3d.propagation.module_calls import SMALL, Call
-from composer3d.propagation.shards import PropagationError, spec_of
+from composer3d.propagation.shards import PropagationError, copy_mark, spec_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
@@ -170,7 +170,8 @@ def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
                 spec = next((spec for leaf in given if (spec := spec_of(leaf)) is not None), None)
                 if spec is not None:
                     raise PropagationError(VALUES, sources=spec.sources) from error
-                return torch.empty_like(first, requires_grad=True).clone()
+                # A sequence that is sharded stays so, as its positions are those of the activation.
+                return copy_mark(first, torch.empty_like(first, requires_grad=True).clone())
 
     return answer
 

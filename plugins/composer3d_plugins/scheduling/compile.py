@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from composer3d import (
+    Decisions,
     LayoutTraits,
     Phase,
     PluginError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Other plugins mark with this attribute a forward that cannot be compiled.
 EAGER = "composer3d_eager"
+# And with this one a forward of which graphs can be captured; see CONTRIBUTING.md.
+CAPTURED = "composer3d_captured"
 
 
 @plugin(family="scheduling")
@@ -35,7 +38,8 @@ class Compile:
 
     Blocks are compiled after recomputation, so that the compiler sees it, and before data parallelism, so that it does
     not see its collectives. The first step compiles: tens of seconds without a warm cache. Fused operators round less
-    often than one after the other; for `verify`, inductor is set to round as these do.
+    often than one after the other; for `verify`, inductor is set to round as these do. Blocks over a sharded sequence,
+    whose code is propagated, are captured as graphs of what the propagation makes of them, and these are compiled.
     Memory: usually less than eager, because fused operators keep less.
     Collectives: none of its own.
 
@@ -89,8 +93,13 @@ class Compile:
         # `verify` compares with one device that is not compiled: at a tie, as fake-quantised weights have them, a
         # rounding less between two operators decides for the other side.
         keep_roundings = self.backend == "inductor" and context.purpose == "verify"
+        compiled = functools.partial(
+            torch_compat.compile_graph, backend=self.backend, mode=self.mode, keep_roundings=keep_roundings
+        )
         for fqn in fqns:
             unit = model.get_submodule(fqn)
+            if _captured(unit, fqn, compiled, context):
+                continue
             held = [_run_eagerly(module) for module in unit.modules()]
             # Units of data parallelism inside gather and reduce in hooks, which torch keeps the compiler out of.
             held.append(any(own.startswith(f"{fqn}.") for own in context.own_units))
@@ -104,6 +113,43 @@ class Compile:
                 dynamic=self.dynamic,
             )
         return list(fqns)
+
+
+def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[..., Any]], context: RunContext) -> bool:
+    """Let a module whose code is propagated run compiled graphs of what the propagation does; return whether it can."""
+    forward = vars(unit).get("forward")
+    recomputed = forward.args if isinstance(forward, functools.partial) else ()
+    if not any(hasattr(each, CAPTURED) for each in (forward, *recomputed)):
+        return False
+    why = _why_not_captured(unit, fqn, context)
+    if why:
+        context.stash(Decisions).notes.append(f'compile: "{fqn}" runs as it is, since {why}')
+        return False
+
+    def replaced(each: Any) -> Any:
+        return getattr(each, CAPTURED)(compiled) if hasattr(each, CAPTURED) else each
+
+    if isinstance(forward, functools.partial):
+        unit.forward = functools.partial(forward.func, *map(replaced, forward.args), **forward.keywords)
+    else:
+        unit.forward = replaced(forward)
+    return True
+
+
+def _why_not_captured(unit: nn.Module, fqn: str, context: RunContext) -> str:
+    """Return why no graph of a propagated module can be captured; empty where one can."""
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    for name, module in unit.named_modules():
+        inner = vars(module).get("forward")
+        if name and getattr(inner, EAGER, False) and not hasattr(inner, CAPTURED):
+            return f'no compiler can follow "{fqn}.{name}"'
+        if any(type(each) not in (Tensor, Parameter) for each in module.parameters(recurse=False)):
+            return f'weights of "{fqn}.{name}" are sharded or converted'.replace('."', '"')
+    if any(own.startswith(f"{fqn}.") for own in context.own_units):
+        return "modules in it are gathered by themselves"
+    return ""
 
 
 def _run_eagerly(module: nn.Module) -> bool:

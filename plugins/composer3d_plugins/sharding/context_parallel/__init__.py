@@ -235,6 +235,7 @@ class ContextParallel:
             lengths=found.lengths,
             has_flex=found.has_flex,
             mesh=mesh,
+            form=lambda: tuple(found.sequences.lengths.items()),
         )
         if any(part.is_last and part.module is model for part in context.parts):
             sequence.returned = Outputs(rules=rules, found=found)

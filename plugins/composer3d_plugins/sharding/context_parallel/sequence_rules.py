@@ -73,6 +73,8 @@ class EngineRules:
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return this rank's positions."""
+        if torch_compat.capture_is_on():
+            return self.positions(length).index(self.group.rank).to(device)  # of the graph that is captured
         mode = torch_compat.active_fake_mode()
         # Kept by what makes tensors too, so that a plan counts it as a run does.
         key = (length, str(device), 0 if mode is None else id(mode))
@@ -147,6 +149,8 @@ class EngineRules:
         mask, length = call.mask, call.k_length
         if mask is None or length is None or (tokens := self.tokens(length)) == length or call.is_causal:
             return
+        if torch_compat.capture_is_on():
+            raise torch_compat.CaptureError("a mask of padded positions is looked at")
         if mask in self._causal or torch_compat.active_fake_mode() is not None:
             return
         rows = mask

@@ -1,0 +1,75 @@
+"""Graphs that are captured of functions: what they do, and what they would not do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from composer3d import torch_compat
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+OUTSIDE = torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (Tripled.apply, "an autograd function of Python"),
+        (lambda x: x * OUTSIDE, "a tensor of other modules that needs a gradient"),
+        (lambda x: x if bool(x.sum() > 0) else -x, "data-dependent"),
+    ],
+)
+def test_what_a_graph_would_not_do_is_refused(function, reason):
+    with pytest.raises(torch_compat.CaptureError, match=reason):
+        torch_compat.capture_graph(lambda x: [function(x)], [torch.ones(3, requires_grad=True)])
+
+
+def test_a_graph_does_what_the_function_does_without_what_is_on_meta():
+    def function(x):
+        assert torch_compat.capture_is_on()
+        whole = torch.nn.functional.dropout(torch.empty(6, 4, device="meta"))
+        with torch.no_grad():
+            scale = x.exp()
+        return [x.sin() * scale * whole.shape[1]]
+
+    x = torch.linspace(0.0, 1.0, 4, requires_grad=True)
+    graph = torch_compat.capture_graph(function, [x])
+    assert not torch_compat.capture_is_on()
+    assert "meta" not in graph.code
+    compiled = torch_compat.compile_graph(graph, backend="aot_eager")
+    (result,) = compiled(x)
+    result.sum().backward()
+    torch.testing.assert_close(result, x.sin() * x.exp() * 4)
+    torch.testing.assert_close(x.grad, x.cos() * x.exp() * 4)
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_functions_are_left_and_entered_again():
+    with Mode() as one, Mode() as other:
+        with torch_compat.outside_function_modes():
+            assert torch_compat.function_modes() == []
+        assert torch_compat.function_modes() == [one, other]
+
+
+def test_whoever_looks_at_operators_or_forces_the_eager_mode_sees_no_graph():
+    assert not torch_compat.is_run_eagerly()
+    with torch_compat.dispatch_mode(lambda func, types, args, kwargs: func(*args, **kwargs)):
+        assert torch_compat.is_run_eagerly()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_compat.is_run_eagerly()
+    assert not torch_compat.is_run_eagerly()
