@@ -89,6 +89,17 @@ class SequenceRules(Protocol):
     def attend(self, call: AttentionCall) -> Tensor:
         """Return o_BHSF of this rank's queries."""
 
+    def weigh(self, weights: Tensor, *, row: int, column: int, rows: int, columns: int) -> None:
+        """Look at what a product over all positions multiplies them with.
+
+        Args:
+            weights: Of this rank's positions, for all positions.
+            row: Its dim of this rank's positions.
+            column: Its dim of all positions.
+            rows: Global length of the former.
+            columns: Of the latter.
+        """
+
     def note(self, what: str, name: str) -> None:
         """Take note of a function: of `attention` or `products` on shards, or that reads `neighbours`.
 

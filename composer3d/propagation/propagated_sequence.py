@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Begins", "PropagatedSequence", "Sharded"]
 
+# So many kinds of batches have their decisions kept.
+MOST_FORMS = 16
 # Of each tensor among a call's arguments, in order: the dim along which it is sharded, or None.
 Sharded = tuple[int | None, ...]
 
@@ -99,13 +101,19 @@ class PropagatedSequence:
         self._blocks, self._inputs, self._begins = blocks, inputs, begins
         # Global lengths of uneven shards, by a rank's own length.
         self._lengths = {rules.local_length(length): length for length in lengths}
-        self._memory = Memory(axis)
+        self._memories: dict[Hashable, Memory] = {}
+        self._is_alone = False
         self._has_flex = has_flex
         self._graphs: Graphs | None = None
         self._form, self._keeps_marks = form, False
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether blocks run as compiled graphs."""
+        return self._graphs is not None
 
     @property
     def lengths(self) -> list[int]:
@@ -171,12 +179,23 @@ class PropagatedSequence:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Propagate inside as if nothing were at work, without decisions of other calls, which hold their tensors."""
-        at_work, memory = self._at_work, self._memory
-        self._at_work, self._memory, self._keeps_marks = None, Memory(self._axis), at_work is not None
+        at_work = self._at_work
+        self._at_work, self._is_alone, self._keeps_marks = None, True, at_work is not None
         try:
             yield
         finally:
-            self._at_work, self._memory, self._keeps_marks = at_work, memory, False
+            self._at_work, self._is_alone, self._keeps_marks = at_work, False, False
+
+    def _memory(self) -> Memory | None:
+        """Return the decisions of earlier forwards in which rules were the same."""
+        if self._is_alone:
+            return None
+        form = self._form()
+        if form not in self._memories:
+            if len(self._memories) >= MOST_FORMS:
+                self._memories.clear()
+            self._memories[form] = Memory(self._axis)
+        return self._memories[form]
 
     def _unmarked(self, output: Any, *, is_root: bool) -> Any:
         """Remove marks from what a forward returns, in place; what the root returns may be replaced."""
@@ -193,7 +212,7 @@ class PropagatedSequence:
 
     def _propagate(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = SequencePropagation(
-            self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory
+            self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory()
         )
         self._at_work = mode
         mode.has_begun = bool(specs_in(args, kwargs, axis=self._axis))

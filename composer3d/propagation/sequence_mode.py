@@ -167,6 +167,13 @@ class SequencePropagation(SequenceWholes):
         if row not in output or row == column:
             return args
         self._rules.note("products", name)
+        if column not in output:
+            with self._within():
+                length = int(second.shadow.shape[second.placed.dim])
+                self._rules.weigh(
+                    strip(operands[0]), row=first.placed.dim, column=one.index(column),
+                    rows=int(first.shadow.shape[first.placed.dim]), columns=length,
+                )  # fmt: skip
         return place(self._whole(operands[1]))
 
     # ---- attention ---------------------------------------------------------------------------------------------------

@@ -6,8 +6,12 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.models import mine, write_manifest
+from support.sequence_models import DIM, ByHand, Language
+from support.sequence_steps import context, padded_batch, sequence_steps
 from support.tensor_parallel import batch_of, built, class_loss, errors
+from torch import nn
 
 import composer3d
 from composer3d import Batch, BatchError
@@ -103,11 +107,72 @@ def refused(family, length):
 def test_models_that_see_what_follows_name_the_nearest_lengths():
     (message, other) = run_ranks(refused, 2, "bert", 7)
     assert message == other
-    assert message.startswith(
-        "a sequence of 7 tokens does not divide into 4 equal chunks, as context_parallel needs, and is not padded, "
-        'since "'
+    assert message.startswith("a sequence of 7 tokens was padded to 8, since ranks of cp share it equally, and ")
+    assert message.endswith("; use 4 or 8 tokens")
+
+
+class Growing(Language):
+    """Rotations whose base grows with the length."""
+
+    def attend(self, q, k, v, tokens):
+        length, width = q.shape[2], q.shape[3]
+        angles = torch.arange(length)[:, None] * (1.0 + length) ** (-torch.arange(width) / width)
+        return F.scaled_dot_product_attention(q * angles.cos(), k * angles.cos(), v, is_causal=True)
+
+
+class Centred(ByHand):
+    """Scores less their mean over all positions, before a mask hides any."""
+
+    def attend(self, q, k, v, tokens):
+        scores = q @ k.transpose(-1, -2)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return (scores - scores.mean(-1, keepdim=True)).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+class Open(ByHand):
+    """Attention that is written out, in which all tokens see each other."""
+
+    def attend(self, q, k, v, tokens):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class Summing(ByHand):
+    """Sums of what came before, and a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(DIM, DIM, batch_first=True)
+
+    def mixed(self, block, x, tokens):
+        return super().mixed(block, self.recurrent(x)[0] + 0.1 * x.cumsum(1), tokens)
+
+
+def test_attention_that_is_written_out_and_sums_are_padded_exactly():
+    cases = [(model, context(), functools.partial(padded_batch, 14)) for model in (ByHand, Summing)]
+    for ranks in zip(*run_ranks(sequence_steps, 2, cases), strict=True):
+        assert max(max(found[:2]) for found in ranks) <= 1e-12
+
+
+def unpadded(models):
+    messages = []
+    for model in models:
+        with pytest.raises(BatchError) as caught:
+            sequence_steps([(model, context(), functools.partial(padded_batch, 14))])
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_padding_would_change_is_refused():
+    (growing, centred, seen), _ = run_ranks(unpadded, 2, [Growing, Centred, Open])
+    start = (
+        "a sequence of 14 tokens does not divide into 4 equal chunks, as context_parallel needs, and is not padded, "
     )
-    assert message.endswith("; use 4 or 8")
+    assert growing == start + 'since "" (__rpow__) computes with a number of the length; use 12 or 16'
+    assert centred == start + 'since "" (mean) reads all positions, and not as a softmax does; use 12 or 16'
+    assert seen == (
+        "a sequence of 14 tokens was padded to 16, since ranks of cp share it equally, and attention that is written "
+        "out weighs the padding; use 12 or 16 tokens"
+    )
 
 
 def own_loops(cases):

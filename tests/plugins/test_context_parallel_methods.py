@@ -12,10 +12,11 @@ from composer3d_plugins.sharding.context_parallel.attention_pattern import Patte
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
+from composer3d_plugins.sharding.context_parallel.packed_documents import balanced_positions
 from composer3d_plugins.sharding.context_parallel.sequence_groups import divided_group
 from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     Positions,
-    balanced_documents,
+    by_work,
     contiguous,
     padded_length,
     zigzag,
@@ -50,11 +51,43 @@ def work(positions, documents):
 
 
 @pytest.mark.parametrize("documents", [[4096], [64] * 64, [1000, 3, 2000, 77, 1016]])
-def test_documents_are_balanced_one_by_one(documents):
-    found = work(balanced_documents(documents, 4), documents)
-    assert max(found) / (sum(found) / 4) < 1.02
-    lengths = balanced_documents(documents, 4).local_lengths
-    assert max(lengths) - min(lengths) <= 2 * len(documents)
+def test_documents_are_balanced_wherever_they_end(documents):
+    starts = torch.cat([torch.full((length,), sum(documents[:n])) for n, length in enumerate(documents)])
+    found = by_work((torch.arange(4096) - starts + 1).tolist(), 4)
+    assert set(found.local_lengths) == {1024}
+    loads = work(found, documents)
+    assert max(loads) / (sum(loads) / 4) < 1.02
+
+
+def test_a_zigzag_over_all_documents_is_not_balanced():
+    loads = work(zigzag(4096, 4), [1000, 3, 2000, 77, 1016])
+    assert max(loads) / (sum(loads) / 4) > 1.15
+
+
+NUMBERS = torch.repeat_interleave(torch.arange(5), torch.tensor([1000, 3, 2000, 77, 1016]))[None]
+IDS = torch.cat([torch.arange(n) for n in (1000, 3, 2000, 77, 1016)])[None]
+SEEN = (NUMBERS[:, :, None] == NUMBERS[:, None]) & torch.ones(4096, 4096, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"position_ids": IDS},
+        {"document_ids": NUMBERS},
+        {"attention_mask": SEEN[:, None]},
+        {"attention_mask": torch.zeros(1, 1, 4096, 4096).masked_fill(~SEEN, torch.finfo(torch.float32).min)},
+    ],
+    ids=["positions", "numbers", "mask", "additive mask"],
+)
+def test_inputs_show_documents(inputs):
+    found = balanced_positions(inputs.items(), zigzag(4096, 4))
+    loads = work(found, [1000, 3, 2000, 77, 1016])
+    assert max(loads) / (sum(loads) / 4) < 1.02
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "attention_mask"])
+def test_other_inputs_leave_positions_as_they_are(name):
+    assert balanced_positions([(name, torch.arange(4096)[None])], zigzag(4096, 4)) is None
 
 
 def test_contiguous_documents_are_not_balanced():

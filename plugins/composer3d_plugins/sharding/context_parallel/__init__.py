@@ -77,7 +77,9 @@ class ContextParallel:
             waits least on `hardware`; the plan's notes have the figures.
         hardware: Cluster as of `composer3d plan --hardware`, a name or a file, by whose figures "auto" chooses.
         inner_degree: Ranks of such a group; default the most that cp and all heads allow.
-        balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all.
+        balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all;
+            where inputs show packed documents, by `position_ids`, numbers of documents or masks, as many positions, and
+            equal work inside of documents.
         others: Whether what mixes positions and is no attention is gathered, or refused with its module's name.
         rowwise: Patterns of modules that do the same with every token, whatever their code, beside known experts.
         sequence_dim: The dim of inputs and targets that is the sequence; samples are dim 0.
@@ -144,6 +146,7 @@ class ContextParallel:
             unpadded=found.unpadded,
             positions=lambda length: self._positions(length, degree),
             rank=context.coordinates["cp"],
+            by_document=self.balanced and not found.is_captured(),
         )
         placed, found.sequences = placement.place(batch)
         return placed
@@ -218,6 +221,7 @@ class ContextParallel:
             tokens=lambda length: found.sequences.tokens(length),
             link=self._link(mesh),
             decided=context.stash(Decisions).notes.append,
+            assigned=lambda length: found.sequences.positions.get(length),
         )
         # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks.
         sharded = {
@@ -235,8 +239,9 @@ class ContextParallel:
             lengths=found.lengths,
             has_flex=found.has_flex,
             mesh=mesh,
-            form=lambda: tuple(found.sequences.lengths.items()),
+            form=lambda: (tuple(found.sequences.lengths.items()), bool(found.sequences.positions)),
         )
+        found.is_captured = lambda: sequence.is_captured
         if any(part.is_last and part.module is model for part in context.parts):
             sequence.returned = Outputs(rules=rules, found=found)
         sequence.install(model)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from composer3d import Batch, BatchError, torch_compat
+from composer3d_plugins.sharding.context_parallel.packed_documents import balanced_positions
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Placement", "Sequences", "sharded_inputs"]
@@ -65,9 +67,11 @@ class Sequences:
     Attributes:
         lengths: Lengths of its tokens by those that ranks share equally.
         is_own_forward: Whether its outputs are to be whole again.
+        positions: Of lengths whose positions are others than for all batches.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, Positions] = field(default_factory=dict)
     is_own_forward: bool = False
 
     def tokens(self, length: int) -> int:
@@ -87,6 +91,7 @@ class Placement:
         unpadded: Why lengths are not padded; empty where they are.
         positions: Returns the positions of every rank of a sequence of a length.
         rank: This rank's place.
+        by_document: Whether positions are balanced by the documents that inputs show.
     """
 
     names: Sequence[str]
@@ -96,6 +101,7 @@ class Placement:
     unpadded: str
     positions: Callable[[int], Positions]
     rank: int
+    by_document: bool = False
 
     def place(self, batch: Batch) -> tuple[Batch, Sequences]:
         """Return a batch of which this rank's positions are taken, and its lengths.
@@ -110,10 +116,16 @@ class Placement:
         for _, length in sharded:
             found.lengths[self._padded(length)] = length
         padded = {tokens: length for length, tokens in found.lengths.items() if tokens != length}
+        if self.by_document:
+            whole = [(name, x) for at, name, x in named if at not in dims and isinstance(x, Tensor)]
+            for length in found.lengths.keys() - padded.values():
+                if (assigned := balanced_positions(whole, self.positions(length))) is not None:
+                    found.positions[length] = assigned
+        positions = partial(_assigned, found, self.positions)
 
         def placed(key: int | str, name: str, x: Any) -> Any:
             if key in dims:
-                return self._taken(x, dims[key], name in LABELS)
+                return self._taken(x, dims[key], name in LABELS, positions)
             return self._extended(x, name, padded) if isinstance(x, Tensor) and padded else x
 
         values = {key: placed(key, name, x) for key, name, x in named}
@@ -122,7 +134,7 @@ class Placement:
         targets = batch.target
         if targets is not None and self.shares_target:
             lengths = set(found.lengths.values())
-            targets = torch_compat.tree_map(lambda leaf: self._target(leaf, lengths), targets)
+            targets = torch_compat.tree_map(lambda leaf: self._target(leaf, lengths, positions), targets)
         return replace(batch, args=args, kwargs=kwargs, target=targets), found
 
     def _padded(self, length: int) -> int:
@@ -139,10 +151,10 @@ class Placement:
             f"and is not padded, since {why}; use {near}"
         )
 
-    def _taken(self, x: Tensor, dim: int, is_label: bool) -> Tensor:
+    def _taken(self, x: Tensor, dim: int, is_label: bool, positions: Callable[[int], Positions]) -> Tensor:
         """Return this rank's positions; padding repeats the last token, and has labels that losses leave out."""
         length = x.shape[dim]
-        index = self.positions(self._padded(length)).index(self.rank).to(x.device)
+        index = positions(self._padded(length)).index(self.rank).to(x.device)
         taken = x.index_select(dim, index.clamp(max=length - 1))
         if not is_label or self._padded(length) == length:
             return taken
@@ -163,11 +175,16 @@ class Placement:
         index = torch.arange(padded[length], device=x.device).clamp(max=length - 1)
         return x.index_select(dims[0], index)
 
-    def _target(self, leaf: Any, lengths: set[int]) -> Any:
+    def _target(self, leaf: Any, lengths: set[int], positions: Callable[[int], Positions]) -> Any:
         """Return this rank's positions of a target, without padding."""
         if not isinstance(leaf, Tensor) or leaf.ndim <= self.dim or leaf.shape[self.dim] not in lengths:
             return leaf
         length = leaf.shape[self.dim]
-        positions = self.positions(self._padded(length))
-        index = positions.index(self.rank).to(leaf.device)
-        return leaf.index_select(self.dim, index[: positions.num_below(self.rank, length)])
+        held = positions(self._padded(length))
+        index = held.index(self.rank).to(leaf.device)
+        return leaf.index_select(self.dim, index[: held.num_below(self.rank, length)])
+
+
+def _assigned(found: Sequences, standard: Callable[[int], Positions], length: int) -> Positions:
+    """Return the positions of a length in a batch."""
+    return found.positions.get(length) or standard(length)

@@ -29,6 +29,7 @@ from composer3d.propagation import (
 )
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
+from composer3d_plugins.sharding.context_parallel.length_numbers import length_number
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
@@ -57,6 +58,7 @@ class Found:
         sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
         layers: Forwards of the classes of linear layers, by FQN, before precision plugins convert them.
+        is_captured: Returns whether blocks run as graphs, in which positions are constants.
     """
 
     names: tuple[str, ...]
@@ -71,6 +73,7 @@ class Found:
     sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
     layers: dict[str, Any] = field(default_factory=dict)
+    is_captured: Callable[[], bool] = lambda: False
 
     def converted(self, model: nn.Module) -> set[str]:
         """Return linear layers with another product than torch's, which is that of each token whatever its code."""
@@ -81,6 +84,9 @@ class Found:
         }
 
 
+# Functions along a sequence that read no later position.
+CUMULATIVE = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Notes that say something of a function which another note names.
 UNLISTED = ("narrowed", "follows", "drawn")
 
@@ -117,14 +123,14 @@ def dry_run(
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
-    call = trace(model, context, blocks=blocks, scale=degree).call
+    whole_call = trace(model, context, blocks=blocks, scale=degree).call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[ShardSpec | None] = []
     found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
-    call = _narrowed(call.fresh(), found, placement)
+    call = _narrowed(whole_call.fresh(), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -149,8 +155,18 @@ def dry_run(
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     _summarise(found, rules)
     _refuse(found, rules, context, Method(method), inner_degree)
-    found.unpadded = _unpadded(rules, outputs)
+    found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, whole_call, found, dim, unit)
     return found
+
+
+def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: int) -> str:
+    """Return how the model computes with its sequence's length as a number; empty if it does not."""
+    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
+    try:
+        where = length_number(model, call, dims=dims, shorter=unit - 1, has_products="products" in found.rows)
+    except Exception as error:  # a model's own code may raise anything
+        return f"it cannot be run for another length ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return where
 
 
 def _summarise(found: Found, rules: DryRules) -> None:
@@ -172,19 +188,16 @@ def _refuse_kernels(model: nn.Module) -> None:
         )
 
 
-def _unpadded(rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
+def _unpadded(model: nn.Module, rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
     """Return why tokens may see padding that follows them; empty where they do not.
 
-    Masks have no values on meta: those of a run are looked at.
+    Masks have no values on meta: those of a run, and weights of attention that is written out, are looked at.
     """
-    for what, reason in (
-        ("gathered", "sees padding as it sees tokens"),
-        ("products", "multiplies tokens with each other, under a mask that is not known"),
-        ("follows", "reads what follows a token"),
-    ):
-        for found, fqn, name in rules.notes:
-            if found == what:
-                return f'"{fqn}" ({name}) {reason}'
+    for what, fqn, name in rules.notes:
+        if what == "gathered" and not _is_causal(model.get_submodule(fqn), name):
+            return f'"{fqn}" ({name}) sees padding as it sees tokens'
+        if what == "follows":
+            return f'"{fqn}" ({name}) reads what follows a token'
     for fqn, call in rules.calls:
         if call.k_length is not None and (
             call.q_length != call.k_length or not (call.is_causal or call.mask is not None)
@@ -193,6 +206,13 @@ def _unpadded(rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
     if not all(spec is not None and len(spec.placed.parts) == 1 for spec in outputs):
         return "not all that the model returns is sharded"
     return ""
+
+
+def _is_causal(module: nn.Module, name: str) -> bool:
+    """Return whether a function along the sequence reads what comes before a token alone."""
+    if name in RECURRENT:
+        return isinstance(module, nn.RNNBase) and not module.bidirectional
+    return name in CUMULATIVE
 
 
 def _run(

@@ -11,7 +11,7 @@ import torch
 __all__ = [
     "Positions",
     "Run",
-    "balanced_documents",
+    "by_work",
     "contiguous",
     "decoded_runs",
     "encoded_runs",
@@ -152,31 +152,30 @@ def zigzag(length: int, degree: int) -> Positions:
     return Positions(tuple(_adjacent_joined([run for run in pair if run[1] > run[0]]) for pair in pairs))
 
 
-def balanced_documents(lengths: Sequence[int], degree: int) -> Positions:
-    """Return packed documents balanced one by one: of each the r-th of 2 * degree chunks from both ends.
+def by_work(work: Sequence[float], degree: int, *, least: int = 128) -> Positions:
+    """Return positions of which every rank has equally many, and about equal work.
 
-    Under causal masks inside of documents all ranks have equal work, which a zigzag over the whole sequence does not
-    give them. Documents shorter than 2 * degree go whole to the ranks that hold least so far.
+    The sequence is divided into equal blocks, which go by falling work to the rank that has least so far and not its
+    number of blocks yet. So packed documents are balanced wherever they end, which a zigzag over all of them is not.
 
     Args:
-        lengths: Positions of the documents, in the order of the sequence.
+        work: Of each position; their number is a multiple of 2 * degree.
         degree: Ranks.
+        least: Positions of a block, unless there are fewer than 2 blocks a rank then.
     """
-    runs: list[list[Run]] = [[] for _ in range(degree)]
-    held, start = [0] * degree, 0
-    for length in lengths:
-        if length < 2 * degree:
-            rank = held.index(min(held))
-            runs[rank].append((start, start + length))
-            held[rank] += length
-        else:
-            # Chunks that are one longer come first, so where they begin is turned by what ranks hold.
-            by_load = sorted(range(degree), key=lambda rank: held[rank])
-            for rank, chunks in zip(by_load, zigzag(length, degree).runs, strict=True):
-                runs[rank] += [(start + first, start + last) for first, last in chunks]
-                held[rank] += sum(last - first for first, last in chunks)
-        start += length
-    return Positions(tuple(_adjacent_joined(sorted(run for run in rank if run[1] > run[0])) for rank in runs))
+    length = len(work)
+    count = next(n for n in (16, 8, 4, 2) if length % (n * degree) == 0 and (n == 2 or length >= n * degree * least))
+    size = length // (count * degree)
+    totals = [sum(work[start : start + size]) for start in range(0, length, size)]
+    held: list[list[int]] = [[] for _ in range(degree)]
+    loads = [0.0] * degree
+    for block in sorted(range(count * degree), key=lambda block: (-totals[block], block)):
+        rank = min((rank for rank in range(degree) if len(held[rank]) < count), key=lambda rank: loads[rank])
+        held[rank].append(block)
+        loads[rank] += totals[block]
+    return Positions(
+        tuple(_adjacent_joined([(block * size, block * size + size) for block in sorted(blocks)]) for blocks in held)
+    )
 
 
 def padded_length(length: int, degree: int, *, is_balanced: bool) -> int:

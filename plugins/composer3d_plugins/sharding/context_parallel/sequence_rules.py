@@ -33,6 +33,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import Posi
 __all__ = ["DryRules", "EngineRules", "shape_of"]
 
 # Among which `auto` chooses.
+MOST_PLANS = 256
 METHODS = (Method.GATHER, Method.RING, Method.ULYSSES, Method.UNIVERSAL)
 
 
@@ -47,6 +48,8 @@ class EngineRules:
         tokens: Returns the number of tokens of a sequence of a length, without padding.
         link: Returns figures of the links between the ranks, for attention in a dtype; None where there are none.
         decided: Called with a sentence for each method that `auto` chooses.
+        assigned: Returns the positions of sequences of a length in the batch at work, where they are others than
+            `balanced` says.
     """
 
     group: SequenceGroup
@@ -55,13 +58,15 @@ class EngineRules:
     tokens: Callable[[int], int] = int
     link: Callable[[str], Link | None] = lambda dtype: None
     decided: Callable[[str], None] = lambda sentence: None
-    _indices: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
+    assigned: Callable[[int], Positions | None] = lambda length: None
+    _indices: dict[tuple[int, str, int], tuple[Positions, Tensor]] = field(default_factory=dict)
     _plans: dict[Any, SequencePlan] = field(default_factory=dict)
     _causal: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
 
     def positions(self, length: int) -> Positions:
         """Return the positions of every rank of a sequence of a length."""
-        return positions_of(length, self.group.degree, is_balanced=self.balanced)
+        standard = positions_of(length, self.group.degree, is_balanced=self.balanced)
+        return self.assigned(length) or standard
 
     def local_length(self, length: int) -> int:
         """Return the number of this rank's positions."""
@@ -69,7 +74,9 @@ class EngineRules:
 
     def divides(self, *, coarse: int, fine: int) -> bool:
         """Return whether positions of a length are those of a shorter one, each so many in a row."""
-        return divides(self.positions(coarse), self.positions(fine))
+        # Assigned positions are others in every batch, and decisions by shapes hold for all of them.
+        is_standard = self.assigned(coarse) is None and self.assigned(fine) is None
+        return is_standard and divides(self.positions(coarse), self.positions(fine))
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return this rank's positions."""
@@ -78,9 +85,10 @@ class EngineRules:
         mode = torch_compat.active_fake_mode()
         # Kept by what makes tensors too, so that a plan counts it as a run does.
         key = (length, str(device), 0 if mode is None else id(mode))
-        if key not in self._indices:
-            self._indices[key] = self.positions(length).index(self.group.rank).to(device)
-        return self._indices[key]
+        positions = self.positions(length)
+        if self._indices.get(key, (None, None))[0] is not positions:
+            self._indices[key] = positions, positions.index(self.group.rank).to(device)
+        return self._indices[key][1]
 
     def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
         """Return all positions in order; 1 all-gather, backward 1 reduce-scatter."""
@@ -101,7 +109,8 @@ class EngineRules:
         return [end - start for start, end in windows[self.group.rank]] if all(windows) else None
 
     def _windows(self, reach: Reach) -> tuple[Positions, tuple[tuple[Run, ...], ...]]:
-        return windows_of(reach, self.group.degree, is_balanced=self.balanced)
+        read, written = (tuple(map(self.positions, parts)) for parts in (reach.read, reach.written))
+        return windows_of(read, written, reach.before, reach.after)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the output of this rank's queries."""
@@ -149,9 +158,11 @@ class EngineRules:
         mask, length = call.mask, call.k_length
         if mask is None or length is None or (tokens := self.tokens(length)) == length or call.is_causal:
             return
+        if mask in self._causal:
+            return
         if torch_compat.capture_is_on():
             raise torch_compat.CaptureError("a mask of padded positions is looked at")
-        if mask in self._causal or torch_compat.active_fake_mode() is not None:
+        if torch_compat.active_fake_mode() is not None:
             return
         rows = mask
         if mask.shape[-2] > 1 and call.q_length is not None:
@@ -161,16 +172,38 @@ class EngineRules:
         if bool((seen if seen.dtype is torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
             raise BatchError(
                 f"a sequence of {tokens} tokens was padded to {length}, since ranks of cp share it equally, and a mask "
-                f"lets tokens see the padding; pad it yourself, with a mask that hides it, or use {length} tokens"
+                f"lets tokens see the padding; pad it yourself, with a mask that hides it, or use "
+                f"{self._nearest(length)} tokens"
             )
         self._causal.add(mask)
+
+    def weigh(self, weights: Tensor, *, row: int, column: int, rows: int, columns: int) -> None:
+        """Raise an error where tokens read padding in attention that is written out: its weights have to be 0 there."""
+        tokens = self.tokens(columns)
+        if tokens == columns or weights.is_meta or torch_compat.active_fake_mode() is not None:
+            return
+        if torch_compat.capture_is_on():
+            raise torch_compat.CaptureError("weights of padded positions are looked at")
+        num_rows = self.positions(rows).num_below(self.group.rank, self.tokens(rows))
+        of_tokens = weights.detach().narrow(row, 0, num_rows)
+        if bool((of_tokens.narrow(column, tokens, columns - tokens) != 0).any()):
+            raise BatchError(
+                f"a sequence of {tokens} tokens was padded to {columns}, since ranks of cp share it equally, and "
+                f"attention that is written out weighs the padding; use {self._nearest(columns)} tokens"
+            )
+
+    def _nearest(self, padded: int) -> str:
+        """Return the nearest lengths that ranks share equally."""
+        lower = padded - self.group.degree * (2 if self.balanced else 1)
+        return f"{lower} or {padded}" if lower else f"{padded}"
 
     def _attend_flexibly(self, call: AttentionCall) -> Tensor:
         assert call.q_length is not None and call.k_length is not None, "sharded, as the propagation asks"
         if (tokens := self.tokens(call.k_length)) != call.k_length:
             raise BatchError(
                 f"a sequence of {tokens} tokens was padded to {call.k_length}, since ranks of cp share it equally, "
-                f"and functions of flex_attention may see the padding; use {call.k_length} tokens"
+                "and functions of flex_attention may see the padding; "
+                f"use {self._nearest(call.k_length)} tokens"
             )
         attention = Attention(scale=call.scale)
         plan = self._plan(call.q_BHSE, call.k_BKTE, call.v_BKTF, attention, call.q_length, call.k_length)
@@ -188,9 +221,11 @@ class EngineRules:
             PluginError: The method cannot compute it.
         """
         needs = "" if not attention.needs_autograd else "dropout" if attention.dropout else "a bias with a gradient"
-        key = (tuple(q.shape), tuple(k.shape), v.shape[-1], q.itemsize, q_length, k_length, attention.pattern, needs)
+        rows, columns = self.positions(q_length), self.positions(k_length)
+        key = (tuple(q.shape), tuple(k.shape), v.shape[-1], q.itemsize, rows, columns, attention.pattern, needs)
         if key not in self._plans:
-            rows, columns = self.positions(q_length), self.positions(k_length)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             layout = Layout(rows=rows, columns=columns, pattern=attention.pattern)
             method = self._method(shape_of(q, k, v), layout, needs, str(q.dtype).removeprefix("torch."))
             self._plans[key] = SequencePlan.of(method, self.group, rows, columns)
@@ -267,13 +302,17 @@ class DryRules:
 
     def window_sizes(self, reach: Reach) -> list[int] | None:
         """Return the sizes of the first rank's windows; None where a rank has none."""
-        windows = windows_of(reach, self.degree, is_balanced=self.balanced)[1]
+        read, written = (tuple(map(self.positions, parts)) for parts in (reach.read, reach.written))
+        windows = windows_of(read, written, reach.before, reach.after)[1]
         return [end - start for start, end in windows[0]] if all(windows) else None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return a tensor of the output's form."""
         self.calls.append((self.at_work[-1] if self.at_work else "", call))
         return call.q_BHSE.new_zeros([*call.q_BHSE.shape[:-1], call.v_BKTF.shape[-1]], requires_grad=True).clone()
+
+    def weigh(self, weights: Tensor, *, row: int, column: int, rows: int, columns: int) -> None:
+        """Do nothing: weights have no values on meta."""
 
     def note(self, what: str, name: str) -> None:
         """Count, and refuse what is to be refused."""
@@ -295,16 +334,14 @@ def positions_of(length: int, degree: int, *, is_balanced: bool) -> Positions:
 
 
 @functools.lru_cache(maxsize=256)
-def windows_of(reach: Reach, degree: int, *, is_balanced: bool) -> tuple[Positions, tuple[tuple[Run, ...], ...]]:
+def windows_of(
+    read: tuple[Positions, ...], written: tuple[Positions, ...], before: int, after: int
+) -> tuple[Positions, tuple[tuple[Run, ...], ...]]:
     """Return every rank's positions of what is read, and by rank the windows that positions of a result read."""
-
-    def joined(parts: tuple[int, ...]) -> Positions:
-        return Positions.joined([positions_of(part, degree, is_balanced=is_balanced) for part in parts])
-
     windows = tuple(
-        tuple((start - reach.before, end + reach.after) for start, end in runs) for runs in joined(reach.written).runs
+        tuple((start - before, end + after) for start, end in runs) for runs in Positions.joined(written).runs
     )
-    return joined(reach.read), windows
+    return Positions.joined(read), windows
 
 
 @functools.lru_cache(maxsize=256)

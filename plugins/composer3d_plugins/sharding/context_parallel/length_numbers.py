@@ -1,0 +1,150 @@
+"""Numbers that a model's code makes of its sequence's length: with padding they would be those of another length.
+
+Sizes, ends of ranges and of slices follow a padded length, and what lies in the padding is dropped. A number that is
+computed with, such as a base of rotations that grows with the length, or log(length), is another one for real tokens
+too. So the model is run on meta for two lengths, and the functions of both runs are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer3d import torch_compat
+from composer3d.propagation import Call, name_of, on_meta, patched, unseen
+
+__all__ = ["length_number"]
+
+# Functions whose numbers are sizes, dims and ends.
+SHAPES = frozenset(
+    """view reshape view_as expand expand_as broadcast_to flatten unflatten repeat tile repeat_interleave size shape dim
+    numel __get__ empty zeros ones rand randn empty_like zeros_like ones_like new_empty new_zeros new_ones split chunk
+    split_with_sizes tensor_split unbind pad fold unfold stride as_strided triu tril triu_indices tril_indices eye
+    transpose permute movedim cat stack one_hot interpolate unsqueeze
+    squeeze swapaxes bincount new_empty_strided empty_strided""".split()
+)
+# Functions that divide by how many they read, and others that read padding where no weight tells of it.
+MEANS = frozenset("mean nanmean var std var_mean std_mean median nanmedian quantile".split())
+READS = MEANS | frozenset(
+    "sum nansum prod max amax min amin argmax argmin norm vector_norm normalize logsumexp topk sort argsort".split()
+)
+NUMBERS = (int, float, complex)
+# Of a function: its name, the module at work, the numbers that it computes with, and the shape of its first argument.
+_Noted = tuple[str, str, tuple[Any, ...], tuple[int, ...]]
+
+
+def length_number(
+    model: nn.Module, call: Call, *, dims: Mapping[int | str, int], shorter: int, has_products: bool
+) -> str:
+    """Return which module and function computes with a number of the length; empty if there is none.
+
+    Args:
+        model: The whole model.
+        call: Of it, whole.
+        dims: The sequence's dim of each input that is sharded.
+        shorter: Positions that the second length is shorter by.
+        has_products: Whether attention is written out, of whose scores only a softmax is known to leave padding out.
+    """
+    lengths = {_of(call, key).shape[dim] for key, dim in dims.items()}
+    if min(lengths, default=0) <= shorter:
+        return ""
+    runs = [_noted(model, each) for each in (call, _shortened(call, lengths, shorter))]
+    for (name, where, numbers, shape), (other, _, others, shape_2) in zip(*runs, strict=False):
+        if name != other:
+            return f'"{where}" does something else for another length ({name}, and {other})'
+        if numbers != others:
+            return f'"{where}" ({name}) computes with a number of the length'
+        if name in (READS if has_products else MEANS) and _goes_along(
+            numbers, [a != b for a, b in zip(shape, shape_2, strict=False)]
+        ):
+            return f'"{where}" ({name}) reads all positions, and not as a softmax does'
+    return "" if len(runs[0]) == len(runs[1]) else '"" does more for a longer sequence'
+
+
+def _goes_along(numbers: Sequence[Any], differs: Sequence[bool]) -> bool:
+    """Return whether a mean over dims, or over all where none is given, is one over positions."""
+    dims = [number for number in numbers if isinstance(number, int) and not isinstance(number, bool)]
+    return any(differs[dim] for dim in dims if -len(differs) <= dim < len(differs)) if dims else any(differs)
+
+
+def _of(call: Call, key: int | str) -> Tensor:
+    tensor: Tensor = call.args[key] if isinstance(key, int) else call.kwargs[key]
+    return tensor
+
+
+def _shortened(call: Call, lengths: Collection[int], shorter: int) -> Call:
+    def narrowed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for dim, size in enumerate(leaf.shape):
+            if dim and size in lengths:
+                leaf = leaf.narrow(dim, 0, size - shorter)
+        return leaf
+
+    args, kwargs = torch_compat.tree_map(narrowed, [call.args, dict(call.kwargs)])
+    return Call(args=tuple(args), kwargs=kwargs, has_values=call.has_values)
+
+
+def _noted(model: nn.Module, call: Call) -> list[_Noted]:
+    """Run a call on meta; return what its functions compute with."""
+    found: list[_Noted] = []
+    at_work: list[str] = []
+
+    def tracked(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        inner = forward if call.has_values or not fqn else unseen(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            at_work.append(fqn)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                at_work.pop()
+
+        return run
+
+    def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = name_of(func)
+        if name not in SHAPES:
+            shape = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+            found.append((name, at_work[-1] if at_work else "", tuple(_numbers(name, args, kwargs)), shape))
+
+    forwards = {module: tracked(fqn, module.forward) for fqn, module in model.named_modules()}
+    with patched(forwards):
+        on_meta(model, call.fresh(), notes=[note])
+    return found
+
+
+def _numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the numbers among a function's arguments that are more than ends of ranges."""
+    if name == "arange":
+        start, _, step = _range(args)
+        return [start, step]
+    if name in ("narrow", "select"):
+        return list(args[1:3])
+    if name in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        starts = [entry.start or 0 if isinstance(entry, slice) else entry for entry in index]
+        return [entry for entry in starts if isinstance(entry, NUMBERS)] + _plain(args[2:])
+    if name in ("full", "new_full"):
+        return _plain([args[-1] if "fill_value" not in kwargs else kwargs["fill_value"]])
+    return _plain(args) + _plain(kwargs.values())
+
+
+def _range(args: Sequence[Any]) -> tuple[Any, Any, Any]:
+    numbers = [value for value in args if isinstance(value, NUMBERS)]
+    if len(numbers) < 2:
+        return 0, numbers[0] if numbers else None, 1
+    return numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 1
+
+
+def _plain(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, NUMBERS):
+            found.append(value)
+        elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            found += _plain(value)
+    return found
