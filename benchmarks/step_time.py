@@ -70,7 +70,7 @@ def dimensions(pp: int, dp: int, tp: int) -> Layout:
         name=f"{short.replace('_', ' x ')}, small Llama, {pp * dp * tp} ranks",
         num_ranks=pp * dp * tp,
         hand=("handwritten_3d", str(pp), str(dp), str(tp)),
-        composed=("embedded_3d", f"embedded_{short}.toml"),
+        composed=("embedded_3d", f"embedded_{short}.toml", "small_llama"),
     )
 
 
@@ -80,7 +80,7 @@ def sequence(method: str, short: str) -> Layout:
         name=f"cp2, {method}, small Llama, 2 ranks",
         num_ranks=2,
         hand=("handwritten_cp", method),
-        composed=("embedded_3d", f"embedded_{short}.toml"),
+        composed=("embedded_3d", f"embedded_{short}.toml", "small_llama"),
     )
 
 

@@ -12,7 +12,7 @@ from small_llama import batches, loss_fn, read_config
 import composer3d
 
 config = read_config()
-build = importlib.import_module(sys.argv[3] if len(sys.argv) > 3 else "small_llama").build
+build = importlib.import_module(sys.argv[3]).build
 run = composer3d.compose(build(config), sys.argv[2], loss_fn=loss_fn)
 optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
 meter = Meter()
