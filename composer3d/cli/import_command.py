@@ -18,11 +18,17 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "import",
         help="translate a configuration of another system into a manifest",
-        description="Translate a configuration of DeepSpeed, Accelerate or torchtitan into a manifest, say what became "
-        "of every key, and check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or "
-        "check finds something, 2 if the source cannot be read.",
+        description="Translate a configuration of another system into a manifest, say what became of every key, and "
+        "check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or check finds "
+        "something, 2 if the source cannot be read.",
+        usage="composer3d import [options] FILE [-- FLAG ...]",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="the configuration")
+    parser.add_argument(
+        "source",
+        metavar="FILE",
+        nargs="*",
+        help="the configuration: a file, a launch script or a log; after -- Megatron-LM's flags, alone or over it",
+    )
     parser.add_argument("--from", dest="system", metavar="SYSTEM", help="whose it is; default: recognised by its keys")
     parser.add_argument(
         "--for",
@@ -43,6 +49,14 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--allow", metavar="KEY", action="append", default=[], help="go on without a key that is refused; repeatable"
     )
+    parser.add_argument(
+        "--arg",
+        dest="values",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="value of a variable that a launch script takes from outside, or of its argument 1, 2, ...; repeatable",
+    )
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write the manifest; default: printed")
     add_json(parser)
     parser.set_defaults(execute=execute)
@@ -52,12 +66,22 @@ def execute(arguments: argparse.Namespace) -> int:
     """Import, print the report and write the manifest; 1 where a key is refused or the manifest is wrong."""
     from composer3d import import_config
 
+    words: list[str] = arguments.source
+    file = words[0] if words and not words[0].startswith("-") else None
+    flags = words if file is None else words[1:]
+    values = dict(value.partition("=")[::2] for value in arguments.values)
+    wrong = _wrong(file, flags, arguments.values)
+    if wrong is not None:
+        complain(wrong)
+        return 2
     output: Path | None = arguments.output
     if output is not None and output.exists():
         complain(f"{output} exists and is not overwritten; name another file with --output FILE")
         return 2
     result = import_config(
-        arguments.file,
+        file,
+        flags=flags,
+        values=values,
         system=arguments.system,
         target=arguments.target,
         training_args=arguments.training_args,
@@ -86,3 +110,12 @@ def execute(arguments: argparse.Namespace) -> int:
         elif result.manifest:
             say(coloured(f"wrote {output}; next: composer3d check {output}", good=result.ok))
     return 0 if result.ok else 1
+
+
+def _wrong(file: str | None, flags: list[str], values: list[str]) -> str | None:
+    if file is None and not flags:
+        return "name a file, or write Megatron-LM's flags after --"
+    if flags and not flags[0].startswith("-"):
+        return f"one file at a time: {flags[0]}"
+    unnamed = next((value for value in values if "=" not in value), None)
+    return None if unnamed is None else f"--arg {unnamed}: write NAME=VALUE"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +13,9 @@ from typing import Any, Literal
 from composer3d.errors import ManifestError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
 from composer3d.importing.key_tables import load_key_table, systems
-from composer3d.importing.leaves import SourceTree, UnreadableSource
+from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
 from composer3d.importing.recognition import form_of, recognise
+from composer3d.importing.shell_flags import read_words
 from composer3d.importing.source_file import parse, read_source_text
 from composer3d.importing.translation import AUTO, Options, Translation, translate
 from composer3d.importing.verdicts import ImportResult, Verdict
@@ -31,8 +32,10 @@ _STAND_INS = {
 
 
 def import_config(
-    file: str | Path,
+    file: str | Path | None = None,
     *,
+    flags: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
     system: str | None = None,
     target: Literal["compose", "run"] | None = None,
     training_args: str | Path | None = None,
@@ -48,7 +51,9 @@ def import_config(
     Nothing of the source is imported, executed, unpickled or fetched.
 
     Args:
-        file: The source.
+        file: The source; None where `flags` are all of it.
+        flags: Of a Megatron-LM command line, in place of a file or after one, whose flags they override.
+        values: Of variables that a launch script takes from outside of it, by name, or `1`, `2` of its arguments.
         system: Whose it is; default: recognised.
         target: A manifest for `compose`, or of `composer3d run`; default: what such files describe.
         training_args: Arguments of transformers' Trainer, as JSON, YAML or a command line: they fill in "auto".
@@ -75,37 +80,65 @@ def import_config(
         version=source_version,
         allowed=tuple(allow),
     )
-    return _result(read_translation(Path(file), options, system=system), name or f"{Path(file).stem}.toml")
+    given = Flags(words=tuple(flags), values=dict(values or {}))
+    path = None if file is None else Path(file)
+    translation = read_translation(path, options, system=system, flags=given)
+    return _result(translation, name or f"{'run' if path is None else path.stem}.toml")
 
 
-def read_translation(path: Path, options: Options, *, system: str | None = None) -> Translation:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a command line adds to a source.
+
+    Args:
+        words: Flags and their values.
+        values: Of a script's variables.
+    """
+
+    words: tuple[str, ...] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_translation(
+    path: Path | None, options: Options, *, system: str | None = None, flags: Flags | None = None
+) -> Translation:
     """Read a file and translate it; see `import_config`, which checks the result too.
 
     Raises:
         ManifestError: The source cannot be read, or is of no system that is known.
     """
     try:
-        text = read_source_text(path)
-        found, tree = _read(path, text, system)
+        found, tree = _read(path, system, flags or Flags())
     except UnreadableSource as error:
         raise ManifestError([error.problem]) from None
     table = load_key_table(found)
     if options.target is None:
         options = replace(options, target="run" if table.target == "run" else "compose")
+    module = import_module(f"composer3d.importing.{found}")
+    if hasattr(module, "normalised"):
+        tree = module.normalised(tree)
     translation = Translation(tree=tree, table=table, options=options)
-    translate(translation, import_module(f"composer3d.importing.{found}").RULES)
+    translate(translation, module.RULES)
     fill_in(translation)
     _check_allowed(translation)
     return translation
 
 
-def _read(path: Path, text: str, system: str | None) -> tuple[str, SourceTree]:
+def _read(path: Path | None, system: str | None, flags: Flags) -> tuple[str, SourceTree]:
+    if system is not None and system not in systems():
+        hint = did_you_mean(system, systems())
+        raise UnreadableSource(Problem(message=f'there is no importer for "{system}"', hint=hint))
+    if flags.words and system not in (None, "megatron"):
+        raise UnreadableSource(Problem(message="flags after -- are Megatron-LM's", hint="leave --from out"))
+    if path is None:
+        return "megatron", read_words(flags.words, None)
+    text = read_source_text(path)
     if system is not None:
-        if system not in systems():
-            hint = did_you_mean(system, systems())
-            raise UnreadableSource(Problem(message=f'there is no importer for "{system}"', hint=hint))
-        return system, parse(text, str(path), form=form_of(path, text))
-    found, tree = recognise(path, text)
+        tree = parse(text, str(path), form=form_of(path, text), values=flags.values)
+        return system, read_words(flags.words, tree) if flags.words else tree
+    found, tree = recognise(path, text, values=flags.values)
+    if flags.words and found == "megatron":
+        tree = read_words(flags.words, tree)
     if found is None:
         hint = f"say whose it is with --from: {', '.join(systems())}"
         raise UnreadableSource(Problem(message="no system is recognised by its keys", file=str(path), hint=hint))
@@ -124,7 +157,8 @@ def _arguments(path: Path) -> dict[str, Any]:
 
 def _check_allowed(translation: Translation) -> None:
     """Report allowed keys that nothing refused: a slip, or a file that was mended since."""
-    refused = [entry.key for entry in translation.verdicts.values() if entry.verdict is Verdict.REFUSED]
+    found = translation.verdicts.items()
+    refused = [name for key, entry in found if entry.verdict is Verdict.REFUSED for name in {key, entry.key}]
     for allowed in translation.options.allowed:
         if allowed != AUTO and not any(key == allowed or key.startswith(f"{allowed}.") for key in refused):
             hint = did_you_mean(allowed, refused) or "leave --allow out"
@@ -136,13 +170,16 @@ def _result(translation: Translation, name: str) -> ImportResult:
     tree, table = translation.tree, translation.table
     problems = [*tree.problems, *translation.problems]
     keys = tuple(translation.verdicts[key] for key in tree.leaves)
-    refused = [entry for entry in keys if entry.verdict is Verdict.REFUSED and not entry.is_allowed]
     at_places = {(problem.line, problem.key) for problem in problems if problem.severity == "error"}
-    for entry in refused:
-        last = tree.leaves[entry.key].path[-1]
-        if (entry.line, last) not in at_places:
-            problems.append(_refusal(translation, entry.key, entry.line, entry.note))
-    is_good = not refused and not any(problem.severity == "error" for problem in problems)
+    is_refused = False
+    for key, leaf in tree.leaves.items():
+        entry = translation.verdicts[key]
+        if entry.verdict is not Verdict.REFUSED or entry.is_allowed:
+            continue
+        is_refused = True
+        if (entry.line, leaf.path[-1]) not in at_places:
+            problems.append(_refusal(translation, leaf, entry.note))
+    is_good = not is_refused and not any(problem.severity == "error" for problem in problems)
     manifest = write_manifest(translation) if is_good else ""
     if is_good:
         found = _checked(manifest, name, translation)
@@ -157,16 +194,15 @@ def _result(translation: Translation, name: str) -> ImportResult:
     )
 
 
-def _refusal(translation: Translation, key: str, line: int, note: str) -> Problem:
-    leaf = translation.tree.leaves[key]
+def _refusal(translation: Translation, leaf: Leaf, note: str) -> Problem:
     return Problem(
-        message=f"{key} is refused: {note}",
+        message=f"{leaf.shown} is refused: {note}",
         file=translation.tree.file,
-        line=line,
+        line=leaf.line,
         column=leaf.column,
         table=".".join(leaf.path[:-1]) or None,
         key=leaf.path[-1],
-        hint=f"--allow {key} imports the file without it",
+        hint=f"--allow {leaf.shown} imports the file without it",
     )
 
 
@@ -180,6 +216,8 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
         for what in _STAND_INS
     }
     overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
+    if places["model"] is not None:
+        overrides += _large_enough(translation)
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)
         file.write_text(manifest, encoding="utf-8")
@@ -193,6 +231,23 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
             hint = f"write it there, or import with --{what}" if what != "steps" else "write it there"
             problems.append(Problem(message=message, file=name, line=line, severity="warning", hint=hint))
     return problems
+
+
+def _large_enough(translation: Translation) -> list[str]:
+    """Return sizes of the model that stands in for the user's: every rank has blocks and heads of it."""
+    settings = translation.settings
+
+    def degree(path: str) -> int:
+        value = settings[path].value if path in settings else 1
+        return value if isinstance(value, int) and value > 0 else 1
+
+    blocks = 2 * degree("mesh.pp") * degree(translation.path_of("@stages.stages_per_rank"))
+    heads = degree("mesh.tp") * degree("mesh.cp")
+    split = settings.get(translation.path_of("@stages.split"))
+    if split is not None or max(blocks, heads) <= 8:
+        return []
+    sizes = {"num_layers": max(blocks, 8), "num_heads": max(heads, 8), "dim": 32 * max(heads, 8)}
+    return [f"model.args.{name}={size}" for name, size in sizes.items()]
 
 
 def _world(translation: Translation) -> int | None:

@@ -8,7 +8,10 @@ A table is a TOML file beside this module. Its groups are written shortly:
     is = "meaningless"                      # verdict; or `rule`, the function of the system's module that decides
     to = "run.log_every"                    # key of the manifest; the verdict is then "carried"
     when = { false = "meaningless" }        # other verdicts for single values
+    off = "meaningless"                     # the verdict of false, null, 0, "" and [], where `when` says no other
     note = "..."
+
+A system whose files hold another's keys too `includes` that table; its own groups come first.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ __all__ = ["Entry", "KeyTable", "load_key_table", "plugin_words", "systems"]
 
 _FOLDER = Path(__file__).parent / "tables"
 _WORDS = "words"
+_OFF = ("none", "false", "off", "no", "null", "disabled", "{}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Entry:
         kind: How the value is converted: `integer`, `number`, `text`, `boolean`; none as it is.
         note: Why.
         when: Verdicts of single values, written as JSON.
+        off: The verdict of values that switch nothing on.
     """
 
     verdict: Verdict | None = None
@@ -49,11 +54,15 @@ class Entry:
     kind: str | None = None
     note: str = ""
     when: Mapping[str, Verdict] = field(default_factory=dict)
+    off: Verdict | None = None
 
     def verdict_of(self, value: Any) -> Verdict | None:
         """Return the verdict of a value; None where a rule decides."""
         text = json.dumps(value, default=str)
-        return self.when.get(text, self.when.get(value) if isinstance(value, str) else None) or self.verdict
+        found = self.when.get(text, self.when.get(value) if isinstance(value, str) else None)
+        if found is None and self.off is not None and (not value or str(value).lower() in _OFF):
+            return self.off
+        return found or self.verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,8 @@ class KeyTable:
         entries: By dotted key; one that ends in `.*` is for all below.
         unknown: By block: what the system does with a key that it does not have.
         comments: Beginnings of keys that are comments there.
+        unknown_verdict: Of a key that it does not have.
+        defaults: Of keys that decide where they are not there.
     """
 
     name: str
@@ -77,6 +88,8 @@ class KeyTable:
     entries: Mapping[str, Entry]
     unknown: Mapping[str, str]
     comments: tuple[str, ...] = ()
+    unknown_verdict: Verdict = Verdict.IGNORED_THERE
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def entry_of(self, key: str) -> Entry | None:
         """Return the entry of a key, or of the nearest block that is decided as a whole."""
@@ -118,6 +131,7 @@ def load_key_table(name: str) -> KeyTable:
     """Return a system's table."""
     content = _read(name)
     system, entries = content["system"], {}
+    base = load_key_table(system["includes"]) if "includes" in system else None
     for group in content["group"]:
         entry = _entry(group)
         for block in group["within"] if isinstance(group.get("within"), list) else [group.get("within", "")]:
@@ -125,6 +139,8 @@ def load_key_table(name: str) -> KeyTable:
                 full = f"{block}.{key}" if block else key
                 assert full not in entries, f"{name}: {full} stands twice"
                 entries[full] = entry
+    if base is not None:
+        entries = {**base.entries, **entries}
     return KeyTable(
         name=name,
         title=system["title"],
@@ -133,6 +149,8 @@ def load_key_table(name: str) -> KeyTable:
         entries=entries,
         unknown=content.get("unknown", {}),
         comments=tuple(system.get("comments", ())),
+        unknown_verdict=Verdict(system.get("unknown_is", "ignored-there")),
+        defaults=content.get("defaults", {}),
     )
 
 
@@ -160,4 +178,5 @@ def _entry(group: Mapping[str, Any]) -> Entry:
         kind=group.get("as"),
         note=group.get("note", ""),
         when={value: Verdict(verdict) for value, verdict in group.get("when", {}).items()},
+        off=Verdict(group["off"]) if "off" in group else None,
     )

@@ -35,17 +35,24 @@ class Leaf:
         value: Text, number, boolean, None, list, or an empty table.
         line: Where its key stands, from 1.
         column: The same.
+        written: The key as the source writes it, where its system has several spellings; default: the path.
     """
 
     path: KeyPath
     value: Any
     line: int
     column: int = 1
+    written: str | None = None
 
     @property
     def key(self) -> str:
-        """The path with dots between its keys, as the report names it."""
+        """The path with dots between its keys, by which tables and rules know it."""
         return ".".join(self.path)
+
+    @property
+    def shown(self) -> str:
+        """The key as the report names it."""
+        return self.key if self.written is None else self.written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +106,16 @@ class TreeBuilder:
         """Return the error of a place."""
         return UnreadableSource(Problem(message=message, file=self.file, line=line, column=column, hint=hint))
 
-    def add(self, path: KeyPath, value: Any, line: int, column: int = 1, *, severity: str = "error") -> None:
+    def add(
+        self,
+        path: KeyPath,
+        value: Any,
+        line: int,
+        column: int = 1,
+        *,
+        severity: str = "error",
+        written: str | None = None,
+    ) -> None:
         """Add a leaf; of a key that is there twice the last value counts, and the first is a problem.
 
         Args:
@@ -108,6 +124,7 @@ class TreeBuilder:
             line: Of the key.
             column: The same.
             severity: Of a key that is there twice.
+            written: The key as the source writes it.
 
         Raises:
             UnreadableSource: There are too many keys, or a number no machine computes with.
@@ -120,12 +137,12 @@ class TreeBuilder:
             return
         if any(map(_is_beyond, _numbers(value))):
             raise self.fail(f"{path[-1]} holds a number that is not finite or too large", line, column)
-        leaf = Leaf(path=path, value=value, line=line, column=column)
+        leaf = Leaf(path=path, value=value, line=line, column=column, written=written)
         if leaf.key in self.leaves:
             first = self.leaves.pop(leaf.key).line
             self.problems.append(
                 Problem(
-                    message=f"{leaf.key} stands twice, in line {first} too",
+                    message=f"{leaf.shown} stands twice, in line {first} too",
                     file=self.file,
                     line=line,
                     column=column,

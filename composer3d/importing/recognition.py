@@ -6,12 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from composer3d.importing.argument_log import has_block_of_arguments
 from composer3d.importing.leaves import SourceTree
 from composer3d.importing.source_file import parse
 
 __all__ = ["form_of", "recognise"]
 
 _FORMS = {".json": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+
+# Keys at the top of a file of which one is enough: no other system has them.
+_MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "megatron": frozenset({"MODEL_ARGS", "language_model"}),
+        "automodel": frozenset({"step_scheduler", "dist_env", "packed_sequence"}),
+        "axolotl": frozenset({"base_model", "sample_packing", "sequence_len", "chat_template_jinja"}),
+        "neox": frozenset(
+            "pipe_parallel_size model_parallel_size attention_config pos_emb gpt_j_residual no_weight_tying"
+            " output_layer_parallelism checkpoint_factor rotary_pct scaled_upper_triang_masked_softmax_fusion".split()
+        ),
+    }
+)
 
 # Keys at the top of a file that are a system's own; the system with most of them is taken.
 _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -50,28 +65,49 @@ _BY_FORM = {
     "yaml": ("accelerate", "trainer", "deepspeed"),
     "toml": ("torchtitan",),
 }
+_BY_LINES = ("flags", "script", "log")
 
 
 def form_of(path: Path, text: str) -> str:
-    """Return `json`, `yaml` or `toml`: by the file's ending, else by its text."""
+    """Return the form of a text, by the file's ending, else by its lines.
+
+    It is `json`, `yaml` or `toml`, `log` for the arguments that Megatron-LM prints, `script` for shell, or `flags` for
+    a command line.
+    """
     form = _FORMS.get(path.suffix.lower())
     if form is not None:
         return form
-    start = text.lstrip()[:1]
-    if start == "{":
+    if has_block_of_arguments(text):
+        return "log"
+    start = text.lstrip()
+    if path.suffix.lower() in _SCRIPTS or start.startswith("#!"):
+        return "script"
+    if start.startswith("--"):
+        return "flags"
+    if start[:1] == "{":
         return "json"
     return "toml" if any(line.strip().startswith("[") for line in text.splitlines()) else "yaml"
 
 
-def recognise(path: Path, text: str) -> tuple[str | None, SourceTree]:
+def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None) -> tuple[str | None, SourceTree]:
     """Return the system of a file, or None, and its leaves.
+
+    Args:
+        path: Of the file.
+        text: In it.
+        values: Of a script's variables, as the user gives them.
 
     Raises:
         UnreadableSource: It cannot be parsed in its form.
     """
     form = form_of(path, text)
-    tree = parse(text, str(path), form=form)
+    tree = parse(text, str(path), form=form, values=values)
+    if form in _BY_LINES:
+        return "megatron", tree
     tops = {leaf.path[0] for leaf in tree.leaves.values()}
+    for name, marks in _MARKS.items():
+        if marks & {top.replace("-", "_") if name == "neox" else top for top in tops}:
+            return name, tree
     counts = {name: len(tops & _OWN_KEYS[name]) for name in _BY_FORM[form]}
     best = max(counts, key=lambda name: counts[name], default=None)
     return (best if best is not None and counts[best] else None), tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from composer3d.errors import Problem
@@ -45,13 +46,14 @@ def read_source_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse(text: str, file: str, *, form: str) -> SourceTree:
+def parse(text: str, file: str, *, form: str, values: Mapping[str, str] | None = None) -> SourceTree:
     """Read a text into leaves.
 
     Args:
         text: Of the file.
         file: Named in problems.
-        form: `json`, `yaml` or `toml`.
+        form: `json`, `yaml`, `toml`, `flags`, `script` or `log`.
+        values: Of a script's variables, as the user gives them.
 
     Raises:
         UnreadableSource: It is not of that form.
@@ -64,6 +66,14 @@ def parse(text: str, file: str, *, form: str) -> SourceTree:
         from composer3d.importing.yaml_leaves import read_yaml
 
         return read_yaml(text, file)
+    if form == "log":
+        from composer3d.importing.argument_log import read_argument_log
+
+        return read_argument_log(text, file)
+    if form in ("flags", "script"):
+        from composer3d.importing.shell_flags import read_command_line, read_script
+
+        return read_script(text, file, values or {}) if form == "script" else read_command_line(text, file)
     return _read_toml(text, file)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -162,7 +163,7 @@ class Translation:
         if path is not None and not self.is_kept(path):
             path, note = None, f"the loop's own: {path}" + (f"; {note}" if note else "")
         self.verdicts[key] = KeyVerdict(
-            key=key,
+            key=leaf.shown,
             line=leaf.line,
             value=_shown(leaf),
             verdict=Verdict(verdict),
@@ -185,7 +186,8 @@ class Translation:
             sources: The source's keys that it comes from.
             reason: Instead of them, or where there is none: whose default it is.
         """
-        stated = [f"{key} = {_written(_shown(self.tree.leaves[key]))}" for key in sources if key in self]
+        leaves = [self.tree.leaves[key] for key in sources if key in self]
+        stated = [f"{leaf.shown} = {_written(_shown(leaf))}" for leaf in leaves]
         text = "from " + ", ".join(stated) if stated else ""
         self.settings[self.path_of(to)] = Setting(value=value, reason="; ".join(filter(None, (text, reason))))
 
@@ -203,9 +205,14 @@ class Translation:
     def wrong(self, key: str, message: str, *, hint: str | None = None) -> None:
         """Report a mistake of the source at a key, which is refused."""
         leaf = self.tree.leaves[key]
+        verdict = self.verdicts.get(key)
+        if verdict is not None and verdict.verdict is Verdict.REFUSED:
+            return
+        if (name := _open_name(leaf.value)) is not None:
+            message, hint = "is not known without running the script", f"--arg {name}=VALUE"
         self.problems.append(
             Problem(
-                message=f"{key} = {_written(_shown(leaf))} {message}",
+                message=f"{leaf.shown} = {_written(_shown(leaf))} {message}",
                 file=self.tree.file,
                 line=leaf.line,
                 column=leaf.column,
@@ -223,13 +230,14 @@ class Translation:
 
     def stated_as(self, to: str) -> str:
         """Return the key of the source that a setting of the manifest comes from."""
-        return next(entry.key for entry in self.verdicts.values() if entry.to == self.path_of(to))
+        return next(key for key, entry in self.verdicts.items() if entry.to == self.path_of(to))
 
     def is_allowed(self, key: str) -> bool:
         """Return whether the user overruled the refusal of a key."""
         if self.get(key) == AUTO and AUTO in self.options.allowed:
             return True
-        return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.options.allowed)
+        names = (key, self.tree.leaves[key].shown)
+        return any(name == one or name.startswith(f"{one}.") for one in self.options.allowed for name in names)
 
     def is_kept(self, path: str) -> bool:
         """Return whether a key of the manifest is written, and not the loop's own."""
@@ -300,11 +308,11 @@ def _judge_unknown(translation: Translation, leaf: Leaf) -> None:
             break
     hint = hint if hint is not None and hint.startswith("did you mean") else _elsewhere(table, leaf)
     note = table.said_of_unknown(leaf.key) + (f"; {hint}" if hint else "")
-    translation.judge(leaf.key, Verdict.IGNORED_THERE, note)
-    if hint:
+    translation.judge(leaf.key, table.unknown_verdict, note)
+    if hint and table.unknown_verdict is Verdict.IGNORED_THERE:
         translation.problems.append(
             Problem(
-                message=f"{leaf.key}: {table.said_of_unknown(leaf.key)}",
+                message=f"{leaf.shown}: {table.said_of_unknown(leaf.key)}",
                 file=translation.tree.file,
                 line=leaf.line,
                 column=leaf.column,
@@ -334,6 +342,12 @@ def _shown(leaf: Leaf) -> Any:
     for part in leaf.path:
         hidden = hidden[part]
     return hidden
+
+
+def _open_name(value: Any) -> str | None:
+    """Return the variable of a script that a value is, where it is not known."""
+    found = re.match(r"^\$\{?(\w+)\}?$", value) if isinstance(value, str) else None
+    return found[1] if found is not None else None
 
 
 def _written(value: Any) -> str:

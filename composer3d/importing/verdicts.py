@@ -106,8 +106,24 @@ class ImportResult:
             if not found:
                 continue
             shown.append(f"{verdict} ({len(found)}):")
-            shown += _grouped(found) if verdict is Verdict.MEANINGLESS else [_line(entry) for entry in found]
+            shown += _grouped(found) if verdict is Verdict.MEANINGLESS else _listed(found)
         return shown
+
+
+def _listed(entries: list[KeyVerdict]) -> list[str]:
+    """Return a line an entry; more than three that only differ in their keys are one."""
+    alike: dict[tuple[str | None, str], list[KeyVerdict]] = {}
+    for entry in entries:
+        alike.setdefault((entry.to, entry.note), []).append(entry)
+    lines = []
+    for (to, note), found in alike.items():
+        if len(found) <= 3 or not note:
+            lines += [(entry.line, _line(entry)) for entry in found]
+            continue
+        named = ", ".join(f"{entry.key} = {_short(entry.value)}" for entry in found)
+        arrow = f" -> {to}" if to else ""
+        lines.append((found[0].line, f"  lines {found[0].line} to {found[-1].line}: {named}{arrow}: {note}"))
+    return [line for _, line in sorted(lines, key=lambda line: line[0])]
 
 
 def _line(entry: KeyVerdict) -> str:

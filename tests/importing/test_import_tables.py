@@ -10,6 +10,7 @@ import pytest
 import tomli
 from support.documents import code, read, table
 from support.imported import translated, verdicts_of
+from support.source_schemas import AUTOMODEL, AXOLOTL, MEGATRON, NEOX
 
 import composer3d.importing
 from composer3d.cli.schema import schema_text
@@ -197,7 +198,15 @@ TORCHTITAN = {
     "validation": "enable dataset dataset_path local_batch_size seq_len freq steps",
     "debug": "seed deterministic deterministic_warn_only",
 }
-SCHEMAS = {"deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "torchtitan": TORCHTITAN}
+SCHEMAS = {
+    "deepspeed": DEEPSPEED,
+    "accelerate": ACCELERATE,
+    "torchtitan": TORCHTITAN,
+    "megatron": MEGATRON,
+    "neox": NEOX,
+    "axolotl": AXOLOTL,
+    "automodel": AUTOMODEL,
+}
 
 
 def test_the_readme_names_every_system_and_verdict():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.importing.deepspeed.batch_sizes import data_degree
 from composer3d.importing.translation import Translation
 
 __all__ = ["batch", "optimizer", "schedule"]
@@ -19,9 +20,10 @@ _SMALL = {
 def batch(translation: Translation) -> None:
     """Carry batch sizes, steps and clipping."""
     t, micro_key, steps_key = translation, "per_device_train_batch_size", "gradient_accumulation_steps"
-    micro, steps = t.integer(micro_key, 8, least=1) or 8, t.integer(steps_key, 1, least=1) or 1
+    least = int(t.table.defaults[micro_key])
+    micro, steps = t.integer(micro_key, least, least=1) or least, t.integer(steps_key, 1, least=1) or 1
     t.state(micro_key, "train.microbatch", micro)
-    world = t.options.world_size
+    world = data_degree(t)
     if steps > 1 and world is not None:
         formula = f"{micro} x {steps} x {world} ranks"
         t.put("train.global_batch", micro * steps * world, steps_key, reason=formula)
@@ -71,7 +73,7 @@ def optimizer(translation: Translation) -> None:
 def schedule(translation: Translation) -> None:
     """Carry the schedule: by its own function in a loop, nearly in a run, whose warm-up does not begin at 0."""
     t, key = translation, "lr_scheduler_type"
-    name = t.text(key, "linear")
+    name = t.text(key, str(t.table.defaults[key]))
     ratio = "warmup_ratio" if t.number("warmup_steps", 0) in (0, None) and "warmup_ratio" in t else "warmup_steps"
     warmup = t.number(ratio, 0) or 0
     if not t.is_run:
@@ -84,10 +86,10 @@ def schedule(translation: Translation) -> None:
     if kind is None and t.is_run:
         t.judge(key, "refused", f'{name} has no counterpart; write lr_schedule.use = "module:callable"')
     if kind is not None:
-        t.put("lr_schedule.use", kind, key, reason=None if key in t else "the Trainer's default")
+        t.put("lr_schedule.use", kind, key, reason=None if key in t else f"{t.table.title}'s default")
         length = int(warmup) if warmup >= 1 or warmup == 0 else float(warmup)
         t.put("lr_schedule.warmup", length, ratio, reason=None if ratio in t else "the Trainer's default")
-        if kind != "constant":
+        if kind != "constant" and "lr_schedule.min_ratio" not in t.settings:
             t.put("lr_schedule.min_ratio", _floor(t), reason="the Trainer's")
         note = "the rate begins at 0 there and a step later here; the decay is the same" if warmup else ""
         t.judge(key, "changed" if warmup else "carried", note, to="lr_schedule.use")

@@ -1,0 +1,50 @@
+"""GPT-NeoX's YAML: DeepSpeed's rules, and those of its own keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composer3d.importing.deepspeed import RULES as DEEPSPEED
+from composer3d.importing.leaves import SourceTree
+from composer3d.importing.neox.arguments import (
+    checkpoints,
+    clipping,
+    dtype,
+    layout,
+    optimizer,
+    precision,
+    rates,
+    recomputation,
+    steps,
+    watched,
+)
+
+__all__ = ["RULES", "normalised"]
+
+RULES = {
+    "neox_layout": layout,
+    "neox_dtype": dtype,
+    **{name: DEEPSPEED[name] for name in ("zero", "batch", "foreign_precision", "offload")},
+    "precision": precision,
+    "clipping": clipping,
+    "neox_optimizer": optimizer,
+    "neox_steps": steps,
+    "neox_rates": rates,
+    "neox_recomputation": recomputation,
+    "neox_checkpoints": checkpoints,
+    "neox_watched": watched,
+    **{name: DEEPSPEED[name] for name in ("watching", "compiled", "elasticity", "other_algorithms")},
+    "layout": lambda t: t.judge_block("pipeline", "ignored-there", "pipe_parallel_size says it"),
+    "optimizer": lambda t: t.judge_block("optimizer", "missing", "an argument that this optimizer is not given here"),
+    "schedule": lambda t: t.judge_block("scheduler", "ignored-there", "lr_decay_style says it"),
+}
+
+
+def normalised(tree: SourceTree) -> SourceTree:
+    """Return the tree with underscores in the first part of its keys, as GPT-NeoX reads them."""
+    leaves = {}
+    for leaf in tree.leaves.values():
+        path = (leaf.path[0].replace("-", "_"), *leaf.path[1:])
+        found = replace(leaf, path=path, written=leaf.shown)
+        leaves[found.key] = found
+    return replace(tree, leaves=leaves)

@@ -1,0 +1,235 @@
+"""Variables of a shell script, and words with their values in place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from composer3d.errors import Problem
+from composer3d.importing.leaves import UnreadableSource
+from composer3d.importing.shell_tokens import Token, balanced_end, tokens_of
+
+__all__ = ["Environment", "Piece", "split_pieces"]
+
+_NAME = re.compile(r"\$(\w+|[@*#?$!-])")
+_BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+])(.*))?$", re.DOTALL)
+_MOST_PIECES = 5_000  # of a word
+_MOST_EXPANDED = 200_000  # of a script
+_OPEN = re.compile(r"^\$\{?(\w+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Text of a value.
+
+    Args:
+        text: Of the script, without quotes.
+        line: Where it stands.
+        is_split: Whether blanks in it divide words.
+    """
+
+    text: str
+    line: int
+    is_split: bool = False
+
+
+def split_pieces(pieces: Iterable[Piece]) -> list[tuple[str, int]]:
+    """Return the words of a value, each with its line. What begins with -- is divided at blanks even in quotes."""
+    words: list[tuple[str, int]] = []
+    current, line, is_begun = "", 1, False
+    for piece in pieces:
+        if not piece.is_split and not (not is_begun and piece.text.startswith("--") and " " in piece.text):
+            line = line if is_begun else piece.line
+            current, is_begun = current + piece.text, True
+            continue
+        place = piece.line
+        for run in re.split(r"(\s+)", piece.text):
+            if run.isspace():
+                if is_begun:
+                    words.append((current, line))
+                current, is_begun = "", False
+                place += run.count("\n")
+            elif run:
+                line = line if is_begun else place
+                current, is_begun = current + run, True
+    if is_begun:
+        words.append((current, line))
+    return [(word.strip("'\""), place) for word, place in words if word]
+
+
+@dataclass(kw_only=True)
+class Environment:
+    """Variables with their values.
+
+    Args:
+        given: By the user.
+    """
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    variables: dict[str, list[Piece]] = field(default_factory=dict)
+    num_expanded: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            self.variables[name] = [Piece(text=value, line=1, is_split=True)]
+
+    def assign(self, name: str, value: Token, *, is_added: bool) -> None:
+        """Set a variable to a word, or to an array in brackets; or add to it."""
+        if value.text.startswith("("):
+            pieces: list[Piece] = []
+            for token in tokens_of(value.text[1:-1], "", line=value.line):
+                if not token.is_operator:
+                    pieces += [*self.expand(token), Piece(text=" ", line=token.line, is_split=True)]
+        else:
+            pieces = self.expand(value)
+        before = self.variables.get(name, []) if is_added else []
+        self.variables[name] = [*before, *pieces][:_MOST_PIECES]
+
+    def open(self, name: str, line: int, *, is_added: bool) -> None:
+        """Set a variable to what is not known, or add that to it."""
+        before = [*self.variables.get(name, []), Piece(text=" ", line=line, is_split=True)] if is_added else []
+        self.variables[name] = [*before, Piece(text=f"${name}", line=line, is_split=True)]
+
+    def argument_behind(self, name: str) -> str:
+        """Return the variable of the outside, or the argument, that another is set from; else its own name."""
+        pieces = self.variables.get(name, [])
+        found = _OPEN.match(pieces[0].text) if len(pieces) == 1 else None
+        return found[1] if found is not None else name
+
+    def expand(self, token: Token) -> list[Piece]:
+        """Return a word's pieces, with the values of variables in their place."""
+        return self._pieces(token.text, token.line, is_quoted=False)
+
+    def _pieces(self, text: str, line: int, *, is_quoted: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        at = 0
+        while at < len(text):
+            char = text[at]
+            if text.startswith("\\\n", at):
+                at, line = at + 2, line + 1
+                pieces.append(Piece(text=" ", line=line, is_split=not is_quoted))
+                continue
+            if char == "\\" and at + 1 < len(text):
+                pieces.append(Piece(text=text[at + 1], line=line))
+                at += 2
+                continue
+            if char == "'" and not is_quoted:
+                stop = text.find("'", at + 1)
+                stop = len(text) if stop < 0 else stop
+                pieces.append(Piece(text=text[at + 1 : stop], line=line))
+                at, line = stop + 1, line + text[at:stop].count("\n")
+                continue
+            if char == '"' and not is_quoted:
+                stop = _closing(text, at)
+                pieces += self._pieces(text[at + 1 : stop], line, is_quoted=True)
+                at, line = stop + 1, line + text[at:stop].count("\n")
+                continue
+            if char in "$`":
+                stop = _reference_end(text, at)
+                pieces += self._value(text[at:stop], line, is_quoted=is_quoted)
+                at, line = stop, line + text[at:stop].count("\n")
+                continue
+            stop = at + 1
+            while stop < len(text) and text[stop] not in "\\'\"$`\n":
+                stop += 1
+            pieces.append(Piece(text=text[at:stop], line=line))
+            line += text[at:stop].count("\n")
+            at = stop
+        return pieces[:_MOST_PIECES]
+
+    def _value(self, reference: str, line: int, *, is_quoted: bool) -> list[Piece]:
+        """Return what a `$...` stands for; its own text where that is not known."""
+        itself = [Piece(text=re.sub(r"\s+", "", reference), line=line)]  # one word, whatever stands in it
+        if reference.startswith("$(("):
+            number = self._arithmetic(reference[3:-2])
+            return itself if number is None else [Piece(text=str(number), line=line)]
+        if reference.startswith(("$(", "`")) or len(reference) < 2:
+            return itself
+        inner = reference[2:-1] if reference.startswith("${") else reference[1:]
+        found = _BRACED.match(inner)
+        if found is None:
+            return itself
+        name, operator, other = found[1], found[2] or "", found[3] or ""
+        if name in "@*" and name not in self.variables:
+            return []
+        value = self.variables.get(name)
+        is_set = value is not None and (":" not in operator or any(piece.text.strip() for piece in value))
+        if operator.endswith("+"):
+            return self._pieces(other, line, is_quoted=is_quoted) if is_set else []
+        if operator and not is_set:
+            return self._pieces(other, line, is_quoted=is_quoted)
+        if value is None:
+            return itself
+        self.num_expanded += len(value)
+        if self.num_expanded > _MOST_EXPANDED:
+            raise UnreadableSource(Problem(message="its variables expand to too much", file="the script", line=line))
+        as_list = "[" in inner
+        return value if is_quoted and as_list else [replace(piece, is_split=not is_quoted) for piece in value]
+
+    def _arithmetic(self, text: str) -> int | None:
+        """Return a whole number: sums, products and quotients of numbers and variables."""
+        words = split_pieces(self._pieces(text, 1, is_quoted=False))
+        expression = " ".join(word for word, _ in words)
+        for name in set(re.findall(r"[A-Za-z_]\w*", expression)):
+            value = "".join(piece.text for piece in self.variables.get(name, [])).strip()
+            if not re.fullmatch(r"-?\d{1,18}", value):
+                return None
+            expression = re.sub(rf"\b{name}\b", f"({value})", expression)
+        try:
+            return _whole(ast.parse(expression.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return None
+
+
+def _whole(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_whole(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _whole(node.left), _whole(node.right)
+        if max(abs(left), abs(right)) > 1 << 62:
+            raise ValueError
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Sub):
+            return left - right
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.Div | ast.FloorDiv):
+            return int(left / right)
+        if isinstance(node.op, ast.Mod):
+            return left % right
+    raise ValueError
+
+
+def _closing(text: str, at: int) -> int:
+    """Return where a double quotation that begins at an index ends; a quote in a substitution is not its end."""
+    at += 1
+    while at < len(text):
+        if text[at] == "\\":
+            at += 2
+        elif text[at] == '"':
+            return at
+        elif text[at] == "$" and text[at + 1 : at + 2] in ("(", "{"):
+            stop = balanced_end(text, at + 1)
+            at = len(text) if stop < 0 else stop
+        else:
+            at += 1
+    return len(text)
+
+
+def _reference_end(text: str, at: int) -> int:
+    if text[at] == "`":
+        stop = text.find("`", at + 1)
+        return len(text) if stop < 0 else stop + 1
+    if text[at + 1 : at + 2] in ("(", "{"):
+        stop = balanced_end(text, at + 1)
+        return len(text) if stop < 0 else stop
+    found = _NAME.match(text, at)
+    if found is None:
+        return at + 1
+    digits = re.match(r"\$\d", found[0])
+    return at + 2 if digits else found.end()

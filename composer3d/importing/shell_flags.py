@@ -1,0 +1,101 @@
+"""Flags of a command line, or of a launch script that is read and never run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from composer3d.errors import Problem
+from composer3d.importing.command_lines import value_of
+from composer3d.importing.leaves import SourceTree, TreeBuilder, UnreadableSource
+from composer3d.importing.shell_scripts import LineWord, ShellScript
+
+__all__ = ["read_command_line", "read_script", "read_words"]
+
+_GROUP = re.compile(r"^\$\{?\w*(ARGS|OPTIONS?|OPTS|FLAGS)\w*(\[[@*]\])?\}?$", re.IGNORECASE)
+_ALONE = re.compile(r"^\$\{?(\w+)(?:\[[@*]\])?\}?$")
+_COMMAND_LINE = "the command line"
+
+
+def read_words(words: Sequence[str], tree: SourceTree | None) -> SourceTree:
+    """Return the flags of a command line; beside a source they take the place of its own.
+
+    Args:
+        words: As a shell splits them.
+        tree: The source.
+    """
+    builder = TreeBuilder(file=_COMMAND_LINE if tree is None else tree.file)
+    _add(builder, [(word, 1) for word in words])
+    if tree is None:
+        return builder.tree(shlex.join(words))
+    leaves = {**tree.leaves, **builder.leaves}
+    return SourceTree(file=tree.file, leaves=leaves, problems=tree.problems, text=tree.text)
+
+
+def read_command_line(text: str, file: str) -> SourceTree:
+    """Read a text that holds flags alone."""
+    builder = TreeBuilder(file=file)
+    script = ShellScript(text=text, file=file)
+    _add(builder, [word for command in script.commands for word in command])
+    return builder.tree(text)
+
+
+def read_script(text: str, file: str, values: Mapping[str, str]) -> SourceTree:
+    """Read the flags of the command that a script starts: nothing of it is executed.
+
+    Args:
+        text: Of the script.
+        file: Named in problems.
+        values: Of variables, as the user gives them.
+
+    Raises:
+        UnreadableSource: A quote or a bracket is not closed, or no command has flags.
+    """
+    builder = TreeBuilder(file=file)
+    try:
+        script = ShellScript(text=text, file=file, values=values)
+        words = max([*script.commands, *script.variables.values()], key=_num_flags, default=[])
+    except RecursionError:
+        raise UnreadableSource(Problem(message="is nested too deeply", file=file)) from None
+    if _num_flags(words) < 2:
+        raise UnreadableSource(Problem(message="no command of this script has flags", file=file))
+    _add(builder, words, script)
+    return builder.tree(text)
+
+
+def _num_flags(words: Iterable[LineWord]) -> int:
+    return sum(word.startswith("--") and len(word) > 2 for word, _ in words)
+
+
+def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | None = None) -> None:
+    """Add a leaf for every flag; a word that stands for further flags, and is not known, is a problem."""
+    found: list[tuple[str, int, list[str]]] = []  # name, line, values
+    for word, place in words:
+        given = found[-1][2] if found else []
+        if word.startswith("--") and len(word) > 2:
+            name, stated, value = word[2:].partition("=")
+            found.append((name, place, [value] if stated else []))
+        elif _GROUP.match(word) or ((not found or given) and _ALONE.match(word)):
+            _open_group(builder, word, place, script)
+        elif not word.endswith(".py"):  # before a program stand the flags of its launcher
+            given.append(word)
+    for name, line, given in found:
+        values = [value_of(word) for word in given]
+        value = True if not values else values[0] if len(values) == 1 else values
+        builder.add((name.replace("-", "_"),), value, line, severity="warning", written=name)
+
+
+def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript | None) -> None:
+    found = _ALONE.match(word)
+    if script is None or found is None:
+        return
+    condition = script.conditional.get(found[1])
+    message = f"{word} is not set in this script, so it stands for nothing"
+    if condition is not None:
+        message = f"{word} depends on line {condition}, which is not known without running the script"
+    hint = f"--arg {found[1]}=VALUE" if condition is None else script.hint_of(condition)
+    severity = "warning" if condition is None else "error"
+    builder.problems.append(
+        Problem(message=message, file=builder.file, line=line, severity=severity, hint=hint)  # type: ignore[arg-type]
+    )

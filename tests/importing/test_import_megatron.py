@@ -1,0 +1,204 @@
+"""Megatron-LM's flags, launch scripts, functional tests and logs as manifests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.imported import manifest_of, translated, verdicts_of
+
+from composer3d.cli import main
+from composer3d.importing.importer import Flags, read_translation
+from composer3d.importing.translation import Options
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2
+TP=${TP:-2}; NODES=2
+GPUS=8
+WORLD=$((GPUS*NODES))   # 16
+SIZE=$1
+touch executed
+DTYPE="bf16"
+MODEL_ARGS=(
+    --num-layers 8  # blocks
+    --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8
+    --group-query-attention --num-query-groups 4
+    --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 10000
+    --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0.0 --attention-dropout 0.0
+    --vocab-size 1000 --seq-length 512 --max-position-embeddings 512
+)
+TRAIN="--micro-batch-size 2 --global-batch-size 64 --train-iters 100 --lr 3e-4 --min-lr 3e-5
+       --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95"
+if [[ "$DTYPE" == "bf16" ]]; then
+    TRAIN+=" --bf16"
+else
+    TRAIN+=" --fp16"
+fi
+python tools/preprocess.py --input x --output y
+torchrun --nproc_per_node $GPUS --nnodes $NODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} $TRAIN --tensor-model-parallel-size $TP --sequence-parallel \\
+    --use-distributed-optimizer --save "$HOME/out" 2>&1 | tee log.txt
+"""
+
+
+def test_a_launch_script_is_read_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    translation = translated(tmp_path, "train.sh", SCRIPT)
+    assert not (tmp_path / "executed").exists()
+    manifest = manifest_of(translation)
+    assert manifest["mesh"] == {"tp": 2}
+    assert manifest["model"] == {
+        "use": "composer3d.models:llama",
+        "args": {
+            "dim": 256,
+            "num_layers": 8,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_dim": 704,
+            "max_seq_len": 512,
+            "rope_theta": 10000.0,
+            "norm_eps": 1e-5,
+            "tie_embeddings": False,
+            "dropout": 0.0,
+            "vocab_size": 1024,  # padded to a multiple of 128 x 2
+        },
+    }
+    assert manifest["train"] == {"microbatch": 2, "global_batch": 64, "steps": 100, "grad_clip": 1.0, "seed": 1234}
+    assert manifest["optimizer"] == {
+        "use": "adamw",
+        "lr": 3e-4,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+    }
+    assert manifest["lr_schedule"] == {"use": "cosine", "warmup": 10, "min_ratio": pytest.approx(0.1)}
+    assert manifest["sharding"] == {
+        "tensor_parallel": {"sequence_parallel": True, "loss_parallel": True},
+        "fsdp2": {"zero": 1},
+    }
+    assert manifest["precision"]["mixed"] == {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    assert manifest["data"]["use"] == "FILL_IN:data"
+    entry = translation.verdicts["num_query_groups"]
+    assert (entry.key, entry.line, entry.value) == ("num-query-groups", 12, 4)
+    assert verdicts_of(translation)["lr_decay_style"] == "changed"  # warm-up begins at 0
+
+
+def test_what_depends_on_an_unknown_argument_is_told_with_its_line(tmp_path):
+    text = SCRIPT.replace('DTYPE="bf16"', "DTYPE=$2").replace("--num-layers 8", "--num-layers $SIZE")
+    translation = translated(tmp_path, "train.sh", text)
+    said = [str(problem) for problem in (*translation.tree.problems, *translation.problems)]
+    assert any("num-layers = $1 is not known without running the script; --arg 1=VALUE" in line for line in said)
+    assert any("$TRAIN depends on line 19" in line and "--arg 2=VALUE" in line for line in said)
+    file = tmp_path / "train.sh"
+    given = Flags(values={"1": "12", "2": "bf16"})
+    filled = read_translation(file, Options(), flags=given)
+    assert (
+        not filled.problems
+        and not filled.tree.problems
+        and filled.get("num_layers") == 12
+        and filled.get("bf16") is True
+    )
+
+
+def test_flags_after_two_dashes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = "--num-layers 2 --lr 1e-3 --train-iters 5 --fp16 --micro-batch-size 1 --pipeline-model-parallel-size 2"
+    more = "--global-batch-size 8 --frobnicate 3".split()
+    assert main(["import", "--json", "--world-size", "2", "--", *flags.split(), *more]) == 1
+    report = json.loads(capsys.readouterr().out)
+    verdicts = {entry["key"]: entry["verdict"] for entry in report["keys"]}
+    assert verdicts["frobnicate"] == "refused" and report["manifest"] == ""
+    arguments = ["import", "--json", "--world-size", "2", "--allow", "frobnicate", "--", *flags.split(), *more]
+    assert main(arguments) == 0
+    manifest = json.loads(capsys.readouterr().out)["manifest"]
+    assert "initial_scale = 4294967296.0" in manifest and 'schedule = "1F1B"' in manifest
+    assert main(["import"]) == 2
+    assert main(["import", "--arg", "X", "--", "--lr", "1"]) == 2
+    assert "write NAME=VALUE" in capsys.readouterr().err
+
+
+LOG = """some lines before
+[default0]:------------------------ arguments ------------------------
+[default0]:  accumulate_allreduce_grads_in_fp32 .............. True
+[default0]:  bf16 ............................................ True
+[default0]:  check_for_nan_in_loss_and_grad .................. True
+[default0]:  cp_comm_type .................................... ['p2p']
+[default0]:  global_batch_size ............................... 16
+[default0]:  lr .............................................. 0.001
+[default0]:  micro_batch_size ................................ 2
+[default0]:  perform_rl_step ................................. False
+[default0]:  save ............................................ None
+[default0]:  tensor_model_parallel_size ...................... 2
+[default0]:  train_iters ..................................... 40
+[default0]:  world_size ...................................... 8
+[default0]:-------------------- end of arguments ---------------------
+ iteration  1/40 | loss: 9
+"""
+
+
+def test_the_block_of_arguments_of_a_log(tmp_path):
+    translation = translated(tmp_path, "run.log", LOG)
+    assert len(translation.tree.leaves) == 12 and translation.verdicts["lr"].line == 8
+    manifest = manifest_of(translation)
+    assert manifest["mesh"] == {"tp": 2} and manifest["train"]["steps"] == 40
+    assert manifest["sharding"]["ddp"] == {}
+    assert verdicts_of(translation)["save"] == "meaningless"
+
+
+def test_a_functional_tests_file(tmp_path):
+    text = "ENV_VARS:\n  X: 1\nMODEL_ARGS:\n  --num-layers: 4\n  --lr: 1e-3\n  --cp-comm-type: a2a+p2p\n"
+    text += "  --context-parallel-size: 4\n  --hierarchical-context-parallel-sizes: 2 2\n  --bf16: true\n"
+    translation = translated(tmp_path, "model_config.yaml", text)
+    manifest = manifest_of(translation)
+    assert manifest["mesh"] == {"cp": 4}
+    assert manifest["sharding"]["context_parallel"] == {"method": "usp", "inner_degree": 2}
+    assert translation.verdicts["num_layers"].key == "MODEL_ARGS.--num-layers"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "verdict"),
+    [
+        ("--fp8-format hybrid --bf16", "fp8_format", "refused"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --bf16", "fp8_format", "changed"),
+        ("--recompute-granularity selective", "recompute_granularity", "equal"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "recompute_num_layers",
+            "equal",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            "recompute_num_layers",
+            "changed",
+        ),
+        ("--optimizer lion", "optimizer", "refused"),
+        ("--perform-rl-step", "perform_rl_step", "refused"),
+        ("--lr-decay-style inverse-square-root", "lr_decay_style", "refused"),
+        ("--calculate-per-token-loss", "calculate_per_token_loss", "equal"),
+        ("--overlap-grad-reduce", "overlap_grad_reduce", "meaningless"),
+        ("--eod-mask-loss", "eod_mask_loss", "missing"),
+        ("--rampup-batch-size 16 16 1000 --global-batch-size 64", "rampup_batch_size", "changed"),
+        ("--sequence-parallel", "sequence_parallel", "ignored-there"),
+    ],
+)
+def test_verdicts_of_single_flags(tmp_path, flags, key, verdict):
+    translation = translated(tmp_path, "flags.txt", f"{flags} --lr 1e-3", system="megatron")
+    assert verdicts_of(translation)[key] == verdict
+
+
+def test_stages_of_unequal_length_and_several_on_a_rank(tmp_path):
+    shape = SCRIPT.replace(
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+    )
+    assert manifest_of(translated(tmp_path, "a.sh", shape))["scheduling"]["pipeline"] == {
+        "schedule": "1F1B",
+        "split": ["layers.1", "layers.4", "layers.7"],
+    }
+    shape = SCRIPT.replace(
+        "--sequence-parallel", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+    )
+    assert manifest_of(translated(tmp_path, "b.sh", shape))["scheduling"]["pipeline"] == {
+        "schedule": "Interleaved1F1B",
+        "stages_per_rank": 2,
+    }
