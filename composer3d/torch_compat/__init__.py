@@ -25,6 +25,7 @@ from composer3d.torch_compat.captured_graphs import (
 )
 from composer3d.torch_compat.compiling import compile_graph, compile_module, trace_quantisers
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
+from composer3d.torch_compat.early_gathers import confirm_early, drop_early, gather_early
 from composer3d.torch_compat.fake_tensors import (
     active_fake_mode,
     device_question,
@@ -289,6 +290,9 @@ __all__ = [
     "FusedPairs",
     "lacking_symmetric_memory",
     "micro_pipeline",
+    "confirm_early",
+    "drop_early",
+    "gather_early",
     "neg_view",
     "no_torch_function",
     "num_flops",

@@ -77,10 +77,12 @@ def micro_pipeline(groups: Sequence[str]) -> tuple[FusedPairs, Callable[[], None
         from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
         from torch.distributed import _symmetric_memory
 
-        module, passes, enable = (post_grad, micro_pipeline_tp, _symmetric_memory.enable_symm_mem_for_group)
+        module: Any = post_grad
+        passes: Any = micro_pipeline_tp
+        enable: Any = _symmetric_memory.enable_symm_mem_for_group
         for name in groups:
             enable(name)
-    fused, plain = FusedPairs(), post_grad.micro_pipeline_tp_pass
+    fused, plain = FusedPairs(), module.micro_pipeline_tp_pass
 
     @functools.wraps(plain)
     def counting(graph: Any) -> None:
@@ -99,7 +101,7 @@ def micro_pipeline(groups: Sequence[str]) -> tuple[FusedPairs, Callable[[], None
         setattr(config, name, value)
 
     def end() -> None:
-        if post_grad.micro_pipeline_tp_pass is counting:
+        if module.micro_pipeline_tp_pass is counting:
             module.micro_pipeline_tp_pass = plain
         for name, value in held.items():
             setattr(config, name, value)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer3d.torch_compat.early_gathers import EarlyGroup
 from composer3d.torch_compat.function_transforms import outside_transforms
 from composer3d.torch_compat.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
@@ -255,7 +256,7 @@ def _hold(states: Sequence[Any], groups: Sequence[Any]) -> None:
 
 @functools.cache
 def _watched_group(cls: Any) -> Any:
-    return type(cls.__name__, (_WatchedGroup, cls), {})
+    return type(cls.__name__, (EarlyGroup, _WatchedGroup, cls), {})
 
 
 _Group: Any = object  # FSDP2's, whose module is not imported here
@@ -305,6 +306,10 @@ class _WatchedGroup(_Group):
             self._units.send(2 * self._index)
         with outside_transforms():
             super().unshard(async_op)
+
+    def begin_gather(self) -> None:
+        with outside_transforms():
+            super().unshard(True)
 
     def wait_for_unshard(self) -> None:
         with outside_transforms():

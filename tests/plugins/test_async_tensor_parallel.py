@@ -8,13 +8,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support.family_models import batch_of, class_loss
 from support.models import composed, mine, write_manifest
-from support.tensor_parallel import built, on_one_rank, steps_of, table
+from support.tensor_parallel import built, on_one_rank, reference, steps_of, table
 from torch.distributed._symmetric_memory import _test_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import composer3d
 from composer3d import ManifestError, PluginError, torch_compat
-from composer3d.testing import count_collectives, fake_world, run_ranks
+from composer3d.testing import count_collectives, fake_world, full, run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true\n"
@@ -81,14 +81,33 @@ def test_gradients_beside_other_plugins(name):
     ("degree", "mesh", "more"),
     [
         (2, "dp_shard = 2\n[train]\nmicrobatch = 1\n[sharding.fsdp2]\n", ASYNC),
-        (2, "pp = 2\n[train]\nmicrobatch = 1\n[scheduling.pipeline]\n", ASYNC),
         (4, "", ASYNC + "chunks = 3\n"),
     ],
-    ids=["fsdp2", "pipeline", "four ranks"],
+    ids=["fsdp2", "four ranks"],
 )
 def test_gradients_in_layouts(degree, mesh, more):
     for (found,) in run_ranks(steps_of, 4, [("llama", tp("llama", more, degree=degree, mesh=mesh))]):
         assert max(found[:3]) < TIGHT
+
+
+def of_stages(text):
+    """Return the largest relative error of this stage's gradients."""
+    torch.set_default_dtype(torch.float64)
+    _, wanted, _ = reference("llama")
+    run = composer3d.compose(built("llama"), write_manifest(text), loss_fn=class_loss)
+    inputs, targets = (mine(run, tensor) for tensor in batch_of("llama"))
+    with run.step(0):
+        run.forward_backward(inputs, target=targets)
+        run.clip_grad_norm_(float("inf"))
+        found = {name: full(p.grad) for name, p in run.named_parameters()}
+    run.close()
+    return max(float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in found)
+
+
+@pytest.mark.slow
+def test_gradients_of_stages():
+    mesh = "pp = 2\n[train]\nmicrobatch = 1\n[scheduling.pipeline]\n"
+    assert max(run_ranks(of_stages, 4, tp("llama", ASYNC, mesh=mesh))) < TIGHT
 
 
 def bytes_of(texts):

@@ -12,6 +12,7 @@ from pydantic import Field
 from composer3d import (
     LayoutOffer,
     LayoutTraits,
+    Part,
     Phase,
     PluginError,
     RunContext,
@@ -83,6 +84,10 @@ class FSDP2:
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch. Memory: so
             many units more, unsharded.
         backward_prefetch: The same in the backward.
+        gather_early: How many units are gathered for the next forward from the end of a step on, the root first, beside
+            what follows the optimizer: metrics, logs, the next batch. Before they are used ranks compare their shards
+            with those that were sent, in one all-reduce a step, and gather again what has changed since. Memory: so
+            many units, unsharded between steps, and a copy of their shards.
         delay_all_reduce: Average over dp_replicate after the last micro-batch alone: U all-reduces in place of U M.
             Memory: until then the sum of a shard's gradients is kept in the reduction's dtype. Only with zero = 3,
             whose gradients are reduced after every backward.
@@ -97,6 +102,7 @@ class FSDP2:
     reshard_root: bool = False
     forward_prefetch: int = Field(default=0, ge=0)
     backward_prefetch: int = Field(default=0, ge=0)
+    gather_early: int = Field(default=0, ge=0)
     delay_all_reduce: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -116,6 +122,8 @@ class FSDP2:
         if self.delay_all_reduce and (self.zero != 3 or context.degrees[REPLICAS] == 1):
             reason = f"zero = {self.zero} reduces once a step anyway" if self.zero != 3 else f"{REPLICAS} = 1"
             raise PluginError(f"delay_all_reduce has no effect: {reason}", hint="remove it", keys=("delay_all_reduce",))
+        if self.gather_early:
+            context.claim("first_step", by=self)
         axes = [axis for axis in context.data_axes(SHARDS) if axis == SHARDS or context.degrees[axis] > 1]
         shards = math.prod(context.degrees[axis] for axis in axes)
         if isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen < 2 or shards % chosen):
@@ -127,6 +135,11 @@ class FSDP2:
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
         """Shard the units, then the root."""
+        if self.gather_early and context.claimants("all_gather"):
+            raise PluginError(
+                f"gather_early begins all-gathers, and {context.claimants('all_gather')[0]} replaces them",
+                hint="remove one of them",
+            )
         return Transform(
             name="fsdp2",
             phase=Phase.DATA,
@@ -157,7 +170,15 @@ class FSDP2:
         # Without them, nothing reads gradients after the backward.
         if any(self._ignored_parameters(part.module, context) for part in context.parts):
             actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
+        if self.gather_early:
+            actions.append(StepAction(name="fsdp2.early", point=StepPoint.END, run=self._gather_early, gradients=False))
         return actions
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        """Wait for all-gathers that nobody needs any more."""
+        if self.gather_early and error is None:
+            torch_compat.drop_early(self._early(context.parts))
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         for pattern in self.ignored:
@@ -210,7 +231,30 @@ class FSDP2:
             return self.reshard_root
         return True if self.reshard_after_forward is None else self.reshard_after_forward
 
+    def _early(self, parts: Sequence[Part]) -> list[nn.Module]:
+        """Return the units of each part that are gathered early, in the order of modules."""
+        units = [[each for each in part.module.modules() if hasattr(each, "unshard")] for part in parts]
+        return [unit for of_part in units for unit in of_part[: self.gather_early]]
+
+    def _gather_early(self, state: StepState) -> None:
+        for unit in self._early(state.parts):
+            torch_compat.gather_early(unit)
+
+    def _confirm_early(self, state: StepState) -> None:
+        import torch
+        import torch.distributed as dist
+
+        def agree(group: Any, changed: list[bool]) -> list[bool]:
+            found = torch.tensor(changed, dtype=torch.int32, device=state.context.device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+            return changed if state.context.purpose == "plan" else [bool(each) for each in found.tolist()]
+
+        is_real = state.context.purpose != "plan"
+        torch_compat.confirm_early(self._early(state.parts), compare=is_real, agree=agree)
+
     def _before_microbatch(self, state: StepState) -> None:
+        if self.gather_early and state.index == 0:
+            self._confirm_early(state)
         for part in state.parts:
             root: FSDPModule = part.module  # type: ignore[assignment]
             root.set_is_last_backward(state.is_last)

@@ -134,7 +134,7 @@ class _Sequence:
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x_BLD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, over: _Sequence
     ) -> tuple[Tensor, Tensor]:
         with torch_compat.without_torch_functions():
@@ -151,7 +151,7 @@ class _GatheredLinear(torch.autograd.Function):
         return y_BSF, x_BSD
 
     @staticmethod
-    def backward(ctx: Any, dy_BSF: Tensor | None, dx_BSD: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BSF: Tensor | None, dx_BSD: Tensor | None) -> tuple[Tensor | None, ...]:
         x_BSD, weight_FD = ctx.saved_tensors
         over: _Sequence = ctx.over
         flights = list[tuple[int, int, Callable[[], Tensor]]]()
@@ -174,9 +174,7 @@ class _GatheredLinear(torch.autograd.Function):
 
 class _SummedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x_BSF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, over: _Sequence
-    ) -> Tensor:
+    def forward(ctx: Any, x_BSF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, over: _Sequence) -> Tensor:
         flights = list[tuple[int, int, Callable[[], Tensor]]]()
         with torch_compat.without_torch_functions():
             shape = [*x_BSF.shape[:-1], weight_DF.shape[0]]
@@ -193,7 +191,7 @@ class _SummedLinear(torch.autograd.Function):
         return y_BLD
 
     @staticmethod
-    def backward(ctx: Any, dy_BLD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_BLD: Tensor) -> tuple[Tensor | None, ...]:
         x_BSF, weight_DF = ctx.saved_tensors
         over: _Sequence = ctx.over
         with torch_compat.without_torch_functions():

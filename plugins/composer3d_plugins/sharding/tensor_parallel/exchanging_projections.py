@@ -128,12 +128,12 @@ class _Gathered(torch.autograd.Function):
     """A replicated DTensor whose gradient is a sum over ranks that whoever gathered it takes."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_BSD: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
         return DTensor.from_local(x_BSD.view_as(x_BSD), mesh, [Replicate()], run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
         local: Tensor = grad.to_local()
         if grad.placements[0].is_partial() or ctx.mesh.get_local_rank() == 0:
             return local, None
@@ -152,5 +152,7 @@ def plain_layers(model: nn.Module) -> frozenset[str]:
 
 def _weights(module: Any) -> tuple[Tensor, Tensor | None]:
     """Return a projection's local weight, outputs first, and its local bias."""
-    weight, bias = (None if each is None else each.to_local() for each in (module.weight, module.bias))
-    return (weight if kind_of(module) == "linear" else weight.t()), bias
+    weight: Tensor = module.weight.to_local()
+    return (
+        weight if kind_of(module) == "linear" else weight.t()
+    ), None if module.bias is None else module.bias.to_local()
