@@ -299,12 +299,12 @@ def _stated(stated: dict[str, Any]) -> list[str]:
 def summary(report: dict[str, Any]) -> str:
     """Return the table of methods, in Markdown, and the conditions."""
     lines = [
-        "| what travels over 4 ranks | error of a gradient | MiB of a step | loss |",
-        "|---|---|---|---|",
+        "| what travels over 4 ranks | error of a gradient | MiB of a step | loss | CPU of a step, ms |",
+        "|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         if "error" in row:
-            cells = ("-" if row[key] is None else str(row[key]) for key in ("error", "mib_on_wire", "loss"))
+            cells = ("-" if row[key] is None else str(row[key]) for key in ("error", "mib_on_wire", "loss", "cpu_ms"))
             lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     stated = report["conditions"]
     lines += [

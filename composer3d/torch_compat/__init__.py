@@ -25,7 +25,7 @@ from composer3d.torch_compat.captured_graphs import (
 )
 from composer3d.torch_compat.compiling import compile_graph, compile_module, trace_quantisers
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
-from composer3d.torch_compat.early_gathers import confirm_early, drop_early, gather_early
+from composer3d.torch_compat.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
 from composer3d.torch_compat.fake_tensors import (
     active_fake_mode,
     device_question,
@@ -290,6 +290,7 @@ __all__ = [
     "FusedPairs",
     "lacking_symmetric_memory",
     "micro_pipeline",
+    "EarlyGroup",
     "confirm_early",
     "drop_early",
     "gather_early",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from support.family_models import batch_of, class_loss
 from support.models import composed, mine, write_manifest
 from support.tensor_parallel import built, on_one_rank, reference, steps_of, table
-from torch.distributed._symmetric_memory import _test_mode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import composer3d
 from composer3d import ManifestError, PluginError, torch_compat
-from composer3d.testing import count_collectives, fake_world, full, run_ranks
+from composer3d.testing import count_collectives, full, run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true\n"
@@ -152,31 +148,6 @@ def test_rows_name_what_overlaps_and_parameters_keep_their_names():
 
 
 # ---- the compiler's pass ---------------------------------------------------------------------------------------------
-
-
-def both(x_LD, up_DF, down_FD):
-    group = dist.group.WORLD
-    gathered = functional.all_gather_tensor(x_LD, gather_dim=0, group=group) @ up_DF
-    return functional.reduce_scatter_tensor(torch.relu(gathered) @ down_FD, "sum", scatter_dim=0, group=group)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("has_nccl", [True, False])
-def test_the_pass_is_counted(monkeypatch, has_nccl):
-    """Without NCCL torch's pass returns at once, and says nothing."""
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
-    with fake_world(2), _test_mode():
-        fused, end = torch_compat.micro_pipeline([])
-        from torch._inductor.fx_passes import post_grad
-
-        try:
-            graph = make_fx(both, tracing_mode="fake")(torch.rand(8, 16), torch.rand(16, 32), torch.rand(32, 16)).graph
-            assert torch._inductor.config._micro_pipeline_tp
-            post_grad.micro_pipeline_tp_pass(graph)
-        finally:
-            end()
-    assert (fused.gathered, fused.summed, fused.found) == ((1, 1, 2) if has_nccl else (0, 0, 2))
-    assert torch._inductor.config._micro_pipeline_tp is False
 
 
 def test_a_step_in_which_nothing_was_fused_is_an_error(monkeypatch):
