@@ -11,6 +11,7 @@ from support.mixtures import (
     Looped,
     Masked,
     MixtureNet,
+    Stacked,
     mixture_steps,
     shipped,
     token_sum,
@@ -261,6 +262,31 @@ def test_blocks_that_cannot_run_twice_are_refused_in_their_step(layer, message):
 
     for said in run_ranks(step, 2):
         assert message in said
+
+
+class Forces(MixtureNet):
+    """Adds to its logits what a gradient of its own is."""
+
+    def forward(self, tokens_BS):
+        x_BSD = hidden_BSD = self.tok(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD)
+        (found,) = torch.autograd.grad(self.out(x_BSD).logsumexp(-1).sum(), hidden_BSD, create_graph=True)
+        return self.out(x_BSD) + found.square().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("layer", [Looped, Stacked])
+def test_losses_made_of_gradients_through_experts_are_refused(layer):
+    def step():
+        text = write_manifest(ep(2, "dp_shard = 2"))
+        run = composer3d.compose(seeded(lambda: Forces(layer)), text, loss_fn=token_sum)
+        tokens, targets = (mine(run, tensor) for tensor in tokens_and_targets())
+        with pytest.raises(PluginError) as caught, run.step(0):
+            run.forward_backward(tokens, target=targets)
+        return str(caught.value)
+
+    for said in run_ranks(step, 2):
+        assert said.startswith("expert_parallel: a loss is made of gradients (create_graph=True) that pass through")
 
 
 def test_a_block_that_changes_its_input_cannot_run_twice():

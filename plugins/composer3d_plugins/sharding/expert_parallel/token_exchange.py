@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer3d import torch_compat
+from composer3d import PluginError, torch_compat
 
 __all__ = [
     "Compute",
@@ -135,14 +135,19 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, adjoint: Exchange, anchor: Tensor | None = None) -> Tensor:
-        ctx.exchange, ctx.adjoint = exchange, adjoint
+        ctx.adjoint = adjoint
         return exchange(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # An exchange too, on all ranks: losses may be made of gradients.
-        anchor = grad.new_zeros(0).requires_grad_(torch.is_grad_enabled())
-        return _Exchange.apply(grad, ctx.adjoint, ctx.exchange, anchor), None, None, None
+        if torch.is_grad_enabled():
+            # What `scale_gradients` does to rows is not what second derivatives by parameters would need.
+            raise PluginError(
+                "expert_parallel: a loss is made of gradients (create_graph=True) that pass through experts sharded "
+                "over ep, whose exchanges have first derivatives alone",
+                hint="set ep = 1, or leave these experts out of [sharding.expert_parallel] experts",
+            )
+        return ctx.adjoint(grad), None, None, None
 
 
 def _all_to_all(x_RD: Tensor, *, sent: list[int], received: list[int], group: Any) -> Tensor:
