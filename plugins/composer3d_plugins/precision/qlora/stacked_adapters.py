@@ -135,7 +135,7 @@ def adapt_stacked(module: nn.Module, adapter: StackedAdapter) -> dict[str, Tenso
             return inner(*args, **kwargs)
 
     forward.composer3d_eager = True  # type: ignore[attr-defined]  # sizes of groups are values
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return waiting
 
 
