@@ -131,12 +131,12 @@ def trained(text, kind, quantise, num_steps=3, path=None, load=False):
     )
 
 
+@pytest.mark.parametrize("kind", ["linear", "transposed"])
 @pytest.mark.parametrize(
     ("world_size", "layouts"), [(1, [""]), pytest.param(2, [FSDP, TP], marks=pytest.mark.slow), (4, [TP_FSDP])]
 )
-def test_adapters_are_those_of_one_device(world_size, layouts):
-    kinds = ("linear", "transposed")
-    cases = ((layout, kind, quantise) for layout in layouts for kind in kinds for quantise in TABLES)
+def test_adapters_are_those_of_one_device(world_size, layouts, kind):
+    cases = ((layout, kind, quantise) for layout in layouts for quantise in TABLES)
     for ranks in in_one_world(trained, world_size, *cases):
         assert max(ranks) < 1e-12
 
