@@ -62,7 +62,7 @@ def refuse_unsafe_fork() -> None:
     Raises:
         ForkError: A forked child would hang at its first operator on several threads, or could run no backward.
     """
-    threads = _native_threads() if "torch" in sys.modules else frozenset()
+    threads: frozenset[int] | None = _native_threads() if "torch" in sys.modules else frozenset()
     if threads is None:
         _refuse_by_probe()
     elif threads:
@@ -221,8 +221,7 @@ def _native_threads() -> frozenset[int] | None:
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return None
-    known = {thread.native_id for thread in threading.enumerate()}
-    return frozenset(int(task.name) for task in tasks.iterdir()) - known
+    return frozenset({int(task.name) for task in tasks.iterdir()} - {t.native_id for t in threading.enumerate()})
 
 
 def _probe() -> int:
