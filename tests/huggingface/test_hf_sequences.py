@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from support.sequence_models import VOCAB
 from support.sequence_steps import context, padded_batch, sequence_step
 from torch import nn
@@ -24,7 +25,11 @@ FAMILIES = {
         "block_types": ["recurrent", "attention"],
     },
     "Gemma2": {**HEADS, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"},
+    "Mamba2": {"num_heads": 8, "head_dim": 4, "state_size": 8, "n_groups": 2, "chunk_size": 8},
 }  # fmt: skip
+# Mamba2's scan mixes float32 with what it is given, so that it cannot run in float64 throughout: what ranks sum in
+# another order is rounded to float32, and a gradient is a sum of a few such parts.
+ROUNDED = 8 * torch.finfo(torch.float32).eps
 
 
 class Logits(nn.Module):
@@ -50,11 +55,18 @@ def steps(families):
     return found
 
 
-def assert_equal_to_one_device(families):
+def steps_in_float32(families):
+    """Run a step of each, the code's float32 left as it is."""
+    return [sequence_step(partial(Logits, family), context(), padded_batch) for family in families]
+
+
+def assert_equal_to_one_device(families, run=steps, tolerance=1e-12):
     """Compare a step of each family on all ranks; return the collectives over cp by family."""
-    ranks = run_ranks(steps, 2, families, timeout_s=200.0)
+    ranks = run_ranks(run, 2, families, timeout_s=200.0)
     for found in ranks:
-        wrong = [(name, *each[:3]) for name, each in zip(families, found, strict=True) if not max(each[:2]) <= 1e-12]
+        wrong = [
+            (name, *each[:3]) for name, each in zip(families, found, strict=True) if not max(each[:2]) <= tolerance
+        ]
         assert wrong == []
     return [{name: each[3] for name, each in zip(families, found, strict=True)} for found in ranks]
 
@@ -63,6 +75,12 @@ def assert_equal_to_one_device(families):
 @pytest.mark.filterwarnings("ignore")
 def test_other_families_equal_one_device():
     assert_equal_to_one_device(["FalconMamba", "RecurrentGemma", "Gemma2"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_scan_in_float32_is_off_by_its_rounding():
+    assert_equal_to_one_device(["Mamba2"], steps_in_float32, ROUNDED)
 
 
 @pytest.mark.filterwarnings("ignore")
