@@ -27,7 +27,11 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device; default: what the hardware's has")
     parser.add_argument(
-        "--keep", action="append", default=[], metavar="KEY[=VALUE]", help="pin a choice, as for suggest"
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]",
+        help="pin a choice, as for suggest; the precision is kept unless this says another",
     )
     parser.add_argument(
         "--steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -18,8 +19,7 @@ __all__ = ["Measured", "measure_steps"]
 # The first steps compile, allocate and meet their peers for the first time.
 _NUM_UNTIMED = 2
 _POLL_S = 0.05
-# What a run writes for people or sends elsewhere is not wanted of a trial.
-_QUIET = ("profiling=false", "evaluation=false", "checkpoint.final=false")
+_COUNT = re.compile(r"[0-9]+ (problems?|warnings?).*")  # the line below problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def measure_steps(
     """
     command = [sys.executable, "-m", "composer3d", "run", manifest, "--resume", "never"]
     command += ["--nproc-per-node", str(num_ranks)]
-    for override in (*overrides, *_QUIET, f"run.output={json.dumps(str(folder))}"):
+    for override in (*overrides, f"run.output={json.dumps(str(folder))}"):
         command += ["--set", override]
     printed = folder.with_suffix(".log")
     with printed.open("wb") as log:
@@ -65,7 +65,7 @@ def measure_steps(
         finally:
             _end(process)
     times = _times(folder)[_NUM_UNTIMED:]
-    if len(times) >= min(num_steps, 1) and times:
+    if times:
         return Measured(step_s=statistics.median(times[:num_steps]))
     return Measured(step_s=None, failure=_last_line(printed) or f"no step was timed within {timeout_s:.0f} s")
 
@@ -88,4 +88,5 @@ def _times(folder: Path) -> list[float]:
 
 def _last_line(file: Path) -> str:
     lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    problems = [line for line in lines if not _COUNT.fullmatch(line)]
+    return problems[-1].strip() if problems else ""

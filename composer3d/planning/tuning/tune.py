@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError
 from composer3d.planning.tuning.halving import halve, rank_correlation
 from composer3d.planning.tuning.trial import Measured, measure_steps
-from composer3d.processes import join_launcher
+from composer3d.processes import join_launcher, temporary_folder
 
 if TYPE_CHECKING:
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
@@ -21,6 +20,8 @@ __all__ = ["Trial", "TuneResult", "tune_on_machine"]
 
 _TIMEOUT_S = 600.0
 _CALIBRATION_S = 30.0
+# What a run writes for people, sends elsewhere, or does between steps is not wanted of a trial.
+_IDLE = ("profiling", "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,8 @@ def tune_on_machine(
         num_ranks: Of this machine.
         hardware: A shipped cluster's name, or its file; None measures this machine for half a minute.
         memory_bytes: Of a device; default: what the cluster's has.
-        keep: Pinned choices, as for `suggest`.
+        keep: Pinned choices, as for `suggest`; the precision is kept unless it is among them, since another one is
+            another run.
         overrides: `table.key=value`, as given to `--set`.
         num_steps: Steps that are timed in the first round; each further round times twice as many.
         report: Called with a line for every trial.
@@ -159,21 +161,21 @@ def tune_on_machine(
             "tune starts the ranks of every trial itself, on one machine, and a launcher has started this process; "
             "on several machines, `suggest --write FOLDER` and a launch of each"
         )
-    with tempfile.TemporaryDirectory(prefix="composer3d-tune.") as work:
+    with temporary_folder("tune") as work:
         if hardware is None:
             report(f"measuring this machine for {_CALIBRATION_S:.0f} s")
-            hardware = _measured_machine(Path(work), num_ranks)
+            hardware = _measured_machine(work, num_ranks)
         found = suggest(
             manifest,
             world_size=num_ranks,
             hardware=hardware,
             memory_bytes=memory_bytes,
-            keep=keep,
+            keep=keep if any(pin.startswith("precision") for pin in keep) else [*keep, "precision"],
             overrides=overrides,
         )
         if not found.ok:
             raise ComposerError(str(found))
-        return _tuned(found, overrides, Path(work), num_ranks=num_ranks, num_steps=num_steps, report=report)
+        return _tuned(found, overrides, work, num_ranks=num_ranks, num_steps=num_steps, report=report)
 
 
 def _measured_machine(folder: Path, num_ranks: int) -> str:
@@ -198,13 +200,15 @@ def _tuned(
 ) -> TuneResult:
     rows = found.to_json()["suggestions"]
     source, failures = found.manifest.document.file, dict[int, str]()
+    tables = found.manifest.document.tables
+    quiet = ["checkpoint.final=false", *(f"{name}=false" for name in _IDLE if name in tables)]
 
     def measure(index: int, steps: int) -> float | None:
         place = folder / f"trial-{index}-{steps}"
         place.mkdir()
         measured: Measured = measure_steps(
             source,
-            [*overrides, *found.patches[index]],
+            [*overrides, *found.patches[index], *quiet],
             num_ranks=num_ranks,
             num_steps=steps,
             folder=place,

@@ -1,0 +1,151 @@
+"""Suggestions measured: halving keeps the fastest, trials time real steps, the best becomes a manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from composer3d.checking import open_manifest
+from composer3d.cli import main
+from composer3d.errors import ComposerError
+from composer3d.planning.tuning.halving import halve, rank_correlation
+from composer3d.planning.tuning.trial import measure_steps
+from composer3d.planning.tuning.tune import Trial, TuneResult, tune_on_machine
+
+TEXT = """composer3d = 1
+run.device = "cpu"
+[model.args]
+dim = 32
+num_layers = 2
+num_heads = 2
+[data]
+use = "synthetic"
+seq_len = 16
+[train]
+steps = 1000
+global_batch = 8
+[sharding.fsdp2]
+"""
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_halving_measures_the_faster_half_for_twice_as_many_steps():
+    calls = []
+
+    def measure(candidate, num_steps):
+        calls.append((candidate, num_steps))
+        return [5.0, 3.0, 4.0, 1.0, 2.0][candidate]
+
+    found = halve(range(5), measure, num_steps=4)
+    assert calls == [
+        *((candidate, 4) for candidate in range(5)),
+        *((candidate, 8) for candidate in (3, 4, 1)),
+        *((candidate, 16) for candidate in (3, 4)),
+        (3, 32),
+    ]
+    assert found == {0: [5.0], 1: [3.0, 3.0], 2: [4.0], 3: [1.0] * 4, 4: [2.0] * 3}
+
+
+def test_a_candidate_that_fails_is_out_and_all_may_fail():
+    found = halve(range(3), lambda candidate, steps: None if candidate == 0 else float(candidate), num_steps=1)
+    assert found == {0: [], 1: [1.0, 1.0, 1.0], 2: [2.0, 2.0]}
+    assert halve(range(2), lambda candidate, steps: None, num_steps=1) == {0: [], 1: []}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tau"),
+    [([1, 2, 3], [10, 20, 30], 1.0), ([1, 2, 3], [3, 2, 1], -1.0), ([1, 2, 3], [1, 3, 2], 1 / 3), ([1], [1], None)],
+)
+def test_rank_correlation(one, other, tau):
+    assert rank_correlation(one, other) == (None if tau is None else pytest.approx(tau))
+
+
+def result(manifest, **changes):
+    trials = (
+        Trial(layout="pp=2", changes=("mesh.pp=2", "train.microbatch=4"), planned_s=0.1, measured_s=(0.2, 0.21)),
+        Trial(layout="dp_shard=2", changes=("mesh.dp_shard=2",), planned_s=0.2, measured_s=(0.4,)),
+        Trial(layout="tp=2", changes=("mesh.tp=2",), planned_s=0.3, measured_s=(), failure="out of memory"),
+    )
+    values = {"trials": trials, "correction": 2.0, "tau": 1.0, "hardware": "h100", "manifest": str(manifest)}
+    return TuneResult(**{**values, **changes})
+
+
+def test_the_best_becomes_a_manifest_with_the_table_above_it(manifest, tmp_path):
+    path = tmp_path / "best.toml"
+    result(manifest).write(path)
+    loaded = open_manifest(str(path), ()).manifest
+    assert loaded.degrees["pp"] == 2 and loaded.tables["train"].microbatch == 4
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#    planned   measured rounds  layout"
+    assert "0.1 s     0.21 s      2  pp=2" in lines[1] and "failed" in lines[3] and "out of memory" in lines[4]
+    assert lines[5] == "# measured times are 2 of those planned on h100; order of planned and measured times: tau +1.00"
+    with pytest.raises(ComposerError, match="cannot be written: File exists"):
+        result(manifest).write(path)
+
+
+def test_a_process_of_a_launcher_tunes_nothing(manifest, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    with pytest.raises(ComposerError, match="tune starts the ranks of every trial itself, on one machine"):
+        tune_on_machine(manifest, num_ranks=2, hardware="h100")
+
+
+def test_a_file_that_is_there_is_refused_before_anything_runs(manifest, tmp_path, capsys):
+    (tmp_path / "best.toml").write_text("mine")
+    output = str(tmp_path / "best.toml")
+    assert main(["tune", str(manifest), "--nproc-per-node", "2", "--output", output]) == 2
+    assert "is there, and would be replaced" in capsys.readouterr().err
+    assert (tmp_path / "best.toml").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_trial_times_real_steps_and_leaves_no_process(manifest, tmp_path):
+    place = tmp_path / "trial"
+    place.mkdir()
+    measured = measure_steps(str(manifest), ["mesh.dp_shard=2"], num_ranks=2, num_steps=3, folder=place, timeout_s=300)
+    assert measured.step_s is not None and 0 < measured.step_s < 60 and measured.failure == ""
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert 5 <= len(rows) < 1000
+    running = [pid for pid in os.listdir("/proc") if pid.isdigit() and str(place) in _command_line(pid)]
+    assert running == []
+
+
+def _command_line(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_says_why(manifest, tmp_path):
+    place = tmp_path / "trial"
+    place.mkdir()
+    measured = measure_steps(str(manifest), ["mesh.dp_shard=3"], num_ranks=2, num_steps=3, folder=place, timeout_s=300)
+    assert measured.step_s is None and "dp_shard" in measured.failure
+
+
+@pytest.mark.slow
+def test_what_is_suggested_is_measured_and_the_fastest_is_the_best(manifest, tmp_path):
+    lines = []
+    found = tune_on_machine(
+        manifest, num_ranks=2, hardware="h100", keep=["microbatch"], num_steps=2, report=lines.append
+    )
+    timed = [trial for trial in found.trials if trial.measured_s]
+    assert found.ok and len(timed) >= 2
+    assert len(found.best.measured_s) == max(len(trial.measured_s) for trial in timed)
+    last = [trial.measured_s[len(found.best.measured_s) - 2] for trial in timed if len(trial.measured_s) > 1]
+    assert found.best.measured_s[-2] == min(last)
+    assert found.correction > 1  # a core of this machine is slower than an H100
+    assert len(lines) == sum(len(trial.measured_s) + bool(trial.failure) for trial in found.trials)
