@@ -67,10 +67,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from composer3d import import_config
 
     words: list[str] = arguments.source
-    file = words[0] if words and not words[0].startswith("-") else None
-    flags = words if file is None else words[1:]
+    source = words[0] if words and not words[0].startswith("-") else None
+    flags = words if source is None else words[1:]
     values = dict(value.partition("=")[::2] for value in arguments.values)
-    wrong = _wrong(file, flags, arguments.values)
+    wrong = _wrong(source, flags, arguments.values)
     if wrong is not None:
         complain(wrong)
         return 2
@@ -79,7 +79,7 @@ def execute(arguments: argparse.Namespace) -> int:
         complain(f"{output} exists and is not overwritten; name another file with --output FILE")
         return 2
     result = import_config(
-        file,
+        source,
         flags=flags,
         values=values,
         system=arguments.system,
@@ -112,8 +112,8 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
-def _wrong(file: str | None, flags: list[str], values: list[str]) -> str | None:
-    if file is None and not flags:
+def _wrong(source: str | None, flags: list[str], values: list[str]) -> str | None:
+    if source is None and not flags:
         return "name a file, or write Megatron-LM's flags after --"
     if flags and not flags[0].startswith("-"):
         return f"one file at a time: {flags[0]}"
