@@ -223,7 +223,12 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
         file.write_text(manifest, encoding="utf-8")
         found = check(file, world_size=_world(translation), overrides=overrides)
         problems = [
-            replace(problem, file=name if problem.file == str(file) else problem.file) for problem in found.problems
+            replace(
+                problem,
+                file=name if problem.file == str(file) else problem.file,
+                severity="warning" if _is_elsewhere(problem) else problem.severity,
+            )
+            for problem in found.problems
         ]
     for what, line in places.items():
         if line is not None:
@@ -231,6 +236,11 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
             hint = f"write it there, or import with --{what}" if what != "steps" else "write it there"
             problems.append(Problem(message=message, file=name, line=line, severity="warning", hint=hint))
     return problems
+
+
+def _is_elsewhere(problem: Problem) -> bool:
+    """Return whether all that is wrong is that a model's files are not on this machine, as the source's need not be."""
+    return problem.table == "model" and problem.message.startswith("there is no folder")
 
 
 def _large_enough(translation: Translation) -> list[str]:

@@ -123,3 +123,11 @@ def test_a_system_is_misspelt(folder, capsys):
     (folder / "ds.json").write_text(SMALL)
     assert main(["import", "ds.json", "--from", "deepsped"]) == 2
     assert 'there is no importer for "deepsped"; did you mean "deepspeed"?' in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_on_this_machine_is_a_warning(folder):
+    (folder / "a.yaml").write_text("base_model: someone/a-model\nmax_steps: 3\nlearning_rate: 1e-3\n")
+    result = composer3d.import_config("a.yaml", data="synthetic")
+    assert result.ok and 'hf = "someone/a-model"' in result.manifest
+    (problem,) = result.problems
+    assert problem.severity == "warning" and "there is no folder" in problem.message and problem.hint
