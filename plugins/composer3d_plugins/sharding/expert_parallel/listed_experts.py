@@ -246,7 +246,8 @@ class _Exchange:
             raise PluginError(f"{self._of(index)} is called with something else than one tensor of rows")
         if self._results is None:
             self._calls.append((index, x))
-            return x.new_zeros(*x.shape[:-1], self._widths.get(x.shape[-1], x.shape[-1]))
+            zeros, width = torch.zeros_like(x), self._widths.get(x.shape[-1], x.shape[-1])
+            return zeros if width == x.shape[-1] else zeros[..., :1].repeat(*[1] * (x.ndim - 1), width)
         place, recorded = self._place, self._recorded
         self._place += 1
         if place >= len(recorded) or recorded[place][0] != index or recorded[place][1].shape != x.shape:
@@ -254,7 +255,8 @@ class _Exchange:
                 f"{self._of(index)} is called with other rows when the block runs again; its forward has to do the "
                 "same twice"
             )
-        self._differs.append(_differ(x.detach(), recorded[place][1].detach()))
+        with torch_compat.without_torch_functions():  # modes of plugins propagate the model's operators
+            self._differs.append(_differ(x.detach(), recorded[place][1].detach()))
         return self._results[place]
 
     def _compare(self) -> None:
@@ -283,7 +285,7 @@ class _Exchange:
         like = calls[0][1] if calls else next(x for x in given if x.is_floating_point())
         # An expert that is called several times has the rows of its calls one after the other.
         order = sorted(range(len(calls)), key=lambda place: calls[place][0])
-        flat = [x.reshape(-1, x.shape[-1]) for _, x in calls]
+        flat = [x.flatten(0, -2) if x.ndim > 1 else x[None] for _, x in calls]
         sizes, called = [0] * len(self.stand_ins), [False] * len(self.stand_ins)
         for (index, _), rows_RD in zip(calls, flat, strict=True):
             sizes[index], called[index] = sizes[index] + rows_RD.shape[0], True
