@@ -21,12 +21,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from harness import conditions, say
+from harness import conditions, fail, say
 
 LAYOUTS = {
     "fsdp2": "dp_shard = 2\n[sharding.fsdp2]",
@@ -42,20 +43,15 @@ def model() -> Any:
     import torch
     from torch import nn
 
-    class Net(nn.Module):
+    class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
-            )
-            self.head = nn.Linear(WIDTH, 1)
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return self.head(x)
+            return x + self.inner(x)
 
-    return Net()
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*(Block() for _ in range(4))), head=nn.Linear(WIDTH, 1)))
 
 
 def batch(step: int) -> tuple[Any, Any]:
@@ -76,7 +72,10 @@ def train(manifest: str, folder: str, num_steps: int | None) -> None:
     torch.set_default_dtype(torch.float64)
     group, rank = os.environ.get("COMPOSER3D_REPLICA", "0"), os.environ["RANK"]
     stop = Path(folder, "stop")
-    with composer3d.compose(model, manifest, loss_fn=mse_loss) as run, open(f"{folder}/{group}.jsonl", "a") as rows:
+    with (
+        composer3d.compose(model, manifest, loss_fn=mse_loss, example=((batch(0)[0][:1],), {})) as run,
+        open(f"{folder}/{group}.jsonl", "a") as rows,
+    ):
         optimizer, replicas = run.optimizer(torch.optim.AdamW, lr=1e-3), run.replicas
         step = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
@@ -203,6 +202,8 @@ def main() -> None:
         ended = child.result()
         found["ended"] = ended["report"] or "finished"
         rows = rows_of(folder)
+        if not any(rows.values()):
+            fail(found["ended"])
         num_steps = 1 + max((row["step"] for each in rows.values() for row in each), default=-1)
         alone = folder / "alone"
         alone.mkdir()

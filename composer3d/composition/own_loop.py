@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from composer3d.composition.persistence import Persistence
+    from composer3d.composition.replica_steps import ReplicaSteps
     from composer3d.context import RunContext
     from composer3d.interfaces import Part
     from composer3d.step.engine import StepEngine
@@ -32,6 +33,7 @@ class OwnLoop:
     _assembled: Assembled
     _engine: StepEngine
     _persistence: Persistence
+    replicas: ReplicaSteps | None
 
     @property
     def context(self) -> RunContext:
@@ -103,12 +105,18 @@ class OwnLoop:
             None unless `last`; else the mean loss over all ranks, divided where the loop passed `loss / n`: its sum.
 
         Raises:
-            StepError: With a pipeline.
+            StepError: With a pipeline, or in one of several groups of ranks.
             LossError: Whether ranks' losses are averaged or added up is not known.
         """
         if self._assembled.has_schedule:
             raise StepError(
                 "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
+            )
+        if self.replicas is not None:
+            raise StepError(
+                "run.backward was called in one of several groups of ranks that come and go: which samples are this "
+                "group's is known only when a step begins, and it may have to be done again; use "
+                "run.forward_backward(...), which is given the whole batch"
             )
         with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
             self._engine.outside.look(loss)

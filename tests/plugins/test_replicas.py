@@ -155,3 +155,15 @@ def test_refusals(mesh, table, message, tmp_path):
     )
     result = composer3d.check(path)
     assert message in [problem.message for problem in result.problems]
+
+
+@pytest.mark.slow
+def test_a_backward_of_the_loops_own_is_refused(tmp_path):
+    ends = [(0, 0, 0, 0, "own", "")]
+    result, _ = run_groups(tmp_path / "groups", DATA.format(1), ends=ends)
+    assert result["outcome"] == "failed"
+    assert (
+        "run.backward was called in one of several groups of ranks that come and go: which samples are this group's "
+        "is known only when a step begins, and it may have to be done again; use run.forward_backward(...), which is "
+        "given the whole batch"
+    ) in result["failed"]

@@ -91,6 +91,8 @@ def trained(manifest, folder, ends):
                 for at, place, how in here:
                     if (at, place) == (step, "before"):
                         end(how)
+                if any((at, place) == (step, "own") for at, place, _ in here):
+                    run.backward(mse_loss(run.model(x[mine]), y[mine]))
                 loss = float(run.forward_backward(x[mine], target=y[mine]))
                 norm = float(run.clip_grad_norm_(0.1))
                 for at, place, how in here:
