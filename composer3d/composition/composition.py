@@ -52,8 +52,7 @@ class Composition(OwnLoop):
     def __init__(self, assembled: Assembled) -> None:
         self._assembled = assembled
         self._engine = assembled.engine
-        self._closed = False
-        self._evaluations = 0
+        self._closed, self._evaluations = False, 0
         # What a forward changes is another one on every data-parallel rank, and one of them is read or saved.
         self.averages_buffers = True
         self._persistence = Persistence(assembled)

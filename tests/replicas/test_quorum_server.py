@@ -11,14 +11,14 @@ from composer3d.replicas import QuorumServer, ReplicaPolicy
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, request):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(tmp_path / "quorum"))
     listener.listen(8)
     lost = []
     made = QuorumServer(
         listener,
-        ReplicaPolicy(silent_s=0.3),
+        ReplicaPolicy(silent_s=getattr(request, "param", 60.0)),
         num_groups=2,
         num_ranks=1,
         token="secret",
@@ -94,6 +94,7 @@ def test_a_rank_that_sends_nonsense_is_lost_and_the_others_go_on(server, connect
     assert {"broken": 1} in [json.loads(line) for line in first.recv(1 << 16).splitlines()]
 
 
+@pytest.mark.parametrize("server", [2.0], indirect=True)
 def test_a_group_that_falls_silent_is_lost(server, connect):
     first, second = connect(), connect()
     say(server, first, hello(0))
@@ -104,7 +105,7 @@ def test_a_group_that_falls_silent_is_lost(server, connect):
     while not server.told:  # the first one gives signs of life
         first.sendall(b'{"do": "beat"}\n')
         server.serve(0.01)
-    assert server.told == [(1, "rank 0 of it was not heard of for 0.3 s")]
+    assert server.told == [(1, "rank 0 of it was not heard of for 2 s")]
     assert server.membership.left == (0,)
 
 
