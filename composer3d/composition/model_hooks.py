@@ -6,15 +6,15 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
 from composer3d.composition.changed_models import refuse_passed_parameters
+from composer3d.composition.copied_models import copy_composed
 from composer3d.composition.plain_states import record_loaded, refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
-from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.step.assigned_values import refuse_late_writes
 from composer3d.step.evaluation import let_go
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["watch_model"]
 
 Place = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]]
-
-
-def _refuse_copy(memo: object) -> NoReturn:
-    raise StepError(
-        "copy.deepcopy of a composed model would gather, or compute with, the parameters of the original; for an "
-        "average of its weights write average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after "
-        "optimizer.step(), and with average.applied(): run.evaluate(...)"
-    )
 
 
 def _is_bound(module: nn.Module) -> bool:
@@ -106,8 +98,8 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     refuse_saving_model(module)
     torch_compat.call_within(module, engine.explaining)
     if any(_is_bound(each) for each in module.modules()):
-        # Those of torch's data parallelism refuse too, without advice; copy looks at the instance first.
-        vars(module)["__deepcopy__"] = _refuse_copy
+        # Those of torch's data parallelism refuse; copy looks at the instance first.
+        vars(module)["__deepcopy__"] = functools.partial(copy_composed, module, context)
     span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
 
 

@@ -67,6 +67,7 @@ def refuse_saving_shards(parameters: Iterable[Any]) -> None:
     for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if are_sharded([p])}.values():
         # pickle looks at the instance, as copy does; a class of its own would make another mesh of it to torch.
         vars(mesh)["__reduce_ex__"] = functools.partial(_reduce_mesh, mesh)
+        vars(mesh)["__deepcopy__"] = functools.partial(_same, mesh)  # process groups cannot be copied
 
 
 def refuse_saving_model(model: nn.Module) -> None:
@@ -75,6 +76,10 @@ def refuse_saving_model(model: nn.Module) -> None:
     for module in model.modules():
         if module is model or hasattr(module, "reshard"):
             vars(module)["__reduce_ex__"] = functools.partial(_reduce_module, module)
+
+
+def _same(mesh: Any, memo: object) -> Any:
+    return mesh
 
 
 def _is_torch_saving() -> bool:

@@ -12,7 +12,8 @@ Kind = Literal["linear", "transposed", "embedding", "other"]
 def kind_of(module: Any) -> Kind:
     """Return the kind of a module's weight: w_OI of a linear layer, w_IO of GPT-2's Conv1D, or rows to look up.
 
-    A weight that is computed from other parameters, as parametrisations do, is none that can be sharded.
+    A weight that is computed from other parameters, as parametrisations do, is none that can be sharded. The rows of a
+    bag are reduced in the operator that looks them up, which takes the whole table.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
@@ -20,7 +21,7 @@ def kind_of(module: Any) -> Kind:
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return "linear"
     if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
-        return "embedding"
+        return "other" if hasattr(module, "include_last_offset") else "embedding"
     return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
 
 

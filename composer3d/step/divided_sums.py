@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.loss_graph import divisions_of, number, past_multiples, past_views
+from composer3d.step.loss_graph import (
+    constant_divisor,
+    divisions_of,
+    number,
+    past_multiples,
+    past_views,
+    terms_of,
+    unknown_mean,
+)
+from composer3d.step.sample_mixing import means_groups
 from composer3d.step.total_divisors import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DividedSum", "divided_sum", "is_times_zero", "without_nothing"]
+__all__ = ["DividedSum", "divided_sum", "is_times_zero", "refuse_groups", "without_nothing"]
 
 # Of elements, each of which is 0 where its operand is 0.
 _ZERO_STAYS = ("Abs", "Pow", "Sqrt", "Relu", "Clamp", "Sum", "Mean", "Expand", "Squeeze", "Unsqueeze", "Transpose")
@@ -78,6 +87,39 @@ def divided_sum(loss: Tensor) -> DividedSum | None:
     summed = past_multiples(past_views(node.next_functions[0][0]))
     counts, numel = _counts(summed)
     return DividedSum(divisor=divisor, counts=counts, numel=numel, is_zero=whole.detach().reshape(()) == 0)
+
+
+def refuse_groups(loss: Tensor, num_samples: int) -> None:
+    """Refuse a loss of means of groups of samples, and one whose divisor is no number of samples or targets.
+
+    Args:
+        loss: Of a rank.
+        num_samples: Of its forward; 0 where it is not known.
+
+    Raises:
+        LossError: With what its graph shows.
+    """
+    for term in terms_of(loss):
+        name = type(term).__name__
+        if name.startswith("SumBackward") and means_groups(term, num_samples):
+            raise unknown_mean(f"it adds up fewer means than this rank has samples, which are {num_samples}")
+        divisor = constant_divisor(term)
+        if divisor is not None and 1 < divisor < num_samples and not _is_count(term, divisor):
+            raise unknown_mean(
+                f"it divides a sum by {divisor:g}, and neither are so many targets seen in it, nor has this rank so "
+                f"many samples, but {num_samples}"
+            )
+
+
+def _is_count(node: Any, divisor: float) -> bool:
+    """Return whether a divisor may be the number of what a sum adds up."""
+    summed = past_multiples(past_views(node.next_functions[0][0]))
+    sizes = getattr(summed, "_saved_self_sym_sizes", None)
+    if sizes is None and not type(summed).__name__.startswith("NllLoss"):
+        return True  # a sum of several, which may be as many
+    counts, _ = _counts(summed)
+    found = [*map(float, counts), *(sizes or ())[:1], *([] if sizes is None else [math.prod(sizes)])]
+    return any(math.isclose(each, divisor, rel_tol=1e-6) for each in found) or (bool(counts) and divisor == 1)
 
 
 def _counts(node: Any) -> tuple[tuple[Tensor, ...], int]:

@@ -24,14 +24,16 @@ class DroppedGradients:
 
     def __init__(self) -> None:
         self._versions: tuple[tuple[int, int, int], ...] = ()
+        self._parameters: tuple[nn.Parameter, ...] = ()  # a forward that gathers them has others in their place
 
     def forget(self) -> None:
         """Begin a step, or a backward whose gradients are not complete."""
-        self._versions = ()
+        self._versions, self._parameters = (), ()
 
     def complete(self, state: StepState) -> None:
         """Note the gradients that a last backward has left."""
-        self._versions = _versions(_gradients(state.parameters()))
+        self._parameters = tuple(state.parameters())
+        self._versions = _versions(_gradients(self._parameters))
 
     def are_gone(self, own: OwnForward | None, state: StepState | None) -> bool:
         """Return whether a backward had completed gradients, and all of them are gone, or zeros now.
@@ -44,7 +46,7 @@ class DroppedGradients:
         """
         if not self._versions or state is None or own is None or own.is_told:
             return False
-        found = _gradients(state.parameters())
+        found = _gradients(self._parameters)
         if not found:
             return True
         return _versions(found) != self._versions and not any(bool(local(gradient).any()) for gradient in found)

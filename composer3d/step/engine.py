@@ -17,7 +17,7 @@ from composer3d.step.evaluation import let_go
 from composer3d.step.guard import Guard
 from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import Decided, LoopState
-from composer3d.step.microbatches import cut
+from composer3d.step.microbatches import cut, num_samples
 from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.outside_parameters import OutsideParameters
 from composer3d.step.own_forward import OwnForward
@@ -204,12 +204,11 @@ class StepEngine:
         return loss
 
     def _hooks_held(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        number = self.own_steps.num_backwards
-        return self.parameter_hooks.held(number, is_last=is_last, is_stepped=self.stepper is not None)
+        number, is_stepped = self.own_steps.num_backwards, self.stepper is not None
+        return self.parameter_hooks.held(number, is_last=is_last, is_stepped=is_stepped)
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
-        is_scaled = self._own is not None and self._own.is_scaled
-        self.scaling.correct(parameters, 1.0 if is_scaled else self.ledger.correction)
+        self.scaling.correct(parameters, 1.0 if self._own and self._own.is_summed else self.ledger.correction)
 
     @property
     def is_running(self) -> bool:
@@ -222,6 +221,7 @@ class StepEngine:
             self.own_steps.close()
         if self.state is None and trains and self.optimizer is not None and not (self._evaluating or self.is_plain):
             self.own_steps.open()
+        self.own_steps.num_samples = num_samples((args, kwargs)) or 0
         if self.state is not None and not self.is_running:
             if self._own is None:  # else the step was announced with its target, or by its first backward
                 self._seen += self.identity((args, kwargs))
@@ -254,8 +254,8 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
-        self.own_steps.num_backwards += 1
-        loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction or self.criterion.told)
+        number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
+        loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
+from composer3d.step.sample_mixing import summands
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RETURN_A_SUM",
     "Reduction",
+    "constant_divisor",
     "divisions_of",
     "divisor_of_mean",
     "divisors_of_terms",
@@ -25,6 +27,8 @@ __all__ = [
     "past_views",
     "reduction_of",
     "refuse_unknown_terms",
+    "terms_of",
+    "unknown_mean",
     "without_factors",
 ]
 
@@ -71,26 +75,25 @@ def past_views(node: Any) -> Any:
 def _known_reduction(node: Any) -> Reduction | None:
     if terms := _terms(node):
         reductions = {_known_reduction(term) for term in terms}
+        if "sum" in reductions and None in reductions and all(_is_sum_or_multiple(term) for term in terms):
+            return "sum"
         if len(reductions) != 1 or (any(_is_other(term) for term in terms) and _divisor(node) is None):
             return None
         return reductions.pop()
     name = type(node).__name__
     # 1 and 2 are torch's numbers of the reductions mean and sum.
     saved = getattr(node, "_saved_reduction", None)
-    if saved == 1 or name.startswith(("MeanBackward", "DivBackward")) or _is_mean_of_samples(node):
+    if saved == 1 or name.startswith(("MeanBackward", "DivBackward")):
         return "mean"
-    return "sum" if saved == 2 or name.startswith(("SumBackward", "NansumBackward")) else None
+    if saved != 2 and not name.startswith(("SumBackward", "NansumBackward")):
+        return None
+    of_what = summands(node)
+    return None if of_what == "mixed" else "mean" if of_what == "means" else "sum"
 
 
-def _is_mean_of_samples(node: Any) -> bool:
-    """Return whether a node sums up means over the first dim: `kl.mean(0).sum()`."""
-    if not type(node).__name__.startswith("SumBackward"):
-        return False
-    inner = past_views(node.next_functions[0][0])
-    if type(inner).__name__ != "MeanBackward1":
-        return False
-    num_dims = len(inner._saved_self_sym_sizes)
-    return any(dim in (0, 2**64 - num_dims) for dim in inner._saved_dim)  # negative ones are saved without their sign
+def _is_sum_or_multiple(node: Any) -> bool:
+    """Return whether a term is a sum, or one times a number, as beside a sum it is no mean: the usual loss of VAEs."""
+    return _known_reduction(past_multiples(node)) == "sum"
 
 
 def _summands(node: Any) -> list[Any]:
@@ -98,8 +101,18 @@ def _summands(node: Any) -> list[Any]:
     name = type(node).__name__
     if name.startswith(("SumBackward", "MeanBackward")):
         stack, num_dims = node.next_functions[0][0], len(node._saved_self_sym_sizes)
+        if (
+            type(stack).__name__.startswith("MulBackward")
+            and sum(each is None for each, _ in stack.next_functions) == 1
+        ):
+            stack = next(each for each, _ in stack.next_functions if each is not None)  # weights of several losses
         if not type(stack).__name__.startswith("StackBackward") or num_dims != 1:
             return []
+        stacked = [operand for operand, _ in stack.next_functions if operand is not None]
+        if name.startswith("Mean") and any(
+            _known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in stacked
+        ):
+            return []  # a mean over them, as over samples
         node = stack
     elif not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
         return []
@@ -167,13 +180,32 @@ def refuse_unknown_terms(loss: Tensor) -> None:
     Raises:
         LossError: With the operation.
     """
-    node = _past_factors(past_views(loss.grad_fn))[1]
-    terms = _terms(node) or (node,)
+    if _known_reduction(_past_factors(past_views(loss.grad_fn))[1]) == "sum":
+        return
+    terms = terms_of(loss)
     for term in terms:
         if not _is_known(term):
-            raise LossError(_LAST_OPERATION.format(f"its last operation is {_name(term)}"))
+            raise unknown_mean(_seen(term))
     if len({_known_reduction(term) or "mean" for term in terms}) > 1:
-        raise LossError(_LAST_OPERATION.format("some of its terms are sums"))
+        raise unknown_mean("some of its terms are sums")
+
+
+def terms_of(loss: Tensor) -> tuple[Any, ...]:
+    """Return the nodes of what a loss adds up, past constant factors: itself, where it adds nothing up."""
+    node = _past_factors(past_views(loss.grad_fn))[1]
+    return _terms(node) or (node,)
+
+
+def unknown_mean(seen: str) -> LossError:
+    """Return an error that states how a loss is to be told from others, given what its graph shows."""
+    return LossError(_LAST_OPERATION.format(seen))
+
+
+def _seen(node: Any) -> str:
+    name = _name(node)
+    if name.startswith(("SumBackward", "NansumBackward")) or getattr(node, "_saved_reduction", None) == 2:
+        return "it is a sum, and what it adds up is made of several samples, or weighted by weights whose sum is 1"
+    return f"its last operation is {name}"
 
 
 def _name(node: Any) -> str:
@@ -195,7 +227,7 @@ def _reduction_at(node: Any) -> Reduction:
     known = _known_reduction(node)
     if known is not None:
         return known
-    seen = "it has no graph" if node is None else f"its last operation is {_name(node)}"
+    seen = "it has no graph" if node is None else _seen(node)
     raise LossError(
         f"cannot tell whether the loss is a sum or a mean ({seen}); "
         'pass compose(loss_reduction="mean") or "sum", in a manifest [train] loss = { use = "module:callable", '
@@ -225,6 +257,8 @@ def _divisor(node: Any) -> Tensor | int | None:
         return first if are_alike else None
     if name.startswith("MeanBackward"):
         return int(node._saved_self_sym_numel)
+    if (num := _mean_of_terms(node)) is not None:
+        return num
     if name.startswith("DivBackward"):
         divided, *divisors = (operand for operand, _ in node.next_functions)
         is_sum = not any(divisors) and _known_reduction(past_multiples(past_views(divided))) == "sum"
@@ -236,6 +270,25 @@ def _divisor(node: Any) -> Tensor | int | None:
     if name.startswith("NllLoss"):
         return number(node._saved_total_weight)
     return int(node._saved_self.numel()) if name.startswith(_ELEMENTWISE) else None
+
+
+def _mean_of_terms(node: Any) -> int | None:
+    """Return the number of terms of `sum(losses) / len(losses)`, whose terms are neither all sums nor all means."""
+    if (divisor := constant_divisor(node)) is None:
+        return None
+    terms = _all_terms(past_views(node.next_functions[0][0]))
+    is_theirs = len(terms) > 1 and divisor == len(terms)
+    return len(terms) if is_theirs and any(_known_reduction(term) is None for term in terms) else None
+
+
+def constant_divisor(node: Any) -> float | None:
+    """Return the number by which a node divides; None for other nodes, and for one that a device would be asked for."""
+    if not type(node).__name__.startswith("DivBackward") or any(each for each, _ in node.next_functions[1:]):
+        return None
+    divisor = node._saved_other
+    if hasattr(divisor, "dim") and (divisor.dim() or divisor.device.type != "cpu" or hasattr(divisor, "full_tensor")):
+        return None
+    return float(divisor)
 
 
 def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
@@ -312,7 +365,7 @@ def _past_factors(node: Any) -> tuple[float, Any]:
     factor = 1.0
     while (found := _constant_factor(node)) is not None:
         is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")
-        if is_own and _known_reduction(past_multiples(found[1])) == "sum":
+        if is_own and (_known_reduction(past_multiples(found[1])) == "sum" or _mean_of_terms(node) is not None):
             break  # the loop's own factor may make it a mean, and torch divides sums over soft targets
         factor, node = factor * found[0], found[1]
     return factor, node

@@ -32,9 +32,10 @@ __all__ = ["OwnForward"]
 class OwnForward:
     """Losses of one step of a loop that runs its own forward.
 
-    Without a target every backward has equal weight, and in one of them each rank by what its mean was divided by,
-    where the graph says so: valid targets, class weights, a mask. With a target, a mean is weighted by its valid
-    tokens. A loop that divides its losses itself, by the number of its backwards, gets the sum of the divided losses.
+    Without a target each rank's loss is weighed, in every backward, by what its mean was divided by, where the graph
+    says so: valid targets, class weights, a mask. With a target, a mean is weighted by its valid
+    tokens. Losses of several complete backwards are summed as written, and so are those of which the loop multiplies
+    or divides one itself; others that are parts of one backward, by `last=False`, weigh the same.
 
     Args:
         target: Of the step, where the loop announces it.
@@ -48,7 +49,6 @@ class OwnForward:
         total: The same of all ranks.
         calls: Backwards so far.
         is_told: Whether the loop has announced the step's target.
-        is_scaled: Whether the loop divides its losses itself: gradients are then their plain sum.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class OwnForward:
         self.calls = 0
         self.is_told = target is not None
         self._padded = self.is_told and any(count != t.numel() for t in tensors(target))
-        self.is_scaled = False
+        self._is_scaled = self._is_parted = self._has_counts = False
         self._factors = 0.0
 
     @classmethod
@@ -79,17 +79,33 @@ class OwnForward:
             weights=weights,
         )
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether gradients are the plain sum of those of the losses as written."""
+        return self._is_scaled or not (self.is_told or self._is_parted or self._has_counts)
+
     def handed(self) -> float:
         """Return what the mean of the losses since the last call is times to be what the loop passed, summed up."""
         factors, self._factors = self._factors, 0.0
-        return factors if self.is_scaled else 1.0
+        return factors if self._is_scaled else 1.0
 
-    def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
-        """Return the loss of the next backward with its count."""
+    def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None, num_samples: int) -> Loss:
+        """Return the loss of the next backward with its count.
+
+        Args:
+            value: As the loop gave it.
+            last: Whether it completes a backward.
+            equal: Whether all ranks have as many valid tokens.
+            reduction: As it was stated; None reads it from the graph.
+            num_samples: Of this rank's forward; 0 where it is not known.
+        """
         import torch
 
         self.calls += 1
+        self._is_parted = self._is_parted or not last
+        self._weights.num_samples = num_samples
         if not isinstance(value, torch.Tensor):
+            self._has_counts = True
             is_even = equal and (self.is_told or self._num_ranks == 1)
             return as_loss(value, count=self.count, equal=is_even, reduction=reduction)
         factor, known = without_factors(value)
@@ -126,14 +142,6 @@ class OwnForward:
 
     def _scaled(self, loss: Loss, factor: float) -> Loss:
         """Return a mean that the loop has multiplied by a factor with its count reduced to match."""
-        if self.calls == 1:
-            self.is_scaled = factor != 1.0
-        if self.is_scaled != (factor != 1.0):
-            before = "another number" if self.is_scaled else "1"
-            raise LossError(
-                f"backward {self.calls} of this step was given a loss times {factor:g}, and those before losses times "
-                f"{before}; divide all losses of a step by the number of its backwards, or none of them, and they "
-                "weigh the same"
-            )
+        self._is_scaled = self._is_scaled or factor != 1.0
         self._factors += factor
         return loss.times(factor) if isinstance(loss, DividedLoss) else replace(loss, count=loss.count * factor)

@@ -17,13 +17,14 @@ class OwnSteps:
     Attributes:
         next: The number of the next step; it goes on after those that the loop numbered, and after a load.
         num_backwards: Of the open step, whoever opened it.
+        num_samples: Of the forward that had no backward yet; 0 where none is known.
 
     Args:
         step: Returns the context manager of a step, given its number.
     """
 
     def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
-        self.next = self.num_backwards = 0
+        self.next = self.num_backwards = self.num_samples = 0
         self._step = step
         self._open: contextlib.ExitStack | None = None
 
@@ -38,6 +39,12 @@ class OwnSteps:
             state = stack.enter_context(self._step(self.next))
             self._open = stack.pop_all()
         return state
+
+    def count_backward(self) -> int:
+        """Count a backward; return the samples of its forward, 0 where it has had a backward before."""
+        self.num_backwards += 1
+        found, self.num_samples = self.num_samples, 0
+        return found
 
     def close(self) -> None:
         """Close the step, if one is open."""

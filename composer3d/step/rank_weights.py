@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.mesh import Role
-from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
+from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
 from composer3d.step.gradients import add_up
 from composer3d.step.loss import PENALTY
 from composer3d.step.loss_graph import (
@@ -67,6 +67,7 @@ class RankWeights:
 
     Attributes:
         num_ranks: Ranks that have other samples or positions.
+        num_samples: Of this rank's forward; 0 where it is not known.
 
     Args:
         num_ranks: The same.
@@ -76,7 +77,7 @@ class RankWeights:
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
-        self.num_ranks, self._index, self._total = num_ranks, index, total
+        self.num_ranks, self.num_samples, self._index, self._total = num_ranks, 0, index, total
 
     @classmethod
     def over(cls, context: RunContext) -> RankWeights:
@@ -131,6 +132,7 @@ class RankWeights:
                 return _Kind.NOTHING, None
             if reduction is None and not is_of_parameters(value):
                 refuse_unknown_terms(value)
+                refuse_groups(value, self.num_samples)
             if is_of_parameters(value):
                 return _Kind.OTHER, None  # every rank has it whole
             if (reduction or known) == "sum":

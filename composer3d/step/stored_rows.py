@@ -20,15 +20,22 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["know_orders", "place_rows", "record_write", "sharded_like", "whole_rows"]
+__all__ = ["know_copy", "know_orders", "place_rows", "record_write", "sharded_like", "whole_rows"]
 
 _CONTEXTS: weakref.WeakSet[RunContext] = weakref.WeakSet()
+_COPIES: weakref.WeakKeyDictionary[RunContext, list[tuple[str, weakref.ref[Tensor]]]] = weakref.WeakKeyDictionary()
 
 
 def know_orders(context: RunContext) -> None:
     """Let `place_rows` find the order of rows of a run's parameters."""
     if context.stash(StoredOrders).by_name:
         _CONTEXTS.add(context)
+
+
+def know_copy(context: RunContext, fqn: str, copied: Tensor) -> None:
+    """Let a copy of a parameter have its order of rows."""
+    if fqn in context.stash(StoredOrders).by_name:
+        _COPIES.setdefault(context, []).append((fqn, weakref.ref(copied)))
 
 
 def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None, is_written: bool = False) -> None:
@@ -107,6 +114,10 @@ def _ordered() -> Iterator[tuple[str, DTensor, Order]]:
         for fqn, parameter in context.named_parameters():
             if fqn in orders and isinstance(parameter, DTensor):
                 yield fqn, parameter, orders[fqn]
+        for fqn, reference in _COPIES.get(context, ()):
+            copied = reference()
+            if isinstance(copied, DTensor):
+                yield fqn, copied, orders[fqn]
 
 
 def _storage(tensor: DTensor) -> tuple[int, int]:

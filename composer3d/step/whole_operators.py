@@ -71,6 +71,7 @@ def _handlers() -> dict[Any, Handler]:
         **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
         **dict.fromkeys(mixable.elementwise, _compute_mixed),
         **dict.fromkeys(mixable.lists, _compute_lists),
+        mixable.copies: _copy_lists,
         **dict.fromkeys(mixable.of_data, _compute_of_data),
         **dict.fromkeys(mixable.reading, _compute_read),
         **dict.fromkeys(mixable.extremes, _compute_extreme),
@@ -342,17 +343,22 @@ def _compute_lists(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         groups.setdefault(kind, []).append(index)
     if len({None if kind is None else kind[0] for kind in groups}) == 1:
         return _by_torch(operator, args, kwargs)
-    others = args[1:]
     results: list[Any] = [None] * len(tensors)
     for indices in groups.values():
-        members = [tensors[index] for index in indices]
         # A factor that was computed from plain norms is plain, which suits all groups.
-        found = _by_torch(operator, (members, *map(_whole, others)), kwargs)
+        own = [[each[i] for i in indices] if isinstance(each, list | tuple) else _whole(each) for each in args[1:]]
+        found = _by_torch(operator, ([tensors[index] for index in indices], *own), kwargs)
         for index, value in zip(indices, _whole_numbers(found), strict=True) if found is not None else ():
             results[index] = value
     if torch_compat.is_in_place(operator):
         return None
     return [torch.empty(()) if value is None else value for value in results]
+
+
+def _copy_lists(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Copy tensors into others one by one; torch has no rule for lists of them."""
+    for target, source in zip(*args, strict=True):
+        target.copy_(source, **kwargs)
 
 
 def _whole_numbers(values: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -24,6 +24,7 @@ from composer3d.torch_compat.captured_graphs import (
     outside_function_modes,
 )
 from composer3d.torch_compat.compiling import compile_graph, compile_module, trace_quantisers
+from composer3d.torch_compat.copies import class_before_units, unchanged_versions
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
 from composer3d.torch_compat.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
 from composer3d.torch_compat.fake_tensors import (
@@ -236,6 +237,7 @@ __all__ = [
     "backward_inside",
     "call_beside",
     "call_within",
+    "class_before_units",
     "clear_sharding_caches",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
@@ -331,6 +333,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "unchanged_versions",
     "unflatten",
     "unify_gradients",
     "unit_parameters",

@@ -30,7 +30,12 @@ _DRAWING = (
     "normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_", "uniform_",
 )  # fmt: skip
 _MIXABLE = ("add.Tensor", "copy_.default", "div.Tensor", "lerp_.Scalar", "mul.Tensor", "sub.Tensor")
-_LISTS = ("norm.Scalar", "mul_.Tensor", "mul_.Scalar", "clamp_min_.Scalar", "clamp_max_.Scalar")
+_LISTS = (
+    "add_.List", "add_.Scalar", "add_.ScalarList", "addcdiv_.Scalar", "addcdiv_.ScalarList", "addcmul_.Scalar",
+    "addcmul_.ScalarList", "clamp_max_.Scalar", "clamp_min_.Scalar", "div_.List", "div_.Scalar", "div_.ScalarList",
+    "lerp_.List", "lerp_.Scalar", "mul_.List", "mul_.Scalar", "mul_.ScalarList", "mul_.Tensor", "norm.Scalar",
+    "sub_.List", "sub_.Scalar", "sub_.ScalarList",
+)  # fmt: skip
 _OF_DATA = (
     "addmm.default", "baddbmm.default", "bmm.default", "dot.default", "embedding.default", "maximum.default",
     "minimum.default", "mm.default", "mse_loss_backward.default", "mv.default", "native_layer_norm.default",
@@ -90,6 +95,7 @@ class _MixableOperators:
     Attributes:
         elementwise: To parameters and gradients.
         lists: To lists of them, as clipping does.
+        copies: From a list of them into another.
         stack: To numbers of each.
         of_data: To a rank's data.
         reading: That read by plain indices.
@@ -99,6 +105,7 @@ class _MixableOperators:
 
     elementwise: tuple[Any, ...]
     lists: tuple[Any, ...]
+    copies: Any
     stack: Any
     of_data: tuple[Any, ...]
     reading: tuple[Any, ...]
@@ -118,6 +125,7 @@ def mixable_operators() -> _MixableOperators:
     return _MixableOperators(
         elementwise=found([*_MIXABLE, *in_place]),
         lists=found(_LISTS, "_foreach_"),
+        copies=torch.ops.aten._foreach_copy_.default,
         stack=torch.ops.aten.stack.default,
         of_data=found(_OF_DATA),
         reading=found(_READING),

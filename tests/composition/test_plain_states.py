@@ -107,20 +107,3 @@ def test_shards_are_not_saved_by_torch_and_parameters_not_replaced():
         "state = run.full_state_dict(), which the first rank then saves and a model of one device loads, or "
         'run.save("checkpoints/100")',
     )
-
-
-def copied(path):
-    """Return what is said to a copy of the model."""
-    run = composer3d.compose(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), path)
-    found = raised(lambda: copy.deepcopy(run.model))
-    run.close()
-    return found
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
-def test_a_copy_that_would_compute_with_the_originals_parameters_is_refused(layout):
-    assert set(run_ranks(copied, 2, write_manifest(LAYOUTS[layout]))) == {
-        "copy.deepcopy of a composed model would gather, or compute with, the parameters of the original; for an "
-        "average of its weights write average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after "
-        "optimizer.step(), and with average.applied(): run.evaluate(...)"
-    }

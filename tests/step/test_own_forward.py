@@ -235,3 +235,45 @@ def test_a_backward_returns_a_divided_loss_divided(last):
     found = run_ranks(returned, 2, last)
     wanted = sum(passed for _, passed in found) / 2
     assert [total for total, _ in found] == pytest.approx([wanted] * 2, rel=1e-6)
+
+
+def backwards_of(run, weights):
+    """Return how far gradients of several complete backwards of one step are from one device's."""
+    tokens, targets = unpadded()
+    reference = seeded()
+    parts = list(zip(tokens.chunk(len(weights)), targets.chunk(len(weights)), strict=True))
+    for weight, (x, y) in zip(weights, parts, strict=True):
+        mean = mean_loss(reference(x), y)
+        (mean if weight == 1 else weight * mean).backward()
+    for weight, (x, y) in zip(weights, parts, strict=True):
+        mean = mean_loss(run.model(mine(run, x)), mine(run, y))
+        run.backward(mean if weight == 1 else weight * mean)
+    error = gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+    run.model.zero_grad()
+    return error
+
+
+def complete_backwards(layout):
+    torch.set_default_dtype(torch.float64)
+    run = composed(layout)
+    run.optimizer(torch.optim.SGD, lr=0.0)
+    found = []
+    for weights in ((1, 1), (1, 0.3), (0.3, 1), (1, 1, 0.2)):
+        with run.step(len(found)):
+            found.append(backwards_of(run, weights))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FSDP,
+        "[sharding.ddp]\n",
+        pytest.param(FSDP + "zero = 1\n", marks=pytest.mark.slow),
+        pytest.param('[sharding.ddp]\nreducer = "bucketed"\n', marks=pytest.mark.slow),
+    ],
+    ids=["fsdp2", "ddp", "gathered", "bucketed"],
+)
+def test_losses_of_complete_backwards_are_added_up_as_written(layout):
+    for errors in run_ranks(complete_backwards, 2, layout):
+        assert max(errors) < TIGHT

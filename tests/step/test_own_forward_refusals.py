@@ -165,26 +165,6 @@ def test_a_penalty_that_ranks_would_weigh_differently_is_refused_with_what_to_wr
     assert run_ranks(penalised_unevenly, 2) == [[said, said]] * 2
 
 
-def half_divided(run, tokens, targets):
-    run.backward(mean_loss(run.model(tokens), targets), last=False)
-    run.backward(mean_loss(run.model(tokens), targets) / 2)
-
-
-def test_losses_of_which_some_are_divided_are_refused():
-    run_ranks(assert_refused_without_target, 1, half_divided)
-
-
-def assert_refused_without_target(act):
-    run = composed(FSDP)
-    tokens, targets = unpadded()
-    with pytest.raises(LossError) as caught, run.step(0):
-        act(run, tokens, targets)
-    assert str(caught.value) == (
-        "backward 2 of this step was given a loss times 0.5, and those before losses times 1; divide all losses of a "
-        "step by the number of its backwards, or none of them, and they weigh the same"
-    )
-
-
 def plain_backward(run, tokens, targets):
     mean_loss(run.model(tokens), targets).backward()
     run.clip_grad_norm_(1.0)

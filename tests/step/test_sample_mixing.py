@@ -1,0 +1,100 @@
+"""Sums, means, and sums of what is made of several samples, told from one another by their graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import composed, mine
+from torch import nn
+
+from composer3d import LossError
+from composer3d.step.loss_graph import reduction_of
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+FEATURES = torch.linspace(0.1, 1.0, 6)
+SUMS = {
+    "weights of features": lambda o, y: (FEATURES * (o - y) ** 2).sum(),
+    "means of each sample": lambda o, y: (o - y).pow(2).mean(1).sum(),
+    "norms of each sample": lambda o, y: (o - y).norm(dim=1).sum(),
+    "soft targets": lambda o, y: -(y.softmax(1) * o.log_softmax(1)).sum(),
+    "logsumexp of rows": lambda o, y: (o.logsumexp(1) - (o * y).sum(1)).sum(),
+    "a variational bound": lambda o, y: F.mse_loss(o, y, reduction="sum") - 0.5 * torch.sum(1 + o - o.pow(2) - o.exp()),
+    "one sample selected": lambda o, y: (torch.eye(len(o))[0] * ((o - y) ** 2).sum(1)).sum(),
+    "a python sum": lambda o, y: sum(((a - b) ** 2).sum() for a, b in zip(o, y, strict=True)),
+}
+MEANS = {
+    "means over samples, weighted": lambda o, y: (FEATURES * (o - y).pow(2).mean(0)).sum(),
+    "stacked losses of samples": lambda o, y: torch.stack(
+        [((a - b) ** 2).sum() for a, b in zip(o, y, strict=True)]
+    ).mean(),
+    "stacked elements": lambda o, y: torch.stack([(a[0] - b[0]) ** 2 for a, b in zip(o, y, strict=True)]).mean(),
+    "a list over its length": lambda o, y: sum((a[0] - b[0]) ** 2 for a, b in zip(o, y, strict=True)) / len(o),
+    "weighted tasks": lambda o, y: (torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)]) * torch.tensor([0.3, 0.7])).sum(),
+    "tasks": lambda o, y: torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)]).mean(),
+    "pairs": lambda o, y: ((o[::2] - o[1::2]) ** 2).sum(1).sum() / (len(o) // 2),
+}
+MIXED = {
+    "normalised weights": lambda o, y: ((w := (o.detach() ** 2).sum(1)) / w.sum() * ((o - y) ** 2).sum(1)).sum(),
+    "softmax over samples": lambda o, y: (((o - y) ** 2).sum(1) * o.sum(1).softmax(0)).sum(),
+    "a mean squared": lambda o, y: (o - y).mean(0).pow(2).sum(),
+    "of means": lambda o, y: F.mse_loss(o.mean(0), y.mean(0), reduction="sum"),
+    "deviations": lambda o, y: F.relu(1 - o.std(0)).sum(),
+    "centred": lambda o, y: (o - o.mean(0)).pow(2).sum(),
+    "cosines over samples": lambda o, y: (1 - F.cosine_similarity(o, y, dim=0)).sum(),
+}
+GROUPED = {
+    "means of groups": lambda o, y: (o - y).pow(2).sum(1).view(2, -1).mean(1).sum(),
+    "half a sum": lambda o, y: ((o - y) ** 2).sum() / 2,
+}
+
+
+def pair():
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MEANS, *MIXED])
+def test_graphs_tell_what_a_sum_adds_up(name):
+    x, y = pair()
+    loss = (SUMS | MEANS | MIXED)[name](x.requires_grad_() * 1.0, y)
+    if name in MIXED:
+        with pytest.raises(LossError, match="it is a sum, and what it adds up is made of several samples"):
+            reduction_of(loss)
+    else:
+        assert reduction_of(loss) == ("sum" if name in SUMS else "mean")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def errors_and_refusals():
+    """Return how far gradients are from one device's, and whether this rank refused, by loss."""
+    torch.set_default_dtype(torch.float64)
+    found, refused = {}, set()
+    for name, loss_fn in (SUMS | MEANS | MIXED | GROUPED).items():
+        if name == "one sample selected":
+            continue  # of each rank
+        run, reference = composed("[sharding.fsdp2]\n", model=model()), model()
+        run.optimizer(torch.optim.SGD, lr=0.1)
+        x, y = pair()
+        loss_fn(reference(x), y).backward()
+        try:
+            run.backward(loss_fn(run.model(mine(run, x)), mine(run, y)))
+        except LossError:
+            refused.add(name)
+        else:
+            wanted = [p.grad for p in reference.parameters()]
+            pairs = zip(run.model.parameters(), wanted, strict=True)
+            found[name] = max(float((full(p.grad) - own).abs().max()) for p, own in pairs)
+        run.close()
+    return found, refused
+
+
+def test_sums_and_means_are_one_devices_and_others_are_refused_on_all_ranks():
+    for found, refused in run_ranks(errors_and_refusals, 2):
+        assert {name: error for name, error in found.items() if not error < TIGHT} == {}
+        assert refused == {*MIXED, *GROUPED}
