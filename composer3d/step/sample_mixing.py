@@ -67,7 +67,7 @@ def means_groups(node: Any, num_samples: int) -> bool:
         node: Of a sum.
         num_samples: Of the forward.
     """
-    found = node.next_functions[0][0] if _base(node) == "Sum" else None
+    found: Any = node.next_functions[0][0] if _base(node) == "Sum" else None
     while len(_operands(found)) == 1 and _base(found) in (*_LINEAR, "Mul", "Div"):
         found = _operands(found)[0]
     if _base(found) != "Mean" or (dims := _dims(found)) is None or 0 in dims[0]:
@@ -112,6 +112,7 @@ def _is_normalised(node: Any) -> bool:
 
     if torch_compat.active_fake_mode() is not None:
         return False
+    saved: Any
     for saved in (getattr(node, "_saved_self", None), node._saved_other):
         weights = saved.full_tensor() if hasattr(saved, "full_tensor") else saved
         if not isinstance(weights, torch.Tensor) or not weights.dim() or weights.shape[0] < 2 or weights.is_complex():
