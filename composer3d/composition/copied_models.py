@@ -149,11 +149,10 @@ def _refuse_gradients(copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         StepError: With what to write.
     """
     import torch
-    from torch.utils._pytree import tree_leaves
 
     if not torch.is_grad_enabled():
         return
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in torch_compat.tree_leaves((args, kwargs))):
         raise StepError(
             "a copy of a composed model computes no gradients, and its input needs some; call it with detached inputs "
             "under torch.no_grad(), or compose a second model from its weights"
