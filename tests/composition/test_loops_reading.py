@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -266,6 +267,37 @@ def test_buffers_of_a_loop_are_averaged():
     assert not torch.equal(one, two)
     assert torch.equal(mean_one, mean_two)
     assert torch.allclose(mean_one, (one + two) / 2)
+
+
+class RunningNormaliser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 1), nn.BatchNorm1d(3)
+        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(0.5 * x.mean(0))
+        return self.linear(self.norm(x) + (x - self.centre) * self.scale)
+
+
+def diverged():
+    """Return what is warned of after two averages of buffers that differ between ranks."""
+    records = []
+    logging.getLogger("composer3d.step.buffers").addFilter(lambda record: records.append(record.getMessage()))
+    run = composed("[sharding.ddp]\n", model=RunningNormaliser())
+    for seed in range(2):
+        torch.manual_seed(2 * seed + run.context.rank)
+        run.model(torch.randn(6, 3))
+        run.sync_buffers()
+    return records
+
+
+def test_buffers_that_differ_and_are_no_batch_norms_are_named_once():
+    (message,), none = run_ranks(diverged, 2)
+    assert "differ between data-parallel ranks: centre; they are averaged here" in message
+    assert "run.sync_buffers() after every optimizer.step()" in message and not none
 
 
 def late():
