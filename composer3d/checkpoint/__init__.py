@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composer3d.checkpoint.checkpoint_folder import complete, latest, prune
-from composer3d.checkpoint.find import find_checkpoint
+from composer3d.checkpoint.find import find_checkpoint, other_than
 from composer3d.checkpoint.loading import load
 from composer3d.checkpoint.optimizer_state import (
     initialise_optimizer_state,
@@ -30,6 +30,7 @@ __all__ = [
     "load_optimizer_json",
     "match_optimizer_state",
     "optimizer_tensors",
+    "other_than",
     "prune",
     "read_state",
     "read_tensor",

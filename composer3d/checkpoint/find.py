@@ -8,7 +8,7 @@ from composer3d.checkpoint.checkpoint_folder import complete, latest
 from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
 
-__all__ = ["find_checkpoint"]
+__all__ = ["find_checkpoint", "other_than"]
 
 _SHOWN = 5  # names in a message
 
@@ -34,3 +34,9 @@ def find_checkpoint(source: Path) -> Path:
         )
     read_state(source)  # says what a folder lacks to be a checkpoint
     raise CheckpointError(f"{source}: there is no checkpoint here")
+
+
+def other_than(damaged: Path) -> Path | None:
+    """Return the checkpoint of the same folder that was saved last, but for one that is damaged."""
+    others = [path for path in damaged.parent.glob("step-*") if path != damaged and complete(path)]
+    return max(others, key=lambda path: path.stat().st_mtime_ns, default=None)

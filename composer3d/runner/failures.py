@@ -231,7 +231,7 @@ class FailureReport:
 
     def _where(self, output: Path) -> str:
         """Return where details are, and which checkpoint the next run goes on from."""
-        from composer3d.checkpoint import complete, latest
+        from composer3d.checkpoint import latest, other_than
 
         try:
             checkpoint = latest(output / "checkpoints")
@@ -239,8 +239,7 @@ class FailureReport:
         except CheckpointError as error:
             checkpoint, kept = None, str(error)
         if checkpoint is not None and self.error == "CheckpointError" and str(checkpoint) in self.message:
-            others = [path for path in checkpoint.parent.glob("step-*") if path != checkpoint and complete(path)]
-            newest = max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
+            newest = other_than(checkpoint)
             kept = f"{checkpoint} is the newest checkpoint, and " + (
                 f"the one before it is {newest}: --resume {newest} goes on from there" if newest else "the only one"
             )

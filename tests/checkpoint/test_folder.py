@@ -249,3 +249,18 @@ def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
     damaged = f"{tmp_path / 'checkpoints' / 'latest'}: damaged: "
     report = FailureReport(rank=0, world_size=1, host="here", pid=1, time_ns=0, kind="crash")
     assert damaged in report.render(tmp_path) and _resume(tmp_path).startswith(damaged)
+
+
+@pytest.mark.parametrize("name", ["step-4", None])
+def test_advice_after_a_damaged_newest_checkpoint_names_the_one_before_it(tmp_path, name):
+    from composer3d.diagnostics.doctor.advice import _resume
+
+    folder = tmp_path / "checkpoints"
+    for each in filter(None, (name, "step-6")):
+        publish_step(folder, each)
+    message = "out/checkpoints/step-6/__0_0.distcp: damaged: bytes 0 to 10 are not what was written"
+    advice = _resume(tmp_path, {"error": "CheckpointError", "message": message})
+    goes_on = f"--resume {folder / 'step-4'} goes on from the one before it" if name else "--resume never begins anew"
+    assert advice == f"{folder / 'step-6'} is damaged, and the next run would begin with it; {goes_on}"
+    other = {"error": "CheckpointError", "message": "out/checkpoints/step-61: full"}
+    assert _resume(tmp_path, other) == "the next run goes on from checkpoints/step-6"

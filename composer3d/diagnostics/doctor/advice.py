@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from composer3d.diagnostics.doctor.failure_kinds import Kind
 from composer3d.diagnostics.doctor.run_folder import Evidence
@@ -72,7 +74,7 @@ def advice_for(kind: Kind, evidence: Evidence, *, rank: int | None) -> tuple[str
         own = (*own, "[profiling.memory_snapshot] writes down what fills the memory when it runs out")
     if kind in ("running", "ended", "straggler"):
         return tuple(own)
-    return (*own, _resume(evidence.run))
+    return (*own, _resume(evidence.run, evidence.error))
 
 
 def _not_finite(evidence: Evidence) -> Iterable[str]:
@@ -82,8 +84,8 @@ def _not_finite(evidence: Evidence) -> Iterable[str]:
     yield 'stability.on_nonfinite = "skip" leaves such steps out'
 
 
-def _resume(run: Path) -> str:
-    from composer3d.checkpoint import latest
+def _resume(run: Path, error: Mapping[str, Any] | None = None) -> str:
+    from composer3d.checkpoint import latest, other_than
 
     try:
         newest = latest(run / "checkpoints")
@@ -91,4 +93,10 @@ def _resume(run: Path) -> str:
         return str(error)
     if newest is None:
         return "there is no complete checkpoint: the next run begins anew"
+    name = rf"{re.escape(f'{newest.parent.name}/{newest.name}')}\b"  # the run may have had the folder's path otherwise
+    if error is not None and error["error"] == "CheckpointError" and re.search(name, str(error["message"])):
+        other = other_than(newest)
+        return f"{newest} is damaged, and the next run would begin with it; " + (
+            f"--resume {other} goes on from the one before it" if other else "--resume never begins anew"
+        )
     return f"the next run goes on from {newest.relative_to(run)}"
