@@ -213,8 +213,10 @@ class DDP:
             return
         known, key = state.context.state, (self, "parameters")
         if key not in known:
-            known[key] = [(fqn, p) for part in state.parts for fqn, p in part.module.named_parameters()]
-        unused = [fqn for fqn, parameter in known[key] if parameter.grad is None and parameter.requires_grad]
+            # The reducer is made in the first forward, and waits for what is trained then, frozen later or not.
+            named = [pair for part in state.parts for pair in part.module.named_parameters()]
+            known[key] = [(fqn, parameter) for fqn, parameter in named if parameter.requires_grad]
+        unused = [fqn for fqn, parameter in known[key] if parameter.grad is None or not parameter.requires_grad]
         if unused and any(parameter.grad is not None for _, parameter in known[key]):
             raise StepError(
                 f'no gradient reached "{unused[0]}" in step {state.step}, and torch\'s DistributedDataParallel waits '
