@@ -14,7 +14,7 @@ from composer3d.composition import span_hooks
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
 from composer3d.composition.model_hooks import watch_model
-from composer3d.composition.own_loop import OwnLoop
+from composer3d.composition.own_loop import OwnLoop, refused_after_close
 from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
@@ -22,7 +22,6 @@ from composer3d.composition.replica_steps import steps_of_replicas
 from composer3d.composition.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.unsaved_shards import refuse_saving
 from composer3d.errors import StepError
-from composer3d.interfaces import Stateful
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, let_go
@@ -91,7 +90,11 @@ class Composition(OwnLoop):
         Args:
             fqn: Of the parameter.
             tensor: Sharded as it; a plain tensor is returned as it is.
+
+        Raises:
+            StepError: The model has nothing of this name.
         """
+        self._refuse_unknown(fqn)
         return self.context.in_model_order(fqn, full(tensor))
 
     def describe(self) -> str:
@@ -140,6 +143,7 @@ class Composition(OwnLoop):
             BatchError: The batch does not divide into micro-batches.
             LossError: The normalisation of the loss is unknown.
         """
+        self._refuse_without_gradients("forward_backward")
         if self.replicas is not None:
             return self.replicas.forward_backward(args, kwargs, target)
         identity = self._engine.identity((args, kwargs, target))
@@ -266,15 +270,6 @@ class Composition(OwnLoop):
         with self._engine.explaining():
             return self._engine.optimizer_step(inner)
 
-    def attach(self, name: str, stateful: Stateful) -> None:
-        """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
-
-        Args:
-            name: In the checkpoint.
-            stateful: Its state consists of tensors and JSON values.
-        """
-        self._persistence.attach(name, stateful)
-
     def save(self, path: str | Path, *, asynchronous: bool = False) -> None:
         """Save parameters, buffers, the optimizer, plugins and what was attached, atomically.
 
@@ -363,7 +358,7 @@ class Composition(OwnLoop):
         return told if self.replicas is not None and not self.replicas.leads else self._assembled.reported(step, told)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.
+        """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it; the last call.
 
         Args:
             error: Error that ended the run, for the plugins.
@@ -392,6 +387,7 @@ class Composition(OwnLoop):
             ),
             error=error,
         )
+        self._engine.explaining, self._engine.optimizer = refused_after_close, None  # a forward opens no step
 
     def __enter__(self) -> Composition:
         return self

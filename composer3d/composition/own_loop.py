@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
 from composer3d.composition.stage_parameters import named_parameters
-from composer3d.errors import StepError
+from composer3d.errors import StepError, did_you_mean
 from composer3d.step.evaluation import let_go
 from composer3d.step.whole_gradients import whole_gradients
 
@@ -21,10 +21,16 @@ if TYPE_CHECKING:
     from composer3d.composition.persistence import Persistence
     from composer3d.composition.replica_steps import ReplicaSteps
     from composer3d.context import RunContext
-    from composer3d.interfaces import Part
+    from composer3d.interfaces import Part, Stateful
     from composer3d.step.engine import StepEngine
 
-__all__ = ["OwnLoop"]
+__all__ = ["OwnLoop", "refused_after_close"]
+
+
+def refused_after_close(activity: str = "") -> NoReturn:
+    """Refuse what is called of a composition after its close."""
+    what = f"run.{activity}(...) was called" if activity else "run was used"
+    raise StepError(f"{what} after run.close(), which is the last call; compose again for more steps")
 
 
 class OwnLoop:
@@ -153,6 +159,43 @@ class OwnLoop:
         with self._engine.explaining(), self._engine.units.taking_gradients():
             options: Any = {"create_graph": create_graph, "retain_graph": retain_graph, "reduction": reduction}
             return whole_gradients(loss, self.context, **options)
+
+    def attach(self, name: str, stateful: Stateful) -> None:
+        """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
+
+        Args:
+            name: In the checkpoint.
+            stateful: Its state consists of tensors and JSON values.
+
+        Raises:
+            StepError: Something has this name, or what is attached has no state.
+        """
+        missing = [each for each in ("state_dict", "load_state_dict") if not callable(getattr(stateful, each, None))]
+        if missing:
+            raise StepError(
+                f'run.attach("{name}", ...) was given a {type(stateful).__name__}, which has no {missing[0]}(); attach '
+                "an object with state_dict() and load_state_dict(state), such as a scheduler"
+            )
+        self._persistence.attach(name, stateful)
+
+    def _refuse_without_gradients(self, call: str) -> None:
+        import torch
+
+        if not torch.is_grad_enabled():
+            raise StepError(
+                f"run.{call}(...) was called under torch.no_grad() or inference_mode, where there are no gradients; "
+                "call it outside, and run.evaluate(...) for a loss without them"
+            )
+
+    def _refuse_unknown(self, fqn: str) -> None:
+        """Refuse a name that neither a parameter nor a buffer has, on this stage or another."""
+        known = {*self.context.parameter_forms, *(each for group in self.context.ties for each in group)}
+        for part in self.parts:
+            known |= {name for name, _ in part.module.named_parameters(remove_duplicate=False)}
+            known |= {name for name, _ in part.module.named_buffers(remove_duplicate=False)}
+        if fqn not in known:
+            hint = did_you_mean(fqn, sorted(known))
+            raise StepError(f'the model has no parameter "{fqn}"' + (f"; {hint}" if hint else ""))
 
     def rank_gradients(self) -> contextlib.AbstractContextManager[None]:
         """Let `torch.autograd.grad` inside return gradients of parameters, which are those of this rank's samples.

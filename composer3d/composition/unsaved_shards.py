@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
+from composer3d import torch_compat
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
@@ -26,6 +28,17 @@ class Shards(OrderedDict[str, Any]):
         super().__init__(state)
         self._metadata = getattr(state, "_metadata", None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+        copied = Shards(_copied(OrderedDict(self), memo))
+        copied._metadata = copy.deepcopy(self._metadata, memo)
+        return copied
+
+    def copy(self) -> Shards:
+        """Return a shallow copy, as of any dict."""
+        return Shards(self)
+
+    __copy__ = copy
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise StepError(
             "torch.save of run.model.state_dict() would write the shards of this rank alone; on all ranks write "
@@ -36,12 +49,28 @@ class Shards(OrderedDict[str, Any]):
 class OptimizerShards(dict[str, Any]):
     """Optimizer state of this rank alone."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerShards:
+        return OptimizerShards(_copied(dict(self), memo))
+
+    def __copy__(self) -> OptimizerShards:
+        return OptimizerShards(self)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise StepError(
             "torch.save of optimizer.state_dict() would write the state of this rank's shards alone; on all ranks "
             'write run.save("checkpoints/100"), which holds the model, the optimizer and what run.attach(...) added, '
             'and run.load("checkpoints/100") in any layout'
         )
+
+
+def _copied(state: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy in memory, of the same meshes: a copy of a mesh would be another one to torch."""
+    import torch
+
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value, memo)
+
+    return torch_compat.tree_map(copied, state)
 
 
 def are_sharded(tensors: Iterable[Any]) -> bool:

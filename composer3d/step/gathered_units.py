@@ -33,12 +33,17 @@ def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: Run
     Memory and collectives: those of `make`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
 
     dtypes = context.dtypes(fqn)
     module: Any = model.get_submodule(fqn)
     written = type(module)
     torch_compat.shard_integers()
     torch_compat.keep_output_hooks(module)
+    for parameter in module.parameters():
+        # torch shards rows of contiguous memory alone; strides are nothing of a model's result.
+        if not (isinstance(parameter, DTensor) or parameter.is_contiguous()):
+            parameter.data = parameter.detach().contiguous()
     policy = MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output)
     make(module, mp_policy=policy, **options)
     context.stash(Units).by_module[module] = Unit(

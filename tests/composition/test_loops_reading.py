@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 
 import pytest
@@ -232,6 +233,57 @@ def test_one_ranks_state_of_an_optimizer_is_not_saved_for_all(layout, tmp_path):
 def test_state_that_every_rank_has_is_saved(tmp_path):
     assert run_ranks(saved_optimizers, 2, "[sharding.ddp]\n", tmp_path) == [len(list(seeded().parameters()))] * 2
     assert run_ranks(saved_optimizers, 1, FSDP, tmp_path) == [len(list(seeded().parameters()))]
+
+
+def rolled_back(layout):
+    """Return how far a model and its moments are from what they were after steps that were rolled back."""
+    run = composed(layout)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    differences = []
+    for _ in range(2):
+        step(run, 0, optimizer, tokens, targets)
+        kept = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(run.model.state_dict())
+        before = run.full_state_dict(), full(optimizer.state_dict()["state"][0]["exp_avg"]).clone()
+        step(run, 1, optimizer, tokens, targets)
+        optimizer.load_state_dict(copy.copy(kept[0]))
+        run.model.load_state_dict(copy.copy(kept[1]))
+        after = run.full_state_dict(), full(optimizer.state_dict()["state"][0]["exp_avg"])
+        differences += [bool((before[0][fqn] != tensor).any()) for fqn, tensor in after[0].items()]
+        differences.append(bool((before[1] != after[1]).any()))
+    return any(differences)
+
+
+@pytest.mark.parametrize("layout", [FSDP, "[sharding.ddp]\n"])
+def test_states_are_copied_in_memory(layout):
+    assert run_ranks(rolled_back, 2, layout) == [False] * 2
+
+
+class Transposed(nn.Module):
+    """A model with a parameter that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok = nn.Embedding(7, 6)
+        self.weight = nn.Parameter(torch.randn(7, 6).t())
+
+    def forward(self, tokens):
+        return self.tok(tokens) @ self.weight
+
+
+def transposed(layout):
+    run = composed(layout, model=Transposed().double())
+    tokens = torch.arange(8).view(2, 4) % 7
+    run.backward(mean(run.model, tokens, tokens))
+    model = Transposed().double()
+    mean(model, tokens, tokens).backward()
+    return float((run.full_tensor("weight", run.model.weight.grad) - model.weight.grad).abs().max())
+
+
+@pytest.mark.parametrize("layout", [FSDP, "[sharding.ddp]\n"])
+def test_parameters_that_are_not_contiguous_are_trained(layout):
+    assert max(run_ranks(transposed, 2, layout)) < TIGHT
 
 
 def copied_whole():

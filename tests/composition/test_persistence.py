@@ -311,6 +311,46 @@ def test_misuse_is_refused(tmp_path):
     )
 
 
+def raised(function):
+    try:
+        return function()
+    except StepError as error:
+        return str(error)
+
+
+def out_of_place():
+    """Return the errors of calls that cannot do what they say, and of calls after the close."""
+    tokens, targets = padded()
+    run = composed("", seeded())
+    optimizer = run.optimizer(SGD, lr=0.1)
+    with torch.no_grad():
+        without = raised(lambda: run.forward_backward(tokens, target=targets))
+    found = [without, raised(lambda: run.attach("odd", 3)), raised(lambda: run.full_tensor("nrom", torch.ones(1)))]
+    run.close()
+    with torch.no_grad():
+        run.model(tokens)  # it is a module like any
+    late = [
+        lambda: run.forward_backward(tokens, target=targets),
+        lambda: run.evaluate(tokens, target=targets),
+        lambda: run.backward(run.model(tokens).sum()),
+        lambda: run.step(0).__enter__(),
+        run.sync_buffers,
+        optimizer.step,
+    ]
+    named = [raised(lambda: run.save("a")), raised(lambda: run.load("a")), raised(run.full_state_dict)]
+    return found, {raised(each) for each in late}, named
+
+
+def test_calls_out_of_place_are_refused():
+    found, late, named = run_ranks(out_of_place, 1)[0]
+    assert found[0].startswith("run.forward_backward(...) was called under torch.no_grad() or inference_mode")
+    assert found[1].startswith('run.attach("odd", ...) was given a int, which has no state_dict()')
+    assert found[2].startswith('the model has no parameter "nrom"')
+    closed = "after run.close(), which is the last call; compose again for more steps"
+    assert late == {f"run was used {closed}"}
+    assert named == [f"run.{call}(...) was called {closed}" for call in ("save", "load", "full_state_dict")]
+
+
 def plateau(path):
     """Save and load schedulers whose state holds infinities and nested lists."""
     found = []
