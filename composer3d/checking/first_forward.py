@@ -102,9 +102,9 @@ def _call(
         args, kwargs = _on_meta((args, kwargs))
     foreign = Foreign()
     try:
-        with torch.no_grad(), recorded_draws(model, num_samples=2) as sites:
+        with torch.set_grad_enabled(has_values), recorded_draws(model, num_samples=2) as sites:
             output = model(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not _is_certain(error, has_values=has_values, device=preparation.context.device.type):
             return {"note": f"it fails on the CPU and without a process group, which a run's need not: {_said(error)}"}
         return _problem(
@@ -114,9 +114,26 @@ def _call(
         )
     if not has_values:
         return {"note": note}
-    with running("called", manifest.tables["train"].loss_table.use, limit_s=_MOST_SECONDS):
+    if _is_without_gradient(model, output):
+        return _problem(
+            ("model", "use" if factory.hf is None else "hf"),
+            "no parameter would be trained: what its forward returns has no gradient",
+            "look for .detach(), torch.no_grad() or torch.inference_mode() in it",
+        )
+    with torch.no_grad(), running("called", manifest.tables["train"].loss_table.use, limit_s=_MOST_SECONDS):
         found = _judge(manifest, factory, output, targets)
     return found or _drawn(foreign.moved(), sites if manifest.train.random_numbers != "ranks" else [])
+
+
+def _is_without_gradient(model: nn.Module, output: Any) -> bool:
+    """Return whether parameters are to be trained, and nothing that a forward returned depends on one."""
+    import torch
+
+    from composer3d import torch_compat
+
+    leaves = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    return is_trained and bool(leaves) and not any(leaf.requires_grad for leaf in leaves)
 
 
 def _drawn(foreign: str, sites: Sequence[Site]) -> Mapping[str, Any]:
@@ -143,8 +160,10 @@ def _drawn(foreign: str, sites: Sequence[Site]) -> Mapping[str, Any]:
     )
 
 
-def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
+def _is_certain(error: BaseException, *, has_values: bool, device: str) -> bool:
     """Return whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
+    if isinstance(error, SystemExit):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
     if any("/torch/distributed/" in frame.filename for frame in frames):
         return False
@@ -178,7 +197,7 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
             rows = [
                 value * (_divisor(factory, *part) or 1.0) / divisor for value, part in zip(rows, parts, strict=True)
             ]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, LossError) else f"the loss fails on the first samples: {_said(error)}"
         return _problem(("train", "loss"), said, None)
     scale = max(abs(whole), *map(abs, rows), 1e-12)
@@ -202,7 +221,8 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
     total = getattr(value, "sum", None) if not hasattr(value, "numel") else value
     if isinstance(value, tuple | list) and len(value) == 2:
         total = value[0]
-    return float(total if total is not None else value)
+    found: Any = total if total is not None else value
+    return float(found.detach() if hasattr(found, "detach") else found)
 
 
 def _divisor(factory: ModelFactory, output: Any, targets: Any) -> float | None:
@@ -273,7 +293,7 @@ def _vocab_size(manifest: Manifest) -> int | None:
     return vocab_size_of(manifest.tables["data"], manifest.document.folder)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line that is the user's own; torch's says nothing to them.
     own = [frame for frame in frames if "/torch/" not in frame.filename and "composer3d" not in frame.filename]

@@ -125,10 +125,17 @@ class ModelFactory:
         table = self._manifest.tables["model"]
         # A model that is built with its values, and may read data, takes its time.
         limit: dict[str, float] = {"limit_s": _HOST_LIMIT_S} if table.build == "host" else {}
+        if isinstance(self._function, torch.nn.Module):
+            raise ModelError(
+                f"{table.reference} is a {type(self._function).__name__} that exists, not a callable that returns one; "
+                "name its class, or a function that builds it",
+                key="use",
+            )
         with self._located(), running("called", table.hf or table.reference, **limit):
             model = self._function() if self.hf is not None else self._function(**self.args)
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"the factory returned {type(model).__name__}, not a torch.nn.Module", key="use")
+        _refuse_unreadable(model)
         self.learn(model)
         self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
         names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
@@ -197,6 +204,41 @@ class ModelFactory:
             problems.append(document.problem(("train", "loss"), message + ", ".join(_TARGET_NAMES)))
         if problems:
             raise ManifestError(problems)
+
+
+def _refuse_unreadable(model: nn.Module) -> None:
+    """Refuse a model whose names or shapes have no end, or are not known yet.
+
+    Raises:
+        ModelError: With the FQN at fault.
+    """
+    from torch.nn.parameter import is_lazy
+
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, fqn: str, above: tuple[nn.Module, ...]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in module.named_children():
+            inner = f"{fqn}.{name}".removeprefix(".")
+            if child is module or child in above:
+                raise ModelError(
+                    f'the model contains itself: "{inner}" is a module that it is inside of; keep a reference that is '
+                    "no submodule, in a tuple or a weakref for example",
+                    key="use",
+                )
+            walk(child, inner, (*above, module))
+
+    walk(model, "", ())
+    lazy = next((fqn for fqn, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)), None)
+    if lazy is not None:
+        owner = type(model.get_submodule(lazy.rpartition(".")[0])).__name__
+        raise ModelError(
+            f'"{lazy}" of a {owner} has no shape before the first forward; write a module with its sizes, such as '
+            "nn.Linear(in_features, out_features)",
+            key="use",
+        )
 
 
 def _hugging_face(manifest: Manifest) -> HuggingFaceModel:

@@ -25,6 +25,10 @@ class Tokens(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(x)
+        if self.returns == "detached":
+            return logits.detach()
+        if self.returns == "exit":
+            raise SystemExit(0)
         return logits if self.returns == "logits" else Answer(logits) if self.returns == "object" else None
 
 
@@ -38,6 +42,21 @@ class Small(Tokens):
 
     def __init__(self, rows=64):
         super().__init__(vocab_size=rows, positions=512)
+
+
+class Lazy(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.LazyLinear(64)
+
+
+class Cyclic(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.layers[0].parent = self
+
+
+existing = Tokens()
 
 
 class Ranked(Tokens):
@@ -108,6 +127,30 @@ CASES = {
         TOKENS % 'positions = 256, returns = "object"',
         "run.toml:7:7: [model] its forward returns Answer, in which torch finds no tensor; return tensors, alone or in "
         "a tuple, list, dict or dataclass",
+    ),
+    "detached": (
+        TOKENS % 'positions = 256, returns = "detached"',
+        "run.toml:7:7: [model] no parameter would be trained: what its forward returns has no gradient; look for "
+        ".detach(), torch.no_grad() or torch.inference_mode() in it",
+    ),
+    "exit": (
+        TOKENS % 'positions = 256, returns = "exit"',
+        "run.toml:7:7: [model] its forward fails on the first samples: SystemExit: 0, at first_models.py:21",
+    ),
+    "lazy": (
+        'model.use = "first_models:Lazy"\n',
+        'run.toml:7:7: [model] "head.weight" of a LazyLinear has no shape before the first forward; write a module '
+        "with its sizes, such as nn.Linear(in_features, out_features)",
+    ),
+    "cyclic": (
+        'model.use = "first_models:Cyclic"\n',
+        'run.toml:7:7: [model] the model contains itself: "layers.0.parent" is a module that it is inside of; keep a '
+        "reference that is no submodule",
+    ),
+    "existing": (
+        'model.use = "first_models:existing"\n',
+        "run.toml:7:7: [model] first_models:existing is a Tokens that exists, not a callable that returns one; name "
+        "its class, or a function that builds it",
     ),
     "large": (
         TOKENS % 'positions = 256, dim = 1024, num_layers = 40, returns = "nothing"',
