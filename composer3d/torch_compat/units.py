@@ -12,6 +12,7 @@ from composer3d.torch_compat.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
 from composer3d.torch_compat.unit_entries import Entries, entries_of
+from composer3d.torch_compat.unit_gradients import gradient_of, gradient_version
 from composer3d.torch_compat.unit_places import Places
 
 __all__ = ["Units", "release_units", "watch_units"]
@@ -333,12 +334,12 @@ class _WatchedGroup(_Group):
             self.accumulate()
             return
         trained = self.trained()
-        there = [p for p in trained if hasattr(p, "_unsharded_param") and _has_gradient(p)]
+        there = [p for p in trained if hasattr(p, "_unsharded_param") and gradient_of(p) is not None]
         self._units.used.update(there)
         self.is_used = self.is_used or len(there) == len(trained)
         # Of a unit that is called several times gradients are there after the last of them, the first in order,
         # beside those of earlier micro-batches.
-        has_new = any(_version(p) != self.earlier.get(p) for p in there)
+        has_new = any(gradient_version(p) != self.earlier.get(p) for p in there)
         if there and not has_new and self.num_hooks > 0:
             self.reduce_grads = False
             self.accumulate()
@@ -352,7 +353,7 @@ class _WatchedGroup(_Group):
 
     def accumulate(self) -> None:
         super().post_backward()
-        self.earlier = {p: _version(p) for p in self.trained() if hasattr(p, "_unsharded_param")}
+        self.earlier = {p: gradient_version(p) for p in self.trained() if hasattr(p, "_unsharded_param")}
 
     def trained(self) -> list[Any]:
         return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
@@ -375,9 +376,9 @@ def _fill(group: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    others = {_gradient(parameter).dtype for parameter in parameters if _has_gradient(parameter)}
+    others = {gradient_of(parameter).dtype for parameter in parameters if gradient_of(parameter) is not None}
     for parameter in parameters:
-        if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
+        if parameter.sharded_param.requires_grad and gradient_of(parameter) is None:
             full = parameter._unsharded_param
             if is_wrapper_subclass(type(full)) and not isinstance(full, DTensor):
                 # Weights gathered in float8: their gradients are plain tensors, which they do not take by assignment.
@@ -388,18 +389,3 @@ def _fill(group: Any) -> bool:
                 full.grad = torch.zeros_like(full)
     unify_group(group)
     return bool(parameters)
-
-
-def _has_gradient(parameter: Any) -> bool:
-    return _gradient(parameter) is not None
-
-
-def _version(parameter: Any) -> tuple[int, int] | None:
-    """Return something that changes when a backward adds to a gradient; None where there is none to add to."""
-    grad = parameter._unsharded_param.grad
-    return None if grad is None else (id(grad), grad._version)
-
-
-def _gradient(parameter: Any) -> Any:
-    accumulated = parameter.unsharded_accumulated_grad
-    return parameter._unsharded_param.grad if accumulated is None else accumulated
