@@ -81,9 +81,9 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
         elif not word.endswith(".py"):  # before a program stand the flags of its launcher
             given.append(word)
     for name, line, given in found:
-        values = [value_of(word) for word in given]
-        value = True if not values else values[0] if len(values) == 1 else values
-        builder.add((name.replace("-", "_"),), value, line, severity="warning", written=name)
+        values = [value_of(word) for word in given] or [True]
+        one_or_all = values[0] if len(values) == 1 else values
+        builder.add((name.replace("-", "_"),), one_or_all, line, severity="warning", written=name)
 
 
 def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript | None) -> None:
