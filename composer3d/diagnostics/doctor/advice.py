@@ -89,8 +89,8 @@ def _resume(run: Path, error: Mapping[str, Any] | None = None) -> str:
 
     try:
         newest = latest(run / "checkpoints")
-    except CheckpointError as error:
-        return str(error)
+    except CheckpointError as damaged:
+        return str(damaged)
     if newest is None:
         return "there is no complete checkpoint: the next run begins anew"
     name = rf"{re.escape(f'{newest.parent.name}/{newest.name}')}\b"  # the run may have had the folder's path otherwise
