@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.checking.fqn_ranges import compress
 from composer3d.checking.step_plan import StepRow, step_rows
-from composer3d.errors import HookError, ManifestError, OrderError, Problem
+from composer3d.errors import HookError, ManifestError, OrderError, PluginError, Problem
 from composer3d.manifest import CORE_TABLES, MeshTable, fields
 from composer3d.mesh import Role
 from composer3d.registry import FAMILIES
@@ -126,12 +126,15 @@ def _steps(found: Inspection) -> list[StepRow]:
 
     if found.preparation is None or not found.ok(strict=False):
         return []
+    document = found.preparation.context.manifest.document
     try:
         return step_rows(found.preparation)
     except OrderError as error:
         found.problems.append(Problem(message=str(error)))
     except HookError as error:
-        found.problems.append(problem_of_hook(error, found.preparation.context.manifest.document))
+        found.problems.append(problem_of_hook(error, document))
+    except PluginError as error:  # of the model: what it wants to do in every step
+        found.problems.append(document.problem(("model", "use"), str(error)))
     return []
 
 

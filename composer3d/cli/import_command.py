@@ -21,7 +21,6 @@ def add(subparsers: Subparsers) -> None:
         description="Translate a configuration of another system into a manifest, say what became of every key, and "
         "check the manifest. The source is read, never run. Exit codes: 1 if a key is refused or check finds "
         "something, 2 if the source cannot be read.",
-        usage="composer3d import [options] FILE [-- FLAG ...]",
     )
     parser.add_argument(
         "source",

@@ -37,7 +37,8 @@ def counting_actions(modules: Iterable[nn.Module], context: RunContext) -> list[
         context: Of the run.
 
     Raises:
-        PluginError: A name of `summed_buffers` is no buffer of whole numbers.
+        PluginError: A name of `summed_buffers` is no buffer of whole numbers; or groups of ranks come and go, which
+            exchange gradients alone.
     """
     counting: dict[int, Any] = {
         id(module): module
@@ -48,6 +49,13 @@ def counting_actions(modules: Iterable[nn.Module], context: RunContext) -> list[
         return []
     for module in counting.values():
         _buffers(module)
+    if context.layout.num_groups > 1:
+        first = next(iter(counting.values()))
+        raise PluginError(
+            f"{type(first).__name__} keeps counts over a step ({', '.join(first.summed_buffers)}), and groups of ranks "
+            "that come and go exchange gradients alone: its buffers would be another model's in each group",
+            hint="balance by a loss instead, or train on one group",
+        )
 
     def use(state: StepState) -> None:
         _sum([buffer for module in counting.values() for buffer in _buffers(module)], context)

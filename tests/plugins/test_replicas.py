@@ -114,7 +114,7 @@ def test_where_every_group_is_lost_the_run_ends_and_says_so(tmp_path):
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_says_what_groups_exchange(tmp_path):
+def test_collectives_between_groups_are_stated_by_the_plan(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'composer3d = 1\nextends = "quickstart"\n[mesh]\nreplica = 4\ndp_shard = 2\n[train]\nmicrobatch = 2\n'
@@ -155,6 +155,16 @@ def test_refusals(mesh, table, message, tmp_path):
     )
     result = composer3d.check(path)
     assert message in [problem.message for problem in result.problems]
+
+
+def test_counts_that_groups_would_not_exchange_are_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'composer3d = 1\nextends = "quickstart-moe"\n[mesh]\nreplica = 2\ndp_shard = 1\nep = 1\n[model.args]\n'
+        "bias_rate = 1e-3\n[sharding]\nexpert_parallel = false\n[communication.replicas]\n"
+    )
+    messages = [problem.message for problem in composer3d.check(path, world_size=2).problems]
+    assert any("keeps counts over a step" in message and "exchange gradients alone" in message for message in messages)
 
 
 @pytest.mark.slow
