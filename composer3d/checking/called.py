@@ -36,13 +36,13 @@ def schedule_callable_problems(manifest: Manifest) -> list[Problem]:
     for step in dict.fromkeys((0, steps // 2, steps - 1)):
         try:
             with running("called", table.kind):
-                value = float(function(step, steps))
+                value = float(function(step, steps, **(table.args or {})))
         except BaseException as error:
             if is_interrupt(error):
                 raise
             said = str(error) if isinstance(error, ComposerError) else describe_error(error)
             message = f'"{table.kind}" fails for step {step} of {steps}: {said}'
-            hint = "it is called with (step, steps) and returns the multiple of the rate, a number"
+            hint = "it is called with (step, steps), and args by name, and returns the multiple of the rate, a number"
             return [document.problem(path, message, hint=hint)]
         if not math.isfinite(value):
             return [document.problem(path, f'"{table.kind}" is {value} for step {step} of {steps}, not a number')]

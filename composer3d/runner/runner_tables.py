@@ -14,6 +14,7 @@ from composer3d.manifest import ModelTable as CoreModelTable
 from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
+from composer3d.runner.lr_schedule_table import LRScheduleTable
 
 __all__ = [
     "TABLES",
@@ -242,49 +243,6 @@ class OptimizerTable:
             raise ValueError(f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"{_meant(self.use)}')
         if self.no_decay is not None:
             _compile("no_decay", self.no_decay)
-        return self
-
-
-@table
-class LRScheduleTable:
-    """The learning rate over the run, as a multiple of the optimizer's `lr`.
-
-    Args:
-        use: `cosine`, `linear`, `constant`, `wsd` (warmup, stable, decay), or `module:callable`, which is called with
-            (step, steps) and returns the multiple; default `cosine`.
-        name: Another name for `use`.
-        warmup: Steps, or a fraction of the run, in which the rate rises to `lr`; default 0.05, and 0 for `constant` and
-            for a callable.
-        decay: Of `wsd`: steps, or a fraction of the run, in which the rate falls at the end; default 0.2.
-        min_ratio: What is left of the rate at the end of the run; default 0.1.
-    """
-
-    use: str | None = None
-    name: str | None = None
-    warmup: int | float | None = Field(default=None, ge=0)
-    decay: int | float | None = Field(default=None, ge=0)
-    min_ratio: float | None = Field(default=None, ge=0, le=1)
-
-    @property
-    def kind(self) -> str:
-        """The schedule's name or reference."""
-        return self.use or self.name or "cosine"
-
-    @model_validator(mode="after")
-    def _keys_belong_to_the_schedule(self) -> LRScheduleTable:
-        """Refuse keys that would be ignored."""
-        if self.use is not None and self.name is not None:
-            raise ValueError("use and name are two names for one key; remove one of them")
-        if self.kind not in ("cosine", "linear", "constant", "wsd") and ":" not in self.kind:
-            raise ValueError(f'"{self.kind}" is not cosine, linear, constant, wsd or "module:callable"')
-        if self.decay is not None and self.kind != "wsd":
-            raise ValueError(f'decay is for "wsd", and this is "{self.kind}"')
-        if self.min_ratio is not None and self.kind not in ("cosine", "linear", "wsd"):
-            raise ValueError(f'min_ratio is for cosine, linear and wsd, and this is "{self.kind}"')
-        for key in ("warmup", "decay"):
-            value = getattr(self, key)
-            if isinstance(value, float) and value > 1:
-                raise ValueError(f"{key} = {value} is neither a number of steps (an integer) nor a fraction of the run")
         return self
 
 

@@ -111,11 +111,13 @@ def _bound_waiting(run: Composition, timeout_s: float) -> None:
 
 
 def _schedule(manifest: Manifest, optimizer: torch.optim.Optimizer) -> LRSchedule:
-    """Return the run's schedule."""
+    """Return the run's schedule, from the first step on that has a rate: steps at rate 0 move no parameter."""
     from composer3d.runner import LRSchedule, multiplier_of
 
     table, num_steps = manifest.tables["lr_schedule"], manifest.tables["train"].steps
-    return LRSchedule(optimizer, multiplier_of(table, num_steps=num_steps, folder=manifest.document.folder))
+    multiplier = multiplier_of(table, num_steps=num_steps, folder=manifest.document.folder)
+    first = next((step for step in range(num_steps) if multiplier(step) > 0), 0)
+    return LRSchedule(optimizer, lambda step: multiplier(step + first))
 
 
 def _cpu() -> Any:

@@ -79,13 +79,13 @@ CASES = {
     ),
     "schedule that raises": (
         ("[sharding.fsdp2]\n", "[sharding.fsdp2]\n" + SCHEDULE.format("dangerous:raises")),
-        '17:1: [lr_schedule] "dangerous:raises" fails for step 0 of 2: KeyError: 0; it is called with (step, steps) '
-        "and returns the multiple of the rate, a number",
+        '17:1: [lr_schedule] "dangerous:raises" fails for step 0 of 2: KeyError: 0; it is called with (step, steps), '
+        "and args by name, and returns the multiple of the rate, a number",
     ),
     "schedule of words": (
         ("[sharding.fsdp2]\n", "[sharding.fsdp2]\n" + SCHEDULE.format("dangerous:words")),
         '17:1: [lr_schedule] "dangerous:words" fails for step 0 of 2: ValueError: could not convert string to float: '
-        "'fast'; it is called with (step, steps) and returns the multiple of the rate, a number",
+        "'fast'; it is called with (step, steps), and args by name, and returns the multiple of the rate, a number",
     ),
     "schedule without bounds": (
         ("[sharding.fsdp2]\n", "[sharding.fsdp2]\n" + SCHEDULE.format("dangerous:infinite")),

@@ -8,7 +8,8 @@ import math
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
 
-from composer3d.importing.deepspeed.warming_up import multiple
+from composer3d.runner import TABLES
+from composer3d.runner.lr_schedule import multiplier_of
 
 WHOLE = """{
   // the whole of a run, as people write it
@@ -48,7 +49,16 @@ def test_a_manifest_of_a_run_states_every_default_that_differs(tmp_path):
             "weight_decay": 0.01,
             "groups": [{"match": ".", "weight_decay": 0.01}],
         },
-        "lr_schedule": {"use": "linear", "warmup": 4, "min_ratio": 0.0},
+        "lr_schedule": {
+            "use": "linear",
+            "warmup": 4,
+            "warmup_start": 0.0,
+            "warmup_shape": "log",
+            "warmup_delay": 1,
+            "min_ratio": 0.0,
+            "decay": 8,
+            "decay_end": 13,
+        },
         "stability": {"on_nonfinite": "skip"},
         "sharding": {"fsdp2": {"zero": 3, "reshard_after_forward": 4}, "cpu_offload": {"mode": "all"}},
         "precision": {"mixed": {"param_dtype": "bfloat16", "norms": "as_others", "reduce_dtype": "bfloat16"}},
@@ -69,7 +79,7 @@ def test_a_manifest_of_a_run_states_every_default_that_differs(tmp_path):
         "zero_optimization.offload_optimizer.device": "carried",
         "zero_optimization.offload_optimizer.pin_memory": "meaningless",
         "zero_optimization.offload_param.device": "carried",
-        "scheduler.type": "changed",
+        "scheduler.type": "carried",
         "scheduler.params.total_num_steps": "carried",
         "scheduler.params.warmup_num_steps": "carried",
         "scheduler.params.warmup_max_lr": "carried",
@@ -81,7 +91,6 @@ def test_a_manifest_of_a_run_states_every_default_that_differs(tmp_path):
     assert 'did you mean "zero_optimization"?' in notes["zero_optimisation.stage"]
     assert notes["optimizer.eps"].endswith("DeepSpeed reads optimizer.params.eps")
     assert notes["gradient_accumulation_steps"] == "64 = 4 x 2 x 8 data-parallel ranks"
-    assert "0, 0, 0.5, 0.792 of the highest there" in notes["scheduler.type"]
 
 
 def test_a_loop_has_the_optimizer_clipping_and_schedule_as_its_lines(tmp_path):
@@ -109,18 +118,30 @@ RATES = {
 
 
 @pytest.mark.parametrize(("name", "kind"), RATES)
-def test_schedules_have_deepspeeds_rates(name, kind):
-    numbers = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 1.0,
-        "warmup_num_steps": 4,
-        "warmup_type": kind,
-        "total_num_steps": 12,
-        "warmup_min_ratio": 0.0,
-        "cos_min_ratio": 1e-4,
-    }
-    rates = [multiple(name, numbers, max(step - 1, 0)) for step in range(7)]
-    assert rates == pytest.approx(RATES[name, kind], abs=1e-8)
+def test_schedules_have_deepspeeds_rates(tmp_path, name, kind):
+    numbers = {"warmup_max_lr": 2e-4, "warmup_num_steps": 4, "warmup_type": kind}
+    if name != "WarmupLR":
+        numbers["total_num_steps"] = 12
+    block = {"type": name, "params": numbers}
+    translation = translated(tmp_path, "ds.json", document(scheduler=block), target="run", world_size=4)
+    written = manifest_of(translation)["lr_schedule"]
+    rate = multiplier_of(TABLES["lr_schedule"](**written), num_steps=12, folder=tmp_path)
+    assert [rate(step) for step in range(7)] == pytest.approx(RATES[name, kind], abs=1e-8)
+    verdicts = verdicts_of(translation)
+    assert all(verdicts[f"scheduler.params.{key}"] == "carried" for key in numbers)
+    assert verdicts["scheduler.type"] == "carried"
+
+
+def test_a_warmup_from_above_0_is_derived(tmp_path):
+    numbers = {"warmup_min_lr": 5e-5, "warmup_max_lr": 2e-4, "warmup_num_steps": 4, "warmup_type": "linear"}
+    block = {"type": "WarmupDecayLR", "params": numbers | {"total_num_steps": 12}}
+    translation = translated(tmp_path, "ds.json", document(scheduler=block), target="run", world_size=4)
+    written = manifest_of(translation)["lr_schedule"]
+    rate = multiplier_of(TABLES["lr_schedule"](**written), num_steps=12, folder=tmp_path)
+    iterations = [0, *range(11)]
+    expected = [0.25 + 0.75 * min(k / 4, 1 if k < 4 else (12 - k) / 8) for k in iterations]
+    assert [rate(step) for step in range(12)] == pytest.approx(expected)
+    assert verdicts_of(translation)["scheduler.params.warmup_min_lr"] == "derived"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +235,13 @@ def test_what_a_trainer_fills_in_comes_from_its_arguments(tmp_path):
     manifest = manifest_of(translation)
     assert manifest["train"] == {"microbatch": 4, "global_batch": 32, "grad_clip": 0.3, "steps": 200}
     assert manifest["optimizer"]["lr"] == 1e-4 and manifest["optimizer"]["betas"] == [0.9, 0.95]
-    assert manifest["lr_schedule"] == {"use": "constant", "warmup": 20}
+    assert manifest["lr_schedule"] == {
+        "use": "constant",
+        "warmup": 20,
+        "warmup_start": 0.0,
+        "warmup_shape": "log",
+        "warmup_delay": 1,
+    }
     assert manifest["precision"]["mixed"]["param_dtype"] == "bfloat16"
     assert "refused" not in verdicts_of(translation).values()
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
+
+from composer3d.runner import TABLES
+from composer3d.runner.lr_schedule import multiplier_of
 
 AXOLOTL = """base_model: folder/of/a/model
 datasets:
@@ -51,7 +57,7 @@ def test_axolotl_under_the_trainers_rules(tmp_path):
         "data": {"seq_len": 2048, "evaluation_fraction": 0.05, "use": "FILL_IN:data"},
         "train": {"microbatch": 2, "global_batch": 16, "steps": 50, "grad_clip": 1.0},
         "optimizer": {"use": "adamw", "lr": 2e-4, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8},
-        "lr_schedule": {"min_ratio": 0.1, "use": "cosine", "warmup": 5},
+        "lr_schedule": {"min_ratio": 0.1, "use": "cosine", "warmup": 5, "warmup_start": 0.0},
         "sharding": {"tensor_parallel": {"plan": "auto"}, "fsdp2": {"zero": 3}},
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
         "precision": {
@@ -123,7 +129,12 @@ def test_a_recipe_of_automodel(tmp_path):
         "args": {"betas": [0.9, 0.95], "eps": 1e-8},
         "groups": [{"match": ".", "weight_decay": 0.01}],
     }
-    assert manifest["lr_schedule"] == {"use": "cosine", "warmup": 50, "min_ratio": pytest.approx(0.1)}
+    assert manifest["lr_schedule"] == {
+        "use": "cosine",
+        "warmup": 50,
+        "warmup_start": 0.1,
+        "min_ratio": pytest.approx(0.1),
+    }
     assert manifest["sharding"] == {
         "fsdp2": {"zero": 2},  # blocks of a pipeline are not resharded
         "tensor_parallel": {"sequence_parallel": True},
@@ -165,7 +176,12 @@ def test_gpt_neox(tmp_path):
         "lr": 0.001,
         "weight_decay": 0.1,
     }
-    assert manifest["lr_schedule"] == {"use": "cosine", "warmup": 10, "min_ratio": pytest.approx(0.1)}
+    assert manifest["lr_schedule"] == {
+        "use": "cosine",
+        "warmup": 10,
+        "warmup_start": 0.0,
+        "min_ratio": pytest.approx(0.1),
+    }
     assert manifest["precision"]["mixed"]["param_dtype"] == "bfloat16"
     assert manifest["checkpoint"] == {"every": 100, "keep": 1_000_000}
     keys = {entry.key: str(entry.verdict) for entry in translation.verdicts.values()}
@@ -177,3 +193,36 @@ def test_a_file_of_automodel_is_not_taken_for_deepspeeds(tmp_path):
     text = "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\ncheckpoint: {enabled: false}\n"
     text += "step_scheduler: {max_steps: 3}\n"
     assert translated(tmp_path, "a.yaml", text).table.name == "automodel"
+
+
+def test_shapes_of_axolotls_cosine(tmp_path):
+    text = AXOLOTL.replace("warmup_steps: 5\n", "warmup_steps: 4\nmax_steps: 20\n")
+    translation = translated(tmp_path, "run.yaml", text + "cosine_constant_lr_ratio: 0.8\n")
+    rates = _rates(translation, 20)
+    waves = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (min(step, 16) - 4) / 12)) for step in range(4, 20)]
+    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, *waves])
+    verdicts = verdicts_of(translation)
+    assert verdicts["cosine_constant_lr_ratio"] == verdicts["cosine_min_lr_ratio"] == "carried"
+    translation = translated(tmp_path, "run.yaml", text + "lr_quadratic_warmup: true\n")
+    waves = [0.5 * (1 + math.cos(math.pi * (step - 4) / 16)) for step in range(4, 20)]
+    assert _rates(translation, 20) == pytest.approx([0, 1 / 16, 1 / 4, 9 / 16, *waves])
+    verdicts = verdicts_of(translation)
+    assert (verdicts["lr_quadratic_warmup"], verdicts["cosine_min_lr_ratio"]) == ("carried", "ignored-there")
+
+
+def test_automodels_warmup_and_the_end_of_its_fall(tmp_path):
+    text = AUTOMODEL.replace("max_steps: 500", "max_steps: 20")
+    text = text.replace("min_lr: 1.0e-6}", "min_lr: 1.0e-6, init_lr: 5.0e-6, lr_warmup_steps: 4, lr_decay_steps: 16}")
+    translation = translated(tmp_path, "recipe.yaml", text)
+    waves = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (min(step, 16) - 4) / 12)) for step in range(4, 20)]
+    assert _rates(translation, 20) == pytest.approx([0.5, 0.625, 0.75, 0.875, *waves])
+    verdicts = verdicts_of(translation)
+    assert verdicts["lr_scheduler.lr_decay_style"] == verdicts["lr_scheduler.lr_decay_steps"] == "carried"
+    assert verdicts["lr_scheduler.init_lr"] == "derived"
+
+
+def _rates(translation, steps):
+    rate = multiplier_of(
+        TABLES["lr_schedule"](**manifest_of(translation)["lr_schedule"]), num_steps=steps, folder=Path(".")
+    )
+    return [rate(step) for step in range(steps)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
@@ -10,6 +11,8 @@ from support.imported import manifest_of, translated, verdicts_of
 from composer3d.cli import main
 from composer3d.importing.importer import Flags, read_translation
 from composer3d.importing.translation import Options
+from composer3d.runner import TABLES
+from composer3d.runner.lr_schedule import multiplier_of
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2
@@ -71,7 +74,12 @@ def test_a_launch_script_is_read_and_not_run(tmp_path, monkeypatch):
         "betas": [0.9, 0.95],
         "eps": 1e-8,
     }
-    assert manifest["lr_schedule"] == {"use": "cosine", "warmup": 10, "min_ratio": pytest.approx(0.1)}
+    assert manifest["lr_schedule"] == {
+        "use": "cosine",
+        "warmup": 10,
+        "warmup_start": 0.0,
+        "min_ratio": pytest.approx(0.1),
+    }
     assert manifest["sharding"] == {
         "tensor_parallel": {"sequence_parallel": True, "loss_parallel": True},
         "fsdp2": {"zero": 1},
@@ -80,7 +88,7 @@ def test_a_launch_script_is_read_and_not_run(tmp_path, monkeypatch):
     assert manifest["data"]["use"] == "FILL_IN:data"
     entry = translation.verdicts["num_query_groups"]
     assert (entry.key, entry.line, entry.value) == ("num-query-groups", 12, 4)
-    assert verdicts_of(translation)["lr_decay_style"] == "changed"  # warm-up begins at 0
+    assert verdicts_of(translation)["lr_decay_style"] == "carried"
 
 
 def test_what_depends_on_an_unknown_argument_is_told_with_its_line(tmp_path):
@@ -173,7 +181,8 @@ def test_a_functional_tests_file(tmp_path):
         ),
         ("--optimizer lion", "optimizer", "refused"),
         ("--perform-rl-step", "perform_rl_step", "refused"),
-        ("--lr-decay-style inverse-square-root", "lr_decay_style", "refused"),
+        ("--lr-decay-style inverse-square-root", "lr_decay_style", "carried"),
+        ("--lr-decay-style polynomial", "lr_decay_style", "refused"),
         ("--calculate-per-token-loss", "calculate_per_token_loss", "equal"),
         ("--overlap-grad-reduce", "overlap_grad_reduce", "meaningless"),
         ("--eod-mask-loss", "eod_mask_loss", "missing"),
@@ -202,3 +211,42 @@ def test_stages_of_unequal_length_and_several_on_a_rank(tmp_path):
         "schedule": "Interleaved1F1B",
         "stages_per_rank": 2,
     }
+
+
+def _half_wave(done):
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+# Megatron-LM's formulae at iterations 0 to 19, 4 of them warm-up where there is one; lr 1e-3, min-lr 1e-4.
+ANNEALED = {
+    "--lr-decay-style cosine --lr-warmup-iters 4": lambda s: 0.1 + 0.9 * _half_wave((s - 4) / 16),
+    "--lr-decay-style linear --lr-warmup-iters 4 --lr-decay-iters 12": lambda s: 0.1 + 0.9 * (1 - min(s - 4, 8) / 8),
+    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --lr-decay-iters 40": lambda s: (
+        0.1 + 0.9 * _half_wave((s - 4) / 36)
+    ),
+    "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-warmup-iters 4": lambda s: (
+        0.1 + 0.9 * (2 * 0.5 ** (max(s - 15, 0) / 5) - 1)
+    ),
+    "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 5 --lr-warmup-iters 4": lambda s: (
+        0.1 + 0.9 * (1 - math.sqrt(max(s - 15, 0) / 5))
+    ),
+    "--lr-decay-style inverse-square-root --lr-warmup-iters 4": lambda s: max(0.1, 2 / math.sqrt(s)),
+    "--lr-decay-style inverse-square-root": lambda s: max(0.1, 1 / math.sqrt(max(s, 1))),
+    "--lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-init 5e-4": lambda s: 1.0,
+}
+
+
+@pytest.mark.parametrize("flags", ANNEALED)
+def test_rates_are_megatrons(tmp_path, flags):
+    translation = translated(
+        tmp_path, "flags.txt", f"{flags} --lr 1e-3 --min-lr 1e-4 --train-iters 20", system="megatron"
+    )
+    written = manifest_of(translation)["lr_schedule"]
+    rate = multiplier_of(TABLES["lr_schedule"](**written), num_steps=20, folder=tmp_path)
+    first = 0.5 if "init" in flags else 0.0
+    warmup = 4 if "warmup" in flags else 0
+    rising = [first + (1 - first) * step / 4 for step in range(warmup)]
+    expected = [*rising, *(ANNEALED[flags](step) for step in range(warmup, 20))]
+    assert [rate(step) for step in range(20)] == pytest.approx(expected)
+    told = {key: verdict for key, verdict in verdicts_of(translation).items() if key.startswith(("lr_", "min_lr"))}
+    assert set(told.values()) <= {"carried", "derived", "meaningless"}, told

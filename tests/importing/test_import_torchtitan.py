@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_it_passes_check(tmp_path):
         (None, "linear", lambda s: min((s + 1) / 4, (12 - s) / 8)),
         (0.25, "linear", lambda s: min((s + 1) / 4, 1, (12 - s) / 3)),
         (0.0, "linear", lambda s: min((s + 1) / 4, 1)),
+        (0.25, "sqrt", lambda s: min((s + 1) / 4, 1 - math.sqrt(max(s - 9, 0) / 3))),
+        (0.25, "cosine", lambda s: min((s + 1) / 4, 0.5 * (1 + math.cos(math.pi * max(s - 9, 0) / 3)))),
     ],
 )
 def test_rates_are_torchtitans(tmp_path, ratio, kind, expected):
@@ -109,6 +112,16 @@ def test_rates_are_torchtitans(tmp_path, ratio, kind, expected):
     written = manifest_of(translated(tmp_path, "run.toml", text))["lr_schedule"]
     rate = multiplier_of(TABLES["lr_schedule"](**written), num_steps=12, folder=Path("."))
     assert [rate(step) for step in range(12)] == pytest.approx([expected(step) for step in range(12)])
+
+
+def test_a_fall_that_ends_elsewhere_than_the_run(tmp_path):
+    text = "[training]\nsteps = 12\n[lr_scheduler]\nwarmup_steps = 4\ntotal_steps = 20\n"
+    translation = translated(tmp_path, "run.toml", text)
+    assert verdicts_of(translation)["lr_scheduler.total_steps"] == "carried"
+    rate = multiplier_of(
+        TABLES["lr_schedule"](**manifest_of(translation)["lr_schedule"]), num_steps=12, folder=tmp_path
+    )
+    assert [rate(step) for step in range(4, 12)] == pytest.approx([(20 - step) / 16 for step in range(4, 12)])
 
 
 def test_a_pipeline_counts_its_own_micro_batches(tmp_path):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from support.imported import manifest_of, translated, verdicts_of
+from transformers import get_scheduler
 
 from composer3d.importing.recognition import recognise
+from composer3d.runner import TABLES
+from composer3d.runner.lr_schedule import multiplier_of
 
 ARGUMENTS = {
     "model_name_or_path": "folder/of/a/model",
@@ -38,7 +42,7 @@ def test_a_run_has_the_trainers_defaults(tmp_path):
         "data": {"use": "FILL_IN:data"},
         "train": {"microbatch": 2, "global_batch": 64, "steps": 300, "grad_clip": 1.0},
         "optimizer": {"use": "adamw", "lr": 1e-4, "weight_decay": 0.05, "betas": [0.9, 0.999], "eps": 1e-8},
-        "lr_schedule": {"use": "cosine", "warmup": 30, "min_ratio": 0.0},
+        "lr_schedule": {"use": "cosine", "warmup": 30, "warmup_start": 0.0, "min_ratio": 0.0},
         "checkpoint": {"every": 500, "keep": 2},
         "sharding": {"fsdp2": {"zero": 3, "forward_prefetch": 1}, "cpu_offload": {"mode": "all"}},
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
@@ -46,7 +50,7 @@ def test_a_run_has_the_trainers_defaults(tmp_path):
         "profiling": {"tensorboard": {}},
     }
     verdicts = verdicts_of(translation)
-    assert verdicts["lr_scheduler_type"] == "changed" and verdicts["lerning_rate"] == "ignored-there"
+    assert verdicts["lr_scheduler_type"] == "carried" and verdicts["lerning_rate"] == "ignored-there"
     assert 'did you mean "learning_rate"?' in translation.verdicts["lerning_rate"].note
 
 
@@ -63,7 +67,8 @@ def test_a_loop_takes_the_trainers_own_schedule(tmp_path):
         ({"optim": "adamw_torch_8bit"}, "optim", "changed"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "refused"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "refused"),
-        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type", "refused"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "refused"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.5}}, "lr_scheduler_type", "refused"),
         ({"num_train_epochs": 3}, "num_train_epochs", "missing"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "refused"),
         ({"hub_token": "hf_hidden"}, "hub_token", "meaningless"),
@@ -85,3 +90,44 @@ def test_the_file_of_fsdps_options(tmp_path):
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
     }
     assert verdicts_of(translated(tmp_path, "xla.json", '{"xla": "true"}', system="fsdp"))["xla"] == "refused"
+
+
+SCHEDULES = {
+    "linear": {},
+    "cosine": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 3.0, "lr_end": 1e-5},
+    "inverse_sqrt": {"timescale": 30},
+    "cosine_with_min_lr": {"min_lr": 1e-5},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+    "cosine_warmup_with_min_lr ": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 6, "min_lr_ratio": 0.1},
+    "warmup_stable_decay ": {"num_decay_steps": 6, "warmup_type": "cosine", "decay_type": "1-sqrt"},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_those_of_transformers(tmp_path, name):
+    given = {"lr_scheduler_type": name.strip(), "lr_scheduler_kwargs": SCHEDULES[name], "max_steps": 20}
+    stated = ARGUMENTS | given | {"warmup_steps": 0.19}  # of 20 steps 4, rounded up
+    translation = translated(tmp_path, "args.json", json.dumps(stated), world_size=8)
+    written = manifest_of(translation)["lr_schedule"]
+    rate = multiplier_of(TABLES["lr_schedule"](**written), num_steps=20, folder=tmp_path)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=stated["learning_rate"])
+    theirs = get_scheduler(name.strip(), optimizer, 4, 20, scheduler_specific_kwargs=SCHEDULES[name])
+    for step in range(20):
+        assert rate(step) * 1e-4 == pytest.approx(theirs.get_last_lr()[0], abs=1e-18)
+        optimizer.step()
+        theirs.step()
+    told = verdicts_of(translation)
+    assert told["lr_scheduler_type"] == "carried"
+    assert all(told[f"lr_scheduler_kwargs.{key}"] == "derived" for key in SCHEDULES[name])
+
+
+def test_a_fraction_of_a_run_of_unknown_length_is_told(tmp_path):
+    stated = {key: value for key, value in ARGUMENTS.items() if key != "max_steps"} | {"warmup_steps": 0.1}
+    translation = translated(tmp_path, "args.json", json.dumps(stated), world_size=8)
+    assert verdicts_of(translation)["warmup_steps"] == "changed"
+    assert manifest_of(translation)["lr_schedule"]["warmup"] == 0.1

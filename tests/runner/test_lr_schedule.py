@@ -9,7 +9,9 @@ from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.manifest import read_text, type_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
-from composer3d.runner.runner_tables import LRScheduleTable
+from composer3d.runner.lr_schedule_table import LRScheduleTable
+
+WITHOUT = "warmup_start, warmup_shape and warmup_delay are of a warm-up"
 
 
 def values(num_steps, **keys):
@@ -57,6 +59,88 @@ def test_a_callable_is_the_multiple_itself():
         values(4, use="test_lr_schedule:thirds")
 
 
+def power_of(step, num_steps, *, base):
+    return base**-step
+
+
+def test_a_callable_takes_arguments():
+    assert values(3, use="test_lr_schedule:power_of", args={"base": 2}) == [1.0, 0.5, 0.25]
+
+
+# Of transformers, by its own functions: with warm-up, 13 steps of 3 of warm-up.
+TRANSFORMERS = {
+    "linear": ({}, {"use": "linear", "min_ratio": 0.0}),
+    "cosine": ({}, {"use": "cosine", "min_ratio": 0.0}),
+    "cosine_with_restarts": ({"num_cycles": 3}, {"use": "cosine", "cycles": 3, "min_ratio": 0.0}),
+    "polynomial": (
+        {"lr_end": 1e-2, "power": 2.0},
+        {"use": "polynomial", "power": 2.0, "min_ratio": 1e-2},
+    ),
+    "inverse_sqrt": ({}, {"use": "inverse_sqrt"}),
+    "inverse_sqrt ": ({"timescale": 50}, {"use": "inverse_sqrt", "timescale": 50}),
+    "constant_with_warmup": ({}, {"use": "constant"}),
+    "cosine_with_min_lr": ({"min_lr_rate": 0.2}, {"use": "cosine", "min_ratio": 0.2}),
+    "warmup_stable_decay": (
+        {"num_decay_steps": 4, "warmup_type": "1-sqrt", "decay_type": "1-sqrt"},
+        {"use": "sqrt", "warmup_shape": "sqrt", "decay": 4, "min_ratio": 0.0},
+    ),
+    "warmup_stable_decay ": (
+        {"num_decay_steps": 4, "num_stable_steps": 2, "warmup_type": "cosine", "min_lr_ratio": 0.1},
+        {
+            "use": "cosine",
+            "warmup_shape": "cosine",
+            "warmup_start": 0.1,
+            "decay": 4,
+            "decay_end": 9,
+            "min_ratio": 0.1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_rates_that_begin_at_0_are_those_of_transformers(name):
+    import torch
+    from transformers import get_scheduler
+
+    arguments, keys = TRANSFORMERS[name]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    steps = None if "num_stable_steps" in arguments else 13
+    counts = {"num_warmup_steps": 3, "num_training_steps": steps}
+    theirs = get_scheduler(name.strip(), optimizer, **counts, scheduler_specific_kwargs=arguments)
+    rates = []
+    for _ in range(13):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    ours = values(13, warmup=3, **{"warmup_start": 0.0} | keys)
+    assert ours == pytest.approx(rates, abs=1e-15, rel=1e-13)
+    assert rates[0] == keys.get("warmup_start", 0.0) and rates[3] == 1.0
+
+
+def test_a_logarithmic_warmup_reaches_the_rate_in_its_last_step_and_can_come_later():
+    rising = [math.log(step + 1, 4) for step in range(4)]
+    assert values(5, use="constant", warmup=4, warmup_shape="log") == pytest.approx([*rising, 1.0])
+    late = values(7, use="constant", warmup=4, warmup_shape="log", warmup_delay=2)
+    assert late == pytest.approx([0.0, 0.0, *rising, 1.0])
+
+
+def test_a_quadratic_warmup():
+    assert values(4, use="constant", warmup=4, warmup_shape="quadratic") == [0.0, 1 / 16, 1 / 4, 9 / 16]
+
+
+def test_the_fall_ends_before_the_run_or_after_it():
+    early = values(8, use="linear", warmup=0, decay_end=4, min_ratio=0.0)
+    assert early == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]
+    assert values(4, use="linear", warmup=0, decay_end=8, min_ratio=0.0) == [1.0, 0.875, 0.75, 0.625]
+    assert values(8, use="linear", warmup=0, decay_end=0.5, min_ratio=0.0) == early
+
+
+def test_an_exponential_fall_after_a_plateau():
+    falls = [2 * 0.5 ** (step / 4) - 1 for step in range(4)]
+    assert values(8, use="exponential", warmup=0, decay=4, min_ratio=0.0) == pytest.approx([1.0] * 4 + falls)
+
+
 class Groups:
     """Stands for an optimizer: a schedule sees nothing but its groups."""
 
@@ -78,9 +162,20 @@ def test_every_group_has_its_own_rate_and_a_resumed_schedule_the_step_s():
     ("text", "message"),
     [
         ('use = "linear"\nname = "cosine"', "use and name are two names for one key; remove one of them"),
-        ('name = "cosin"', '"cosin" is not cosine, linear, constant, wsd or "module:callable"'),
-        ("decay = 0.1", 'decay is for "wsd", and this is "cosine"'),
-        ('use = "constant"\nmin_ratio = 0.1', 'min_ratio is for cosine, linear and wsd, and this is "constant"'),
+        (
+            'name = "cosin"',
+            '"cosin" is not cosine, linear, wsd, polynomial, sqrt, exponential, inverse_sqrt, constant or '
+            '"module:callable"; did you mean "cosine"?',
+        ),
+        (
+            'use = "constant"\ndecay = 0.1',
+            'decay is for cosine, linear, wsd, polynomial, sqrt, exponential, and this is "constant"',
+        ),
+        ("power = 2", 'power is for polynomial, and this is "cosine"'),
+        ('use = "linear"\ncycles = 2', 'cycles is for cosine, and this is "linear"'),
+        ("args = { a = 1 }", 'args is for a callable, and this is "cosine"'),
+        ("warmup = 0\nwarmup_start = 0.0", f"{WITHOUT}, and there is none"),
+        ('use = "constant"\nwarmup_delay = 1', f"{WITHOUT}, and there is none"),
         ("warmup = 1.5", "warmup = 1.5 is neither a number of steps (an integer) nor a fraction of the run"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.importing.megatron.annealing import annealed
 from composer3d.importing.translation import Translation
 
 __all__ = ["adapters", "batch", "model", "optimizer", "schedule", "watched"]
@@ -119,34 +120,52 @@ def optimizer(translation: Translation) -> None:
     t.judge_block("optimizer", "missing", "an argument that this optimizer is not given here")
 
 
+def _rising(t: Translation, steps: int | None) -> None:
+    """Carry the warm-up: a tenth of the steps, from a tenth of the rate, where nothing is said."""
+    block, highest = "lr_scheduler", t.settings["optimizer.lr"].value
+    key, first = f"{block}.lr_warmup_steps", f"{block}.init_lr"
+    warmup = t.integer(key, min(1000, steps // 10) if steps else None)
+    if warmup is None:
+        t.judge(first, "changed", "the length of the warm-up is not known")
+        return
+    t.put("lr_schedule.warmup", warmup, key, reason=None if key in t else f"{_TITLE}: a tenth of the steps")
+    t.judge(key, "carried", to="lr_schedule.warmup")
+    if warmup:
+        start = (t.number(first, 0.1 * highest) or 0.0) / highest if highest else 0.0
+        t.put("lr_schedule.warmup_start", min(start, 1.0), first, reason="init_lr / lr, a tenth by default")
+        t.judge(first, "derived", "init_lr / lr", to="lr_schedule.warmup_start")
+    t.judge(first, "meaningless", "no warm-up")
+
+
 def schedule(translation: Translation) -> None:
-    """Carry the nearest schedule; warm-up begins at a tenth of the rate there."""
+    """Carry the schedule, whose warm-up begins at a tenth of the rate by default."""
     t, block = translation, "lr_scheduler"
     if not t.has_block(block):
         t.put("lr_schedule.use", "constant", reason="Automodel's default: no schedule")
         return
-    name, steps = t.text(f"{block}.lr_decay_style", "cosine"), t.integer(f"{_STEP}.max_steps")
-    kinds = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
-    if name not in kinds:
-        note = f'{name} has no counterpart; write lr_schedule.use = "module:callable"'
-        t.judge(f"{block}.lr_decay_style", "refused", note)
-    key = f"{block}.lr_decay_style"
-    t.put("lr_schedule.use", kinds.get(name, "constant"), key, reason=None if key in t else _TITLE)
-    key = f"{block}.lr_warmup_steps"
-    warmup = t.integer(key, min(1000, steps // 10) if steps else None)
-    if warmup is not None:
-        t.put("lr_schedule.warmup", warmup, key, reason=None if key in t else f"{_TITLE}: a tenth of the steps")
-        t.judge(key, "carried", to="lr_schedule.warmup")
+    key, steps = f"{block}.lr_decay_style", t.integer(f"{_STEP}.max_steps")
+    name = t.text(key, "cosine")
+    style = t.text(f"{block}.lr_wsd_decay_style", "exponential")
+    decay = t.integer(f"{block}.wsd_decay_steps", least=1)
+    kind = name if name in ("cosine", "linear", "constant") else None
+    if name == "WSD" and decay is not None and (kind := annealed(style)) is not None:
+        t.carry(f"{block}.wsd_decay_steps", "lr_schedule.decay", decay)
+        t.judge(f"{block}.lr_wsd_decay_style", "carried", to="lr_schedule.use")
+    if kind is None:
+        t.judge(key, "refused", f'{name} has no counterpart; write lr_schedule.use = "module:callable"')
+        kind = "constant"
+    t.put("lr_schedule.use", kind, key, reason=None if key in t else _TITLE)
+    _rising(t, steps)
     highest = t.settings["optimizer.lr"].value
     lowest = t.number(f"{block}.min_lr", 0.01 * highest) or 0.0
-    if name != "constant":
-        key = f"{block}.min_lr"
-        t.put("lr_schedule.min_ratio", min(lowest / highest, 1.0) if highest else 0.0, key, reason="min_lr / lr")
-        t.judge(key, "derived", "min_lr / lr", to="lr_schedule.min_ratio")
-    first = t.number(f"{block}.init_lr", 0.1 * highest) or 0.0
-    note = f"warm-up begins at {first:g} there, at the highest rate / warm-up steps here"
-    t.judge(f"{block}.lr_decay_style", "changed" if warmup != 0 else "carried", note, to="lr_schedule.use")
-    t.judge(f"{block}.init_lr", "changed", note)
+    if kind != "constant":
+        low, ends = f"{block}.min_lr", f"{block}.lr_decay_steps"
+        t.put("lr_schedule.min_ratio", min(lowest / highest, 1.0) if highest else 0.0, low, reason="min_lr / lr")
+        t.judge(low, "derived", "min_lr / lr", to="lr_schedule.min_ratio")
+        if t.get(ends) is not None and t.integer(ends) != steps:
+            t.carry(ends, "lr_schedule.decay_end", t.integer(ends))
+        t.judge(ends, "equal", "the whole run")
+    t.judge(key, "carried", to="lr_schedule.use")
     for name in ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"):
         t.judge(f"{block}.{name}", "meaningless", "of resuming")
     t.judge_block(block, "missing", "another shape of the schedule, or a weight decay that changes")

@@ -164,12 +164,31 @@ def losses(translation: Translation) -> None:
         t.judge(key, "missing" if t.get(key) else "equal", "what is trained: train.frozen names the others by pattern")
     for key in ("lr_groups", "embedding_lr", "embedding_lr_scale"):
         t.judge_block(key, "missing" if t.get(key) else "meaningless", "other rates: write optimizer.groups")
-    ratio = t.number("cosine_min_lr_ratio")
-    if ratio is not None:
-        t.put("lr_schedule.min_ratio", float(ratio), "cosine_min_lr_ratio")
-        t.judge("cosine_min_lr_ratio", "carried", to="lr_schedule.min_ratio")
-    for key in ("cosine_constant_lr_ratio", "lr_quadratic_warmup", "lr_div_factor"):
-        t.judge(key, "missing" if t.get(key) else "meaningless", "another shape of the schedule")
+    _cosines(t)
+
+
+def _cosines(t: Translation) -> None:
+    """Carry axolotl's own forms of the cosine: a floor, where it is reached, and a quadratic warm-up."""
+    lowest, ends, quadratic = "cosine_min_lr_ratio", "cosine_constant_lr_ratio", "lr_quadratic_warmup"
+    if t.text("lr_scheduler_type", "cosine") != "cosine":
+        for key in (lowest, ends, quadratic):
+            t.judge(key, "ignored-there", "of the cosine alone")
+    elif t.flag(quadratic):
+        warmup = t.number("warmup_steps", 0) or t.number("warmup_ratio", 0)
+        if warmup or ("warmup_steps" not in t and "warmup_ratio" not in t):
+            t.carry(quadratic, "lr_schedule.warmup_shape", "quadratic")
+        t.judge(quadratic, "equal", "there is no warm-up")
+        for key in (lowest, ends):
+            t.judge(key, "ignored-there", f"{quadratic} decides")
+    floor, share = t.number(lowest), t.number(ends)
+    if floor is not None and lowest not in t.verdicts:
+        t.carry(lowest, "lr_schedule.min_ratio", float(floor))
+    if floor and share and ends not in t.verdicts:
+        t.carry(ends, "lr_schedule.decay_end", float(share))
+    t.judge(ends, "ignored-there" if t.get(ends) else "meaningless", f"without {lowest}")
+    for key in (lowest, quadratic):
+        t.judge(key, "meaningless", "another shape of the schedule")
+    t.judge("lr_div_factor", "missing" if t.get("lr_div_factor") else "meaningless", "one-cycle rates")
 
 
 def watched(translation: Translation) -> None:

@@ -6,20 +6,19 @@ first two have the lowest. Source: deepspeed/runtime/lr_schedules.py.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from composer3d.importing.automatic import argument, resolve
 from composer3d.importing.translation import Translation
 
-__all__ = ["multiple", "schedule"]
+__all__ = ["schedule"]
 
 _TYPE, _PARAMS = "scheduler.type", "scheduler.params"
 _NAMES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 def schedule(translation: Translation) -> None:
-    """Carry the schedule: exactly into lines of a loop, nearly into a manifest of a run."""
+    """Carry the schedule: into lines of a loop, or into a manifest of a run."""
     t = translation
     if not t.has_block("scheduler"):
         if t.has_block("optimizer"):
@@ -107,57 +106,35 @@ def _in_a_loop(t: Translation, name: str, numbers: dict[str, Any]) -> None:
 
 
 def _in_a_run(t: Translation, name: str, numbers: dict[str, Any]) -> None:
-    """Write the nearest schedule; steps that are at other rates are stated."""
-    length, total = max(2, int(numbers["warmup_num_steps"])), numbers.get("total_num_steps")
+    """Write the schedule: its warm-up is a step behind, the fall of WarmupDecayLR too, that of WarmupCosineLR not."""
+    length, total = max(2, int(numbers["warmup_num_steps"])), int(numbers.get("total_num_steps") or 0)
     kind = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[name]
-    t.put("lr_schedule.use", kind, _TYPE)
-    t.put("lr_schedule.warmup", length, f"{_PARAMS}.warmup_num_steps")
-    note = (
-        f"rates of the first steps are {_samples(name, numbers)} of the highest there, 1/{length}, 2/{length}, ... here"
-    )
-    t.judge(_TYPE, "changed", note, to="lr_schedule.use")
-    t.judge(f"{_PARAMS}.warmup_num_steps", "carried", to="lr_schedule.warmup")
-    t.judge(f"{_PARAMS}.warmup_type", "changed" if numbers["warmup_type"] != "linear" else "equal", note)
-    if name != "WarmupLR":
-        floor = float(numbers.get("cos_min_ratio", _lowest(numbers)))
-        t.put("lr_schedule.min_ratio", floor, f"{_PARAMS}.cos_min_ratio", reason="DeepSpeed's")
-        t.judge(f"{_PARAMS}.cos_min_ratio", "carried", to="lr_schedule.min_ratio")
-    if total is not None and name != "WarmupLR" and int(total) > 0:
-        t.put("train.steps", int(total), f"{_PARAMS}.total_num_steps")
+    is_cosine = kind == "cosine"
+    first = float(numbers["warmup_min_ratio"]) if is_cosine else _lowest(numbers)
+    keys = {
+        "use": (kind, _TYPE),
+        "warmup": (length, f"{_PARAMS}.warmup_num_steps"),
+        "warmup_start": (first, f"{_PARAMS}.{'warmup_min_ratio' if is_cosine else 'warmup_min_lr'}"),
+        "warmup_shape": ("linear" if numbers["warmup_type"] == "linear" else "log", f"{_PARAMS}.warmup_type"),
+    }
+    for key, (value, source) in keys.items():
+        t.put(f"lr_schedule.{key}", value, source, reason=None if source in t else "DeepSpeed's default")
+        t.judge(source, "derived" if key == "warmup_start" else "carried", to=f"lr_schedule.{key}")
+    t.put("lr_schedule.warmup_delay", 1, reason="the schedule is stepped behind the optimizer there")
+    if kind != "constant":
+        source = f"{_PARAMS}.cos_min_ratio"
+        t.put("lr_schedule.min_ratio", float(numbers["cos_min_ratio"]) if is_cosine else first, source)
+        t.judge(source, "carried", to="lr_schedule.min_ratio")
+    if total > 0 and kind != "constant":
+        t.put("train.steps", total, f"{_PARAMS}.total_num_steps")
         t.judge(f"{_PARAMS}.total_num_steps", "carried", "the schedule ends with the run", to="train.steps")
+        if not is_cosine:
+            t.put("lr_schedule.decay", max(total - length, 1), reason="total_num_steps - warmup_num_steps")
+            t.put("lr_schedule.decay_end", total + 1, reason="a step behind")
     highest = numbers.get("warmup_max_lr")
     if highest is not None:
         t.put("optimizer.lr", float(highest), f"{_PARAMS}.warmup_max_lr")
         t.judge(f"{_PARAMS}.warmup_max_lr", "carried", "the schedule sets the rate", to="optimizer.lr")
-    lowest = _lowest(numbers)
-    t.judge(
-        f"{_PARAMS}.warmup_min_lr", "changed" if lowest else "equal", "warm-up begins above 0 there" if lowest else ""
-    )
-    t.judge_block(_PARAMS, "changed", note)
-
-
-def _samples(name: str, numbers: dict[str, Any]) -> str:
-    return ", ".join(f"{multiple(name, numbers, max(step - 1, 0)):.3g}" for step in range(4))
-
-
-def multiple(name: str, numbers: dict[str, Any], k: int) -> float:
-    """Return the multiple of the highest rate at iteration k.
-
-    Args:
-        name: Of the schedule.
-        numbers: Its arguments.
-        k: From 0.
-    """
-    length, total = max(2, int(numbers["warmup_num_steps"])), int(numbers.get("total_num_steps") or 0)
-    cosine = name == "WarmupCosineLR"
-    first = float(numbers["warmup_min_ratio"]) if cosine else _lowest(numbers)
-    if k < length:
-        rising = k / length if numbers["warmup_type"] == "linear" else math.log(k + 1) / math.log(length)
-        return first + (1 - first) * rising
-    if name == "WarmupLR":
-        return 1.0
-    if name == "WarmupDecayLR":
-        return first + (1 - first) * max(0.0, (total - k) / max(1, total - length))
-    lowest = float(numbers["cos_min_ratio"])
-    done = min(1.0, (k - length + 1) / max(1, total - length))
-    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+    begun = f"{_PARAMS}.last_batch_iteration"
+    t.judge(begun, "equal" if t.get(begun) == -1 else "changed", "a schedule that has begun before its first step")
+    t.judge_block(_PARAMS, "ignored-there", "not of this schedule")

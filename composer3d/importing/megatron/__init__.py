@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from composer3d.importing.leaves import Leaf, SourceTree
+from composer3d.importing.megatron.annealing import schedule
 from composer3d.importing.megatron.degrees import layout
-from composer3d.importing.megatron.iterations import batch, schedule
+from composer3d.importing.megatron.iterations import batch
 from composer3d.importing.megatron.memory import offload, recomputation
 from composer3d.importing.megatron.shapes import data, model
 from composer3d.importing.megatron.stepping import optimizer, precision

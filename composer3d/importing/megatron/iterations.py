@@ -1,10 +1,10 @@
-"""Batches, iterations and the rate's schedule of a Megatron-LM run."""
+"""Batches and iterations of a Megatron-LM run."""
 
 from __future__ import annotations
 
 from composer3d.importing.translation import Translation
 
-__all__ = ["batch", "schedule"]
+__all__ = ["batch"]
 
 _TITLE = "Megatron-LM's default"
 
@@ -68,74 +68,3 @@ def _iterations(t: Translation, total: int | None) -> None:
         t.judge("train_samples", "derived", f"{samples} samples / {total}", to="train.steps")
     t.judge("train_samples", "refused" if samples and not steps else "meaningless", "samples need global-batch-size")
     t.judge("train_iters", "meaningless", "none")
-
-
-def schedule(translation: Translation) -> None:
-    """Carry the nearest schedule; Megatron-LM's warm-up begins at 0, which a note states."""
-    t, total = translation, translation.settings.get("train.global_batch")
-    each = total.value if total is not None else None
-    steps = t.settings["train.steps"].value if "train.steps" in t.settings else None
-    name = t.text("lr_decay_style", "linear").lower()
-    warmup, source = _warmup(t, each, steps)
-    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
-    if name not in kinds:
-        t.judge("lr_decay_style", "refused", f'{name} has no counterpart; write lr_schedule.use = "module:callable"')
-        name = "constant"
-    t.put("lr_schedule.use", kinds[name], "lr_decay_style", reason=_default(t, "lr_decay_style"))
-    t.put("lr_schedule.warmup", warmup, *([source] if source else []), reason=None if source else _TITLE)
-    t.judge(source or "", "carried" if "samples" not in (source or "") else "derived", to="lr_schedule.warmup")
-    if name != "constant":
-        _floor(t)
-    _length(t, name, each, steps)
-    note = "the rate begins at 0 there and a step later here; the decay is the same"
-    t.judge("lr_decay_style", "changed" if warmup else "carried", note if warmup else "", to="lr_schedule.use")
-    first = t.number("lr_warmup_init", 0.0)
-    t.judge("lr_warmup_init", "changed" if first else "equal", f"warm-up begins at {first}" if first else "")
-    for key in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "warmup"):
-        t.judge(key, "meaningless" if not t.get(key) else "ignored-there", "another flag has the warm-up")
-    t.judge("min_lr", "meaningless", "no decay")
-    for key in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_style", "lr_wsd_decay_iters"):
-        t.judge(key, "meaningless", "not of this style, or the whole run")
-    t.judge("lr_wsd_decay_samples", "meaningless", "not of this style")
-
-
-def _warmup(t: Translation, each: int | None, steps: int | None) -> tuple[int | float, str | None]:
-    fraction = t.number("lr_warmup_fraction")
-    if fraction:
-        decay = t.integer("lr_decay_iters")
-        if decay and isinstance(steps, int):
-            return min(round(fraction * decay), steps), "lr_warmup_fraction"
-        return (float(fraction) if fraction <= 1 else int(fraction)), "lr_warmup_fraction"
-    count = t.integer("lr_warmup_iters")
-    if count:
-        return count, "lr_warmup_iters"
-    samples = t.integer("lr_warmup_samples")
-    if samples and each:
-        return max(samples // each, 1), "lr_warmup_samples"
-    return 0, None
-
-
-def _floor(t: Translation) -> None:
-    lowest, highest = t.number("min_lr", 0.0) or 0.0, t.number("lr")
-    ratio = min(max(lowest / highest, 0.0), 1.0) if highest else 0.0
-    t.put("lr_schedule.min_ratio", ratio, "min_lr", "lr", reason=_default(t, "min_lr"))
-    t.judge("min_lr", "derived", "min-lr / lr", to="lr_schedule.min_ratio")
-
-
-def _length(t: Translation, name: str, each: int | None, steps: int | None) -> None:
-    """State where the decay of the source ends elsewhere than the run."""
-    if name == "wsd":
-        decay = t.integer("lr_wsd_decay_iters") or ((t.integer("lr_wsd_decay_samples") or 0) // (each or 1))
-        source = "lr_wsd_decay_iters" if t.get("lr_wsd_decay_iters") else "lr_wsd_decay_samples"
-        if decay:
-            t.put("lr_schedule.decay", decay, source)
-            t.judge(source, "carried", to="lr_schedule.decay")
-        style = t.text("lr_wsd_decay_style", "exponential").lower()
-        note = f"the last steps fall by {style} there, in a straight line here"
-        t.judge("lr_wsd_decay_style", "equal" if style == "linear" else "changed", note, to="lr_schedule.use")
-    for key, unit in (("lr_decay_iters", 1), ("lr_decay_samples", each or 1)):
-        stated = t.integer(key)
-        ends = None if stated is None else stated // unit
-        if ends is not None and steps is not None and abs(ends - steps) > max(steps // 1000, 1):
-            t.judge(key, "changed", f"the rate falls until iteration {ends} there, until step {steps} here")
-        t.judge(key, "equal" if stated is not None else "meaningless", "the whole run")

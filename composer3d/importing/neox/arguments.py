@@ -134,7 +134,7 @@ def steps(translation: Translation) -> None:
 
 
 def rates(translation: Translation) -> None:
-    """Carry the nearest schedule: the first step has the rate of the second there."""
+    """Carry the warm-up, which begins at 0, and the nearest fall. Source: megatron/learning_rates.py of GPT-NeoX."""
     t = translation
     total = t.settings["train.steps"].value if "train.steps" in t.settings else None
     name = t.text("lr_decay_style", "linear")
@@ -149,6 +149,8 @@ def rates(translation: Translation) -> None:
         "lr_schedule.warmup", warmup, "warmup", reason=f"{share} of the decay{'' if 'warmup' in t else ', the default'}"
     )
     t.judge("warmup", "derived", f"{warmup} steps", to="lr_schedule.warmup")
+    if warmup:
+        t.put("lr_schedule.warmup_start", 0.0, reason=f"{_TITLE}: the first step has no rate")
     lowest, highest = t.number("min_lr", 0.0) or 0.0, t.settings["optimizer.lr"].value
     if name != "constant":
         ratio = min(lowest / highest, 1.0) if highest else 0.0
@@ -157,8 +159,9 @@ def rates(translation: Translation) -> None:
         note = "the line goes to 0 and stops at min_lr there, to min_lr here" if linear else "min_lr / lr"
         t.judge("min_lr", "changed" if linear else "derived", note, to="lr_schedule.min_ratio")
     t.judge("min_lr", "ignored-there", "no decay")
-    note = "the first two steps have the same rate there, so warm-up is a step later" if warmup else ""
-    t.judge("lr_decay_style", "changed" if warmup else "carried", note, to="lr_schedule.use")
+    falls = warmup and name != "constant"
+    note = "the fall of all decay iterations begins after the warm-up there, and ends with them here" if falls else ""
+    t.judge("lr_decay_style", "changed" if falls else "carried", note, to="lr_schedule.use")
     ends = t.integer("lr_decay_iters")
     differs = ends is not None and total is not None and ends != total
     t.judge(

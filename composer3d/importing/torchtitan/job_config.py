@@ -163,25 +163,27 @@ def schedule(translation: Translation) -> None:
     warmup = min(t.integer(key, 200) or 0, steps)
     reason = None if key in t else "torchtitan's default"
     total = t.integer(f"{block}.total_steps")
-    if total is not None and total != steps:
-        t.judge(f"{block}.total_steps", "changed", f"the rate falls until step {total} there, until {steps} here")
+    end = steps if total is None else total
+    if end != steps:
+        t.carry(f"{block}.total_steps", "lr_schedule.decay_end", end)
     t.judge(f"{block}.total_steps", "equal")
     kind = str(t.get(f"{block}.decay_type") or "linear").lower()
     floor = f"{block}.min_lr_factor"
     floor = f"{block}.lr_min" if floor not in t and f"{block}.lr_min" in t else floor
     lowest = float(t.number(floor, 0.0) or 0.0)
     ratio = t.number(f"{block}.decay_ratio")
-    length = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
-    name = "constant" if length == 0 else kind if length == steps - warmup else "wsd"
-    if kind not in ("linear", "cosine") or (name == "wsd" and kind != "linear"):
-        note = f"the last {length} steps fall by {kind} there, in a straight line here"
-        t.judge(f"{block}.decay_type", "changed", note, to="lr_schedule.use")
-        name = "wsd" if name == "wsd" else "linear" if length else "constant"
+    whole = max(end - warmup, 0)
+    length = whole if ratio is None else min(round(end * ratio), whole)
+    if kind not in ("linear", "cosine", "sqrt"):
+        t.judge(f"{block}.decay_type", "changed", f"the rate falls by {kind} there, in a straight line here")
+        kind = "linear"
+    is_late = 0 < length < whole
+    name = "constant" if length == 0 else "wsd" if is_late and kind == "linear" else kind
     t.put("lr_schedule.use", name, f"{block}.decay_type", f"{block}.decay_ratio", reason="torchtitan's formula")
     t.put("lr_schedule.warmup", warmup, key, reason=reason)
-    if name == "wsd":
+    if is_late:
         t.put("lr_schedule.decay", length, f"{block}.decay_ratio")
-        t.judge(f"{block}.decay_ratio", "derived", f"{length} = {steps} x {ratio}", to="lr_schedule.decay")
+        t.judge(f"{block}.decay_ratio", "derived", f"{length} = {end} x {ratio}", to="lr_schedule.decay")
     if name != "constant":
         t.put("lr_schedule.min_ratio", lowest, floor, reason=None if floor in t else "torchtitan's default")
     t.judge(key, "carried", to="lr_schedule.warmup")

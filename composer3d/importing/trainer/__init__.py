@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from composer3d.importing.trainer.hyperparameters import batch, optimizer, schedule
+from composer3d.importing.trainer.hyperparameters import batch, optimizer
+from composer3d.importing.trainer.learning_rates import schedule
 from composer3d.importing.trainer.options import precision, saving, sharded, switches
 
 __all__ = ["RULES"]

@@ -1,11 +1,11 @@
-"""Batch, optimizer and schedule of the Trainer; every default of its is written out."""
+"""Batch and optimizer of the Trainer; every default of its is written out."""
 
 from __future__ import annotations
 
 from composer3d.importing.deepspeed.batch_sizes import data_degree
 from composer3d.importing.translation import Translation
 
-__all__ = ["batch", "optimizer", "schedule"]
+__all__ = ["batch", "optimizer"]
 
 _TORCH = {"sgd": "sgd", "adagrad": "torch.optim:Adagrad", "rmsprop": "torch.optim:RMSprop"}
 _SMALL = {
@@ -68,40 +68,3 @@ def optimizer(translation: Translation) -> None:
     for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         t.judge(key, "ignored-there", "of Adam alone")
     t.judge("optim_args", "missing" if t.get("optim_args") else "meaningless", "arguments of the optimizer's class")
-
-
-def schedule(translation: Translation) -> None:
-    """Carry the schedule: by its own function in a loop, nearly in a run, whose warm-up does not begin at 0."""
-    t, key = translation, "lr_scheduler_type"
-    name = t.text(key, str(t.table.defaults[key]))
-    ratio = "warmup_ratio" if t.number("warmup_steps", 0) in (0, None) and "warmup_ratio" in t else "warmup_steps"
-    warmup = t.number(ratio, 0) or 0
-    if not t.is_run:
-        count = f"num_warmup_steps={int(warmup) if warmup >= 1 else f'int({warmup} * steps)'}"
-        t.loop.append(f'schedule = transformers.get_scheduler("{name}", optimizer, {count}, num_training_steps=steps)')
-        for one in (key, "warmup_steps", "warmup_ratio"):
-            t.judge(one, "carried", "the loop's own: transformers.get_scheduler")
-    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-    kind = kinds.get(name, "cosine" if name == "cosine_with_min_lr" else None)
-    if kind is None and t.is_run:
-        t.judge(key, "refused", f'{name} has no counterpart; write lr_schedule.use = "module:callable"')
-    if kind is not None:
-        t.put("lr_schedule.use", kind, key, reason=None if key in t else f"{t.table.title}'s default")
-        length = int(warmup) if warmup >= 1 or warmup == 0 else float(warmup)
-        t.put("lr_schedule.warmup", length, ratio, reason=None if ratio in t else "the Trainer's default")
-        if kind != "constant" and "lr_schedule.min_ratio" not in t.settings:
-            t.put("lr_schedule.min_ratio", _floor(t), reason="the Trainer's")
-        note = "the rate begins at 0 there and a step later here; the decay is the same" if warmup else ""
-        t.judge(key, "changed" if warmup else "carried", note, to="lr_schedule.use")
-        t.judge(ratio, "carried", to="lr_schedule.warmup")
-    for one in ("warmup_steps", "warmup_ratio"):
-        t.judge(one, "ignored-there", "the other one decides")
-    t.judge_block("lr_scheduler_kwargs", "derived" if name == "cosine_with_min_lr" else "missing", "arguments of it")
-
-
-def _floor(t: Translation) -> float:
-    rate = t.number("lr_scheduler_kwargs.min_lr_rate")
-    lowest, highest = t.number("lr_scheduler_kwargs.min_lr"), t.number("learning_rate", 5e-5)
-    if rate is None and lowest is not None and highest:
-        rate = lowest / highest
-    return float(min(max(rate or 0.0, 0.0), 1.0))
