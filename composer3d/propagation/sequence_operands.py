@@ -95,18 +95,18 @@ class SequenceOperands(Meeting):
     def keep(self, share: Tensor, whole: Tensor, placed: Placed) -> None:
         """Keep what was gathered from a shard: views of it are views of what the shard is a part of."""
         self._kept[share] = _Gathered(whole=whole, placed=placed, versions=_versions(share, whole))
-        self._shards[whole] = TensorWeakRef(share)
+        # As of several sequences, what was gathered may itself be a view: what is written is known by the base.
+        self._shards[whole if whole._base is None else whole._base] = TensorWeakRef(share)
 
     def write_back(self, written: Tensor) -> None:
         """Write into a shard what was written into the whole tensor, or a view of it, that was gathered from it."""
-        whole = written if written._base is None else written._base
-        reference = self._shards.get(whole)
+        reference = self._shards.get(written if written._base is None else written._base)
         share = None if reference is None else reference()
         if share is None:
             return
-        placed = self._kept[share].placed
-        share.copy_(self.indexed(whole, placed.dim, placed.parts))
-        self.keep(share, whole, placed)
+        kept = self._kept[share]
+        share.copy_(self.indexed(kept.whole, kept.placed.dim, kept.placed.parts))
+        self.keep(share, kept.whole, kept.placed)
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.family_models import GPT2, VOCAB, Bert, small_llama
 from support.foreign_models import T5, Encoder
+from support.masked_mixtures import Language
 from support.sequence_threads import run_sharded
 from torch import nn
 
@@ -71,6 +72,7 @@ MODELS = {
     "heads": (Encoder, {ATTENTION: 2}),
     "einsum": (Einsum, {("products", "einsum"): 2}),
     "writing": (Writing, None),
+    "rows by masks": (lambda: Language("add of tokens"), None),
     "convolving": (Convolving, {("neighbours", "conv1d"): 1, ("gathered", "cumsum"): 1, ("narrowed", "cumsum"): 1}),
 }
 
