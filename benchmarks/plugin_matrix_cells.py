@@ -170,7 +170,10 @@ PENDING = (
     "mesh.ep",
     "communication.compression",
     "communication.local_sgd",
+    "communication.async_tensor_parallel",
     "communication.process_groups",
+    "communication.replicas",
+    "mesh.replica",
     "sharding.fsdp2.delay_all_reduce",
     "mesh.island",
 )

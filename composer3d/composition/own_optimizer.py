@@ -43,7 +43,10 @@ def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable
         if engine is not None and optimizer is engine.optimizer:
             if id(optimizer) not in checks:
                 refuse_added(context.parts, composed)
-                checks[id(optimizer)] = refuse_unfrozen(context.parts, optimizer)
+                # In the backward its groups hold the one parameter that is stepped; that others have gradients which
+                # no hook saw is found at its end.
+                steps_whole = engine.stepper is None
+                checks[id(optimizer)] = refuse_unfrozen(context.parts, optimizer) if steps_whole else lambda: None
             checks[id(optimizer)]()
         if engine is None or engine.state is None or engine.is_stepping or engine.stepper is not None:
             return

@@ -93,8 +93,8 @@ def _dims(node: Any) -> tuple[set[int], int] | None:
     """Return the dims of a reduction, and the size of the first of its operand; None where these are not saved."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is None:
-        saved = getattr(node, "_saved_self", None)
-        saved = getattr(node, "_saved_result", None) if saved is None else saved
+        saved = torch_compat.saved_tensor(node, "self")
+        saved = torch_compat.saved_tensor(node, "result") if saved is None else saved
         if saved is None:
             return None
         sizes = saved.shape
@@ -113,7 +113,7 @@ def _is_normalised(node: Any) -> bool:
     if torch_compat.active_fake_mode() is not None:
         return False
     saved: Any
-    for saved in (getattr(node, "_saved_self", None), node._saved_other):
+    for saved in (torch_compat.saved_tensor(node, "self"), torch_compat.saved_tensor(node, "other")):
         weights = saved.full_tensor() if hasattr(saved, "full_tensor") else saved
         if not isinstance(weights, torch.Tensor) or not weights.dim() or weights.shape[0] < 2 or weights.is_complex():
             continue

@@ -1,13 +1,13 @@
-"""Tensors that a module's hooks recompute before every forward."""
+"""Tensors that hooks recompute: those of modules before every forward, those of graphs before a backward."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["recomputed_tensors"]
+__all__ = ["recomputed_tensors", "saved_tensor"]
 
 
 def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
@@ -33,3 +33,19 @@ def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
             if name in names and isinstance(value, torch.Tensor) and not value.is_leaf:
                 found[id(value)] = value.detach()
     return found
+
+
+def saved_tensor(node: Any, name: str) -> Any:
+    """Return what a node of a graph has saved; None where it has nothing of that name, or hooks would have to make it.
+
+    Reading a tensor that a checkpoint dropped runs the forward again, with its collectives and draws, and once more in
+    the backward. Whether hooks hold it is known of the private saved tensor alone (torch 2.11-2.15).
+
+    Args:
+        node: A `grad_fn`.
+        name: Such as `self` or `other`.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is not None and getattr(raw, "unpack_hook", raw) is not None:
+        return None
+    return getattr(node, f"_saved_{name}", None)

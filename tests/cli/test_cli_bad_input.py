@@ -9,7 +9,8 @@ import pytest
 
 OWNER = "composer3d plugins shows which plugin owns which axis"
 OPTIONS = (
-    "backward_prefetch, delay_all_reduce, forward_prefetch, ignored, reshard_after_forward, reshard_root, units, zero"
+    "backward_prefetch, delay_all_reduce, forward_prefetch, gather_early, ignored, reshard_after_forward, "
+    "reshard_root, units, zero"
 )
 
 CASES = {

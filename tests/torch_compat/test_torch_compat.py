@@ -68,6 +68,8 @@ def test_trees_are_mapped_and_flattened():
     tree = ({"a": [1, 2]}, 3)
     assert torch_compat.tree_leaves(tree) == [1, 2, 3]
     assert torch_compat.tree_map(lambda leaf: leaf + 1, tree) == ({"a": [2, 3]}, 4)
+    leaves, form = torch_compat.tree_flatten(tree)
+    assert torch_compat.tree_unflatten(leaves, form) == tree
 
 
 def test_neg_view_is_a_view():

@@ -42,3 +42,17 @@ def test_other_tensors_that_are_computed_are_left_to_torch():
     model = nn.Linear(4, 4)
     model.doubled = model.weight * 2
     assert torch_compat.recomputed_tensors(model) == {}
+
+
+def test_what_a_graph_has_saved_is_read_where_no_hook_would_recompute_it():
+    x, ran = torch.arange(3.0, requires_grad=True), []
+
+    def product(x):
+        ran.append(None)
+        return x * x.exp()
+
+    node = product(x).grad_fn
+    torch.testing.assert_close(torch_compat.saved_tensor(node, "other"), x.exp())
+    assert torch_compat.saved_tensor(node, "another") is None
+    checkpointed = torch.utils.checkpoint.checkpoint(product, x, use_reentrant=False).grad_fn
+    assert torch_compat.saved_tensor(checkpointed, "other") is None and len(ran) == 2

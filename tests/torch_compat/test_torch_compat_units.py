@@ -27,10 +27,15 @@ def reduced():
     assert isinstance(units, torch_compat.Units)
     model(torch.ones(2, 4)).sum().backward()
     group = next(torch_compat.fsdp_groups(model))[0]
+    assert torch_compat.gradient_version(group.fsdp_params[0]) is None
     group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(4, 4)
     group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
     torch_compat.unify_group(group)
-    summed = group.fsdp_params[0].unsharded_accumulated_grad.unique().tolist()
+    summed = torch_compat.gradient_of(group.fsdp_params[0]).unique().tolist()
+    group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
+    before = torch_compat.gradient_version(group.fsdp_params[0])
+    group.fsdp_params[0]._unsharded_param.grad.add_(1)
+    assert before != torch_compat.gradient_version(group.fsdp_params[0]) is not None
     assert units.num_unused() == 1
     return [used for _, used in units.trained()], model.idle.weight.grad.full_tensor().sum().item(), units.sent, summed
 
