@@ -53,9 +53,6 @@ class ThreadRules:
         order = torch.cat(positions(length))
         return torch.cat(self.exchange.all(self.rank, x), dim).index_select(dim, order.argsort())
 
-    def weigh(self, weights, *, row, column, rows, columns):
-        """Lengths are not padded here, so that no product has to leave out positions."""
-
     def window_sizes(self, reach):
         return [end - start for start, end in self.runs(reach)]
 
