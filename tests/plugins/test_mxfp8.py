@@ -122,7 +122,7 @@ def test_refuses_a_cut_through_a_block_before_it_runs():
     with fake_world(4), pytest.raises(ManifestError) as caught:
         composed(TP.replace("tp = 2", "tp = 4") + TABLE, Wide)
     assert str(caught.value).partition("run.toml")[2] == (
-        ':8:12: [precision.mxfp8] mxfp8 multiplies blocks of 32, and tp = 4 cuts "layers.0.up" into shares of '
+        ':8:12: [precision.mxfp8] mxfp8 multiplies blocks of 32, and tp = 4 shards "layers.0.up" into '
         "16 outputs; exclude it, or choose a smaller tp"
     )
 

@@ -33,20 +33,22 @@ BLOCK = 32
 class MXFP8:
     """Multiply the matrices of linear layers in MXFP8; weights, gradients and the optimizer keep their dtypes.
 
-    32 neighbours along the dim that is summed over share a scale, a power of two, and are kept in float8. Where the
-    device has no such products (below compute capability 10.0) they are emulated, and the plan says so.
-    Memory: float8 copies of the operands of the layer at work.
-    Collectives: none of its own. tp must shard between blocks, so scales are those of one device.
+    Operands are quantised to float8 in blocks of 32 elements along the contracted dim, one power-of-two scale per
+    block. Below compute capability 10.0 the products are emulated, and the plan reports that.
+    Memory: float8 copies of the operands of the layer that runs.
+    Collectives: none of its own. Local shards under tp must be multiples of a block, so that scales equal those of one
+    device.
 
     Source: Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537; torchao's moe_training.
 
     Args:
-        recipe: "mxfp8" multiplies all three products so; "mxfp8_wgrad_hp" computes gradients of weights in the dtype of
-            the activations.
+        recipe: "mxfp8" runs the forward and both backward products in MXFP8; "mxfp8_wgrad_hp" computes weight gradients
+            in the dtype of the activations.
         modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
             multiples of 32.
         exclude: Patterns of layers that are not converted.
-        emulate: Emulate, or not; default: where the device has no such products.
+        emulate: Emulate the products on any device (true), or require hardware support (false); default: emulate where
+            the device has no MXFP8 products.
     """
 
     recipe: Literal["mxfp8", "mxfp8_wgrad_hp"] = "mxfp8"
@@ -56,7 +58,7 @@ class MXFP8:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse products that the device does not have."""
+        """Refuse `emulate = false` on a device without MXFP8 products."""
         if self.emulate is False and not _has_products(context.device):
             raise PluginError(
                 f"emulate = false, and this device ({context.device.type}) has no MXFP8 products",
@@ -65,7 +67,7 @@ class MXFP8:
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform | None:
-        """Refuse shards that split blocks before anything runs, once tp's plan is known."""
+        """Refuse local shards that are not multiples of a block, once the plan of tp is known."""
         if context.degrees["tp"] == 1:
             return None
         return Transform(
@@ -79,7 +81,7 @@ class MXFP8:
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
-        """Convert the layers."""
+        """Convert the selected linear layers."""
         reason = "both replace what the same linear layers compute"
         return Transform(
             name="mxfp8",
@@ -103,13 +105,13 @@ class MXFP8:
         return chosen
 
     def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
-        """Return the layers, or [""] where their selection failed, whose error is reported once."""
+        """Return the selected layers; [""] if their selection failed, which has reported its own error."""
         chosen: list[str] = context.state.get(self, [""])
         for fqn in chosen:
             dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, (BLOCK,)))
             if any(size % BLOCK for size in runs):
                 raise PluginError(
-                    f'mxfp8 multiplies blocks of {BLOCK}, and tp = {context.degrees["tp"]} cuts "{fqn}" into shares of '
+                    f'mxfp8 multiplies blocks of {BLOCK}, and tp = {context.degrees["tp"]} shards "{fqn}" into '
                     f"{' and '.join(map(str, runs))} {'inputs' if dim else 'outputs'}",
                     hint="exclude it, or choose a smaller tp",
                 )
@@ -136,27 +138,27 @@ class MXFP8:
         def product(x_BI: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
             if x_BI.shape[-1] % BLOCK or weight_OI.shape[0] % BLOCK:
                 raise PluginError(
-                    f"mxfp8 multiplies blocks of {BLOCK}, and tp cut a layer into shares of {x_BI.shape[-1]} inputs "
-                    f"and {weight_OI.shape[0]} outputs",
+                    f"mxfp8 multiplies blocks of {BLOCK}, and tp shards a layer into {x_BI.shape[-1]} inputs and "
+                    f"{weight_OI.shape[0]} outputs",
                     hint="exclude it, or choose a smaller tp",
                 )
-            # torchao reads no float16, whose values float32 has too.
+            # torchao does not take float16; float32 represents its values exactly.
             dtype = torch.float32 if x_BI.dtype is torch.float16 else x_BI.dtype
             x_TI = x_BI.reshape(-1, x_BI.shape[-1]).to(dtype)
             num_tokens = x_TI.shape[0]
-            if not keeps:  # rows of zeros fill up the last block that the gradient of the weight sums over
+            if not keeps:  # the weight gradient contracts over tokens: pad them to a multiple of a block
                 x_TI = F.pad(x_TI, (0, 0, 0, -num_tokens % BLOCK))
             y_TO: Any = mx._to_mxfp8_then_scaled_mm(x_TI, weight_OI.to(dtype).contiguous(), kernel, rounding, keeps)
             y_BO = y_TO[:num_tokens].to(x_BI.dtype).view(*x_BI.shape[:-1], -1)
-            # torchao returns a view, and FSDP2 warns about a head that does.
+            # torchao returns a view, and FSDP2 warns about root modules whose output is a view.
             y_BO = torch_compat.unviewed(y_BO)
             return y_BO if bias is None else y_BO + bias.to(y_BO.dtype)
 
         class Multiplied(nn.Linear):
-            """A linear layer in MXFP8; the module stays the object that it is."""
+            """Linear layer in MXFP8. Its class is assigned to the existing module, which keeps its identity."""
 
             def forward(self, input: Tensor) -> Tensor:
-                """Multiply."""
+                """Multiply in MXFP8, on the local shards of a DTensor."""
                 y: Tensor = on_shares(product, input, self.weight, self.bias)
                 return y
 

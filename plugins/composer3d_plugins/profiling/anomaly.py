@@ -1,4 +1,4 @@
-"""Anomalies: the first module of a step whose output, or gradient, was not finite."""
+"""Detection of the first module in a step whose output or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Anomaly"]
 
 @plugin(family="profiling", provides={"nonfinite_modules": {"limit": 1}})
 class Anomaly:
-    """Find the first module whose output is not finite, or whose output has a gradient that is not.
+    """Find the first module whose output, or the gradient of whose output, is not finite.
 
-    Every module's first input, its outputs and their gradients are reduced to one bit each, on the device; the bits are
-    read once a step, when the gradients are there and before the loss is judged. What is found is a line of JSON in the
-    run's folder, and a warning; `composer3d doctor` reports it. Stopping is left to `[stability]`. Inside compiled
-    modules nothing is seen: the first that is found is then the one that took their output. With float16 a loss scale
-    that is too high is found too; `gradients = false` passes over it.
+    Each module's first input, its outputs and their gradients are reduced on the device to one flag each. The flags are
+    read once a step, after the backward and before gradients are reduced. A finding is written as one line of JSON to
+    the run's folder and logged as a warning; `composer3d doctor` reports it. `[stability]` decides whether the run
+    stops. The inside of compiled modules is not observed: a fault there is attributed to the module that consumes their
+    output. With float16, a loss scale that is too high is found as well; `gradients = false` ignores it.
 
-    Memory: one bit a module, direction and micro-batch, until the gradients are there.
-    Collectives: none; each rank looks at what it has.
+    Memory: one flag per module, direction and micro-batch, freed after the backward.
+    Collectives: none; each rank checks its local tensors.
 
     Args:
-        every: Steps from one that is looked at to the next.
-        gradients: Look at gradients too.
-        limit: Steps with a finding after which no more is looked for.
-        folder: Of `rank-R.jsonl`; default: `anomaly` in the run's folder.
+        every: Check every n-th step.
+        gradients: Check gradients as well as outputs.
+        limit: Number of steps with a finding after which checking stops.
+        folder: Folder of `rank-R.jsonl`; default: `anomaly` in the run's folder.
     """
 
     every: int = Field(default=1, ge=1)
@@ -45,12 +45,12 @@ class Anomaly:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Say that gradients are looked at, which must therefore be there when the backward is over."""
+        """Claim the gradients: they must be present when the backward ends."""
         context.claim("gradients", by=self)
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
-        """Begin to look at the start of a step; read the bits before gradients are reduced or scaled."""
+        """Start checking when a step begins; read the flags before gradients are reduced or unscaled."""
         return [
             StepAction(name="anomaly.begin", point=StepPoint.BEGIN, run=self._begin),
             StepAction(name="anomaly.microbatch", point=StepPoint.BEFORE_MICROBATCH, run=self._microbatch),
@@ -59,7 +59,7 @@ class Anomaly:
 
     @hookimpl
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Read what an interrupted step left; release the modules."""
+        """Report the findings of an interrupted step and remove the hooks."""
         watch: _Watch | None = context.state.get(self)
         if watch is not None:
             watch.read()
@@ -84,7 +84,7 @@ class Anomaly:
 
 
 class _Look(NamedTuple):
-    """One tensor that was looked at: whether it is finite, and whose it is."""
+    """One checked tensor: its flag, and the module, micro-batch and stage that it belongs to."""
 
     is_finite: Any
     what: str
@@ -94,7 +94,7 @@ class _Look(NamedTuple):
 
 
 class _Watch:
-    """Hooks on every module of one rank, and what they saw in the open step."""
+    """Hooks on every module of this rank, and the tensors checked in the current step."""
 
     def __init__(self, options: Anomaly, context: RunContext) -> None:
         self._options, self._context = options, context
@@ -112,18 +112,18 @@ class _Watch:
                 self._handles.append(module.register_forward_hook(partial(self._after, part.index, fqn)))
 
     def begin(self, state: StepState) -> None:
-        """Look at this step, if it is its turn."""
+        """Start checking this step, if it is due."""
         is_due = state.step % self._options.every == 0 and self._num_found < self._options.limit
         self._state, self._looks, self._has_begun = (state if is_due else None), [], False
 
     def microbatch(self) -> None:
-        """Forget what ran before the first micro-batch: a pipeline infers shapes, from contents that mean nothing."""
+        """Drop checks made before the first micro-batch: a pipeline infers shapes from uninitialised tensors."""
         if self._state is not None and not self._has_begun and not self._state.forward_done:
             self._looks.clear()
         self._has_begun = True
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -132,7 +132,7 @@ class _Watch:
     def _before(self, stage: int, fqn: str, _: Any, args: tuple[Any, ...]) -> None:
         if self._is_off():
             return
-        # The first input alone: others may be masks, in which infinities mean something.
+        # The first input alone: others may be masks, in which infinities are valid.
         map_tensors(partial(self._look, "input", stage, fqn), args[:1])
 
     def _after(self, stage: int, fqn: str, _: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -152,7 +152,7 @@ class _Watch:
             tensor.register_hook(lambda gradient: self._look("gradient", stage, fqn, gradient))
 
     def _look(self, what: str, stage: int, fqn: str, tensor: Any) -> None:
-        # What one module returns, the next is given: looked at once.
+        # One module's output is usually the next one's input: check it once.
         if self._state is None or tensor is self._last or _is_absent(tensor) or not _can_be_infinite(tensor):
             return
         self._last = tensor
@@ -161,7 +161,7 @@ class _Watch:
     # ---- after the backward ------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Write down the first that was not finite. Waits for the device once."""
+        """Report the first tensor that is not finite. Synchronises with the device once."""
         import torch
 
         state, looks, self._state, self._last = self._state, self._looks, None, None
@@ -177,14 +177,14 @@ class _Watch:
         device = looks[0].is_finite.device
         found = torch.stack([look.is_finite.to(device) for look in looks]).tolist()
         if not all(found):
-            self._tell(state.step, looks[found.index(False)])
+            self._report(state.step, looks[found.index(False)])
 
     def _class_of(self, module: nn.Module) -> str:
-        """Return the name of the class that the user wrote: data parallelism puts one of its own in its place."""
+        """Return the name of the module's original class, which data parallelism replaces by a subclass."""
         unit = self._context.stash(Units).by_module.get(module)
         return (type(module) if unit is None else unit.written_class).__name__
 
-    def _tell(self, step: int, look: _Look) -> None:
+    def _report(self, step: int, look: _Look) -> None:
         self._num_found += 1
         module = self._modules.get((look.stage, look.fqn))
         bad = [
@@ -217,17 +217,17 @@ class _Watch:
 
 
 def _is_absent(tensor: Any) -> bool:
-    """Return whether it stands for what another stage computes, so that it has no values."""
+    """Return whether the tensor is a placeholder, without values, for one that another stage computes."""
     return bool(getattr(tensor, "composer3d_absent", False))
 
 
 def _can_be_infinite(tensor: Any) -> bool:
-    # torch has no isfinite for the narrow types; what they hold was looked at before it was narrowed.
+    # torch has no isfinite for 8-bit floats; their values were checked before the cast.
     return bool(tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel())
 
 
 def _is_finite(tensor: Any) -> Any:
-    """Return one bit on the tensor's device; of a DTensor that of the local part, for nothing is to be communicated."""
+    """Return a flag on the tensor's device; of a DTensor, of its local tensor, so that nothing is communicated."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -31,26 +31,27 @@ _GIB, _TERA = 2**30, 1e12
 
 @plugin(family="profiling")
 class Throughput:
-    """Report tokens/s or samples/s, percentiles of step times, FLOP/s and utilisation, and what collectives move.
+    """Report tokens/s or samples/s, step time percentiles, FLOP/s, utilisation and the bandwidth of collectives.
 
-    Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
-    (2 forward, 4 backward), without attention and without recomputation; MFU is its ratio to the peak.
-    `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
-    is its share. Tokens are all positions of the batch, padding too, since all of them are computed. A model that is
-    given anything but tokens, images for example, has `throughput_samples_per_s`, and no `model_6n`: how often a
-    parameter multiplies depends on the sample's size.
-    `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
-    of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
-    On a GPU `peak_device_gib` is the most that tensors have held on any rank's device since the run began.
+    FLOP/s follow two conventions, named in the metrics. `model_6n`: 6 operations per token and per parameter that is
+    multiplied (2 in the forward, 4 in the backward), without attention and without recomputation; MFU is its ratio to
+    the peak. `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation
+    included; HFU is its ratio to the peak. Tokens are all positions of the batch, padding included, since all of them
+    are computed. Models with other inputs, such as images, report `throughput_samples_per_s` and no `model_6n`: how
+    often a parameter is multiplied depends on the sample's size.
+    `collective_gib_per_s_AXIS` is the payload of an axis' collectives, divided by the time for which they block: for
+    asynchronous ones (`ddp`'s buckets) the time spent waiting on them. It includes the wait for slower ranks.
+    On a GPU `peak_device_gib` is the peak of allocated memory since the run began, maximum over ranks.
 
     Memory: the last `window` step times.
     Collectives: none of its own; its metrics travel with all others.
     Source: Aakanksha Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, arXiv:2204.02311, 2022.
 
     Args:
-        window: Steps over which percentiles are taken.
-        peak_tflops: Of one device in the dtype of the run; without it there is no MFU and no HFU.
-        count_step: The how-manieth step's operations are counted, which takes longer; the first is 1, 0 counts none.
+        window: Number of latest steps over which percentiles are computed.
+        peak_tflops: Peak TFLOP/s of one device in the run's dtype; without it MFU and HFU are not reported.
+        count_step: Step, counted from 1, whose operations are counted by dispatching them one by one, which slows this
+            step down; 0 counts none.
     """
 
     window: int = Field(default=100, ge=1, le=1 << 20, examples=[1])
@@ -82,13 +83,13 @@ class Throughput:
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
-        """Give this rank's figures of the last step."""
+        """Return this rank's metrics of the last step."""
         meter: _Meter = context.state[self]
         return meter.metrics()
 
     @hookimpl
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """End counting, if a step broke off inside."""
+        """Stop counting if a step was interrupted while it counted."""
         if self in context.state:
             context.state[self].stop_counting()
 
@@ -100,14 +101,14 @@ class Throughput:
 
 
 class _Meter:
-    """A recorder that keeps sums."""
+    """Recorder that accumulates step times, units and transfers."""
 
     def __init__(self, context: RunContext, options: Throughput) -> None:
         self._context, self._options = context, options
         self._times: deque[float] = deque(maxlen=options.window)
-        # Ranks along tp and pp share a batch; each answers for its share of it, so that sums over ranks come out.
-        self._share = context.num_readers / context.world_size
-        # Messages of a pipeline are waited for while the other side computes: that is no bandwidth.
+        # Ranks along tp and pp read the same batch; each counts a fraction of it, so that the sum over ranks is right.
+        self._batch_fraction = context.num_readers / context.world_size
+        # The wait for a pipeline's messages includes the other stage's compute, so it measures no bandwidth.
         stages = context.layout.names(Role.STAGE)
         self._axes = [axis for axis, degree in context.degrees.items() if degree > 1 and axis not in stages]
         self._flops_per_token = 6.0 * _num_multiplying(context) / context.layout.degree(Role.TENSOR)
@@ -137,7 +138,7 @@ class _Meter:
             self._in_step = False
             self._times.append((time.perf_counter_ns() - started) / 1e9)
         else:
-            # Where a result is waited for, the collective goes on whose bytes were counted where it was issued.
+            # The span of a wait has no bytes: they were counted when the collective was issued.
             self._transfers.add(attributes["axis"], attributes.get("bytes", 0), started)
 
     def batch(self, batch: Batch) -> None:
@@ -149,11 +150,11 @@ class _Meter:
         import torch
 
         if self._num_steps == self._options.count_step:
-            # Where every operator is looked at, the compiler runs nothing, and would say so as an error.
+            # torch.compile raises under a dispatch mode, so the counted step runs eagerly.
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
             self._counted_flops = 0.0
-            # torch's own counter takes operators apart that it does not know, which changes what they compute.
+            # torch's FlopCounterMode decomposes operators without a formula, which changes their results.
             self._counter = torch_compat.dispatch_mode(self._count, compiles=False)
             self._counter.__enter__()
 
@@ -166,7 +167,7 @@ class _Meter:
             self._counter = None
 
     def _count(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A DTensor is whole on no rank: what it is taken apart into is counted.
+        # A DTensor is global: the operators on its local tensors are counted instead.
         if any(torch_compat.is_wrapper_subclass(cls) for cls in types):
             return NotImplemented
         result = operator(*args, **kwargs)
@@ -180,7 +181,7 @@ class _Meter:
         last, ordered = self._times[-1], sorted(self._times)
         rate = self._units / last
         result = [
-            Metric(name=f"throughput_{self._unit}_per_s", value=rate * self._share, reduction="sum"),
+            Metric(name=f"throughput_{self._unit}_per_s", value=rate * self._batch_fraction, reduction="sum"),
             *(
                 Metric(name=f"step_time_p{percent}_s", value=_percentile(ordered, percent), reduction="max")
                 for percent in (50, 95, 99)
@@ -206,13 +207,13 @@ class _Meter:
 
 
 class _Transfers:
-    """What collectives moved and how long they took, by axis.
+    """Bytes and durations of collectives, by axis.
 
-    On CPU a span is as long as its collective. NCCL returns before the transfer is done: marks in the stream that is
-    current inside of the span then measure the device's time, once it reaches them; nothing waits for that.
+    On CPU a span lasts as long as its collective. NCCL returns before the transfer is done: events recorded in the
+    current stream measure its time on the device, and are read without synchronising once they have completed.
 
     Args:
-        make_event: Makes a mark in the device's stream; None takes the host's time.
+        make_event: Returns a new event of the device; None measures host time.
     """
 
     def __init__(self, make_event: Callable[[], Any] | None) -> None:
@@ -222,11 +223,11 @@ class _Transfers:
         self._last: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Forget what was not asked for: what happened between steps."""
+        """Drop transfers between steps, which no metric covers."""
         self._moved.clear()
 
     def mark(self) -> Any:
-        """Return the beginning of a collective."""
+        """Return a time stamp, or an event recorded in the current stream."""
         if self._make_event is None:
             return time.perf_counter_ns()
         event = self._make_event()
@@ -234,7 +235,7 @@ class _Transfers:
         return event
 
     def add(self, axis: str, num_bytes: int, begin: Any) -> None:
-        """Note a collective that has ended, or been issued."""
+        """Record a collective that has ended, or whose events are recorded."""
         end = self.mark()
         if self._make_event is None:
             self._count(axis, num_bytes, (end - begin) / 1e9)
@@ -242,7 +243,7 @@ class _Transfers:
             self._pending.append((axis, num_bytes, begin, end))
 
     def gib_per_s(self) -> dict[str, float]:
-        """Return the bandwidth of what is known to have ended since this was last asked; else what it was then."""
+        """Return bandwidths of the collectives completed since the last call; an axis without any keeps its last."""
         while self._pending and self._pending[0][3].query():
             axis, num_bytes, begin, end = self._pending.popleft()
             self._count(axis, num_bytes, begin.elapsed_time(end) / 1e3)
@@ -257,7 +258,7 @@ class _Transfers:
 
 
 def _num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Count an operator by torch's formulas, attention on CPU too, of which they know no operator."""
+    """Return an operator's FLOPs by torch's formulas, extended to the attention operators on CPU."""
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     name = str(operator.name())
@@ -275,12 +276,12 @@ def _device_event() -> Any:
 
 
 def _percentile(ordered: list[float], percent: int) -> float:
-    """Return the smallest value that so many percent are not above."""
+    """Return the nearest-rank percentile of sorted values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 def _num_multiplying(context: RunContext) -> int:
-    """Count parameters of this rank's parts in full, without tables that are only looked up."""
+    """Count the full parameters of this rank's parts, without embeddings that are only looked up."""
     from torch import nn
 
     total = 0
