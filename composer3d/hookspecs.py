@@ -1,27 +1,26 @@
-"""The hooks: what a plugin may implement, when it is called, and what it gives.
+"""Hook specifications: every hook that a plugin may implement, with its call time and return value.
 
-Five families and the life cycle. The family of a plugin is the table it stands in, not what it may do: any plugin may
-implement any hook. Implementations may take fewer arguments than a spec has; specs only grow.
+Hooks are grouped into five families and the life cycle. A plugin's family is the table that configures it and restricts
+nothing: any plugin may implement any hook. Implementations may take fewer arguments than a spec has; specs only grow.
 
-A *query* asks for one answer: every implementation is asked, None means no opinion, and two answers are an error that
-names both plugins. Call order never carries meaning; `tryfirst`, `trylast` and wrappers are refused. Everything is
-called once while composing, except where a docstring says "frozen": those functions are collected once and then called
-in steps without pluggy in between.
+A *query* has one answer: every implementation is called, None is no answer, and two answers are an error that names
+both plugins. Call order has no meaning; `tryfirst`, `trylast` and wrappers are refused. Hooks are called once, during
+`compose`. Implementations of *frozen* hooks are collected once and called in every step, without pluggy in between.
 
-The order in which `compose` calls them:
+`compose` calls hooks in this order:
 
 1. `composer3d_configure`
-2. `composer3d_convert`, `_shard`, `_reschedule`, `_collectives`: transforms; their `select` is run on the whole model
-3. `composer3d_group_options`, then the mesh is made; `composer3d_replicas`
+2. `composer3d_convert`, `_shard`, `_reschedule`, `_collectives`: transforms; each `select` runs on the whole model
+3. `composer3d_group_options`, then the mesh is created; `composer3d_replicas`
 4. `composer3d_split`
-5. the transforms' `apply`, by phase; they ask `composer3d_dtypes`, `_offload_policy`, `_parameter_mesh`
-6. the weights come: `composer3d_load_parameter`; then the transforms of phase MATERIALISE
+5. the transforms' `apply`, by phase; these query `composer3d_dtypes`, `_offload_policy`, `_parameter_mesh`
+6. parameters are loaded: `composer3d_load_parameter`; then the transforms of phase MATERIALISE
 7. `composer3d_schedule`, `_grad_scaler`, `_step_actions`, `_recorder`, `_state`
-8. `composer3d_optimizer`, when the loop asks for its optimizer
+8. `composer3d_optimizer`, when the loop creates its optimizer
 9. `composer3d_close`
 
-`composer3d_actions` is asked by commands that simulate a step, after 2, and `composer3d_layout` by those that reason
-about layouts, before 1.
+Commands that simulate a step call `composer3d_actions` after 2; those that compare layouts call `composer3d_layout`
+before 1.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class HookSpecs:
         """Declare how parameters, gradients and optimizer state are sharded.
 
         Args:
-            context: Degrees and coordinates are there; the mesh only inside `apply`.
+            context: Has degrees and coordinates; the mesh only inside `apply`.
 
         Returns:
             Transforms in the phases TENSOR, DATA or MATERIALISE.
@@ -79,46 +78,47 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
-        """Query: return the mesh of a parameter that does not live on the data-parallel mesh (experts).
+        """Query: return the mesh of a parameter that is not on the data-parallel mesh, such as an expert's.
 
-        Asked by data-parallel plugins while they apply, through `context.data_mesh(fqn)`: modules of such parameters
-        are units of their own, whose gradients are averaged over the mesh's dims that are no axes of experts.
+        Data-parallel plugins query it in `apply`, through `context.data_mesh(fqn)`. Modules of such parameters are
+        units of their own, whose gradients are averaged over the mesh dims that are not expert axes.
 
         Args:
-            context: The mesh is there, and so is `context.expert_mesh()`.
-            fqn: A parameter's name.
+            context: Has the mesh and `context.expert_mesh()`.
+            fqn: FQN of a parameter.
 
         Returns:
-            Its mesh, or None.
+            The parameter's mesh; None for the data-parallel mesh.
         """
 
     @_hookspec
     def composer3d_offload_policy(self, context: RunContext, fqn: str) -> Any | None:
-        """Query: give torch's `OffloadPolicy` for the unit with this name.
+        """Query: return torch's `OffloadPolicy` of a unit.
 
-        Asked by data-parallel plugins while they apply, through `context.offload_policy(fqn)`.
+        Data-parallel plugins query it in `apply`, through `context.offload_policy(fqn)`.
 
         Args:
-            context: The mesh is there.
-            fqn: A unit's name; the empty string is the root.
+            context: Has the mesh.
+            fqn: FQN of a unit; the empty string is the root.
 
         Returns:
-            A policy, or None.
+            A policy; None does not offload.
         """
 
     @_hookspec
     def composer3d_place_batch(self, context: RunContext, batch: Batch) -> Batch | None:
-        """Shard or move a batch before it is split into micro-batches, for example its sequence. Frozen.
+        """Shard a batch, for example along its sequence, or move it, before it is split into micro-batches. Frozen.
 
-        Implementations see each other's results, in the order of plugin names. They see the arguments of forwards that
-        a loop runs itself, too. Fewer samples than were passed are refused, unless the plugin claims "samples".
+        Implementations are chained in the order of plugin names. They also receive the arguments of forwards that the
+        loop runs itself. A result with fewer samples is refused, unless the plugin claims "samples".
 
         Args:
             context: Complete.
-            batch: As passed by the loop; of a forward of its own, `is_own_forward`, without a target.
+            batch: As passed by the loop; for a forward that the loop runs itself, `is_own_forward` and without a
+                target.
 
         Returns:
-            Another batch, or None to leave it.
+            Another batch; None leaves it unchanged.
         """
 
     # ---- scheduling --------------------------------------------------------------------------------------------------
@@ -128,58 +128,59 @@ class HookSpecs:
         """Query: split the model into this rank's stages, before any transform.
 
         Args:
-            context: The mesh is there.
-            model: Whole; on meta where it came from a factory.
+            context: Has the mesh.
+            model: The whole model; on meta if a factory built it.
 
         Returns:
-            The parts, each keeping the FQNs of the whole model; None does not split it.
+            Parts that keep the FQNs of the whole model; None does not split it.
         """
 
     @_hookspec
     def composer3d_schedule(self, context: RunContext, parts: Sequence[Part], loss_fn: LossFunction) -> Schedule | None:
-        """Query: decide who runs which micro-batch when. Without an answer the core accumulates micro-batches in order.
+        """Query: return the schedule that runs a step's micro-batches.
 
         Args:
             context: Complete.
-            parts: This rank's, with their weights.
-            loss_fn: `(output, target) -> scalar`, already scaled for backward; the schedule must not scale again.
+            parts: Parts of this rank, with their weights.
+            loss_fn: `(output, target) -> scalar`, already scaled for the backward; the schedule must not scale it.
 
         Returns:
-            A schedule, or None. Where ranks run no micro-batch actions of the core (`BEFORE_MICROBATCH`), the schedule
-            calls `context.microbatches.begin(index, is_last, stage)` and `context.microbatches.end()` itself.
+            A schedule; None runs micro-batches one after the other and accumulates gradients. A schedule that bypasses
+            the core's micro-batch actions (`BEFORE_MICROBATCH`) calls `context.microbatches.begin(index, is_last,
+            stage)` and `context.microbatches.end()` itself.
         """
 
     @_hookspec
     def composer3d_actions(self, context: RunContext, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
-        """Query: list what every rank of the pipeline runs, in order: the very actions that the schedule would run.
+        """Query: return the actions of every rank of the pipeline, in the order in which the schedule runs them.
 
-        Asked by `composer3d schedule`, and by whoever simulates a step; there is no mesh.
+        `composer3d schedule` and simulations of a step query it, without a mesh.
 
         Args:
-            context: Degrees and coordinates are there.
-            num_microbatches: Of one batch.
+            context: Has degrees and coordinates.
+            num_microbatches: Number of micro-batches per batch.
 
         Returns:
-            Actions by rank along the pipeline's axis, or None.
+            Actions by rank along the pipeline's axis; None without a pipeline.
         """
 
     @_hookspec
     def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits | None:
-        """Describe the plugin's part in a layout: ZeRO stage, schedule, recomputation, dtypes.
+        """Describe the plugin's effect on a layout: ZeRO stage, schedule, recomputation, dtypes.
 
-        Asked by `plan` for its advice, by `suggest` and by whoever explains a layout; there is no context. A plugin
-        that can make other layouts than its table's says so in `@plugin(offer=...)`.
+        `plan` (for advice), `suggest` and explanations of a layout call it, without a context. A plugin that supports
+        layouts other than its table's declares them in `@plugin(offer=...)`.
 
         Args:
-            degrees: Of every axis.
+            degrees: Degree of every axis.
 
         Returns:
-            Its traits; every one that it has no part in stays None.
+            Traits of the plugin; those that it does not affect are None.
         """
 
     @_hookspec
     def composer3d_reschedule(self, context: RunContext) -> Transform | Sequence[Transform] | None:
-        """Declare what is recomputed, kept elsewhere, or compiled.
+        """Declare which modules are recomputed, have their activations offloaded, or are compiled.
 
         Args:
             context: As for `composer3d_shard`.
@@ -190,20 +191,20 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_step_actions(self, context: RunContext) -> StepAction | Sequence[StepAction] | None:
-        """Declare what happens at points of every step. Frozen, ordered like transforms.
+        """Declare actions at points of every step. Frozen, ordered like transforms.
 
         Args:
             context: Complete.
 
         Returns:
-            Actions; at DECIDE an action may return a reason to skip the optimizer step on all ranks.
+            Actions. At DECIDE, an action may return a reason to skip the optimizer step on all ranks.
         """
 
     # ---- precision ---------------------------------------------------------------------------------------------------
 
     @_hookspec
     def composer3d_convert(self, context: RunContext) -> Transform | Sequence[Transform] | None:
-        """Declare modules to be swapped for others of another precision.
+        """Declare modules to convert to another precision.
 
         Args:
             context: As for `composer3d_shard`.
@@ -214,71 +215,72 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_dtypes(self, context: RunContext, fqn: str) -> Dtypes | None:
-        """Query: give the dtypes of a unit. If a plugin answers and no transform asked, compose fails.
+        """Query: return the dtypes of a unit. An answer that no transform queries is an error of `compose`.
 
-        Asked by data-parallel plugins while they apply, through `context.dtypes(fqn)`.
+        Data-parallel plugins query it in `apply`, through `context.dtypes(fqn)`.
 
         Args:
-            context: The mesh is there.
-            fqn: A unit's name; the empty string is the root.
+            context: Has the mesh.
+            fqn: FQN of a unit; the empty string is the root.
 
         Returns:
-            Dtypes, or None.
+            Dtypes; None keeps the model's.
         """
 
     @_hookspec
     def composer3d_load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
-        """Query: change a full tensor as it arrives from initialisation or a checkpoint, before it is sharded.
+        """Query: convert a full tensor from initialisation or a checkpoint before it is sharded.
 
         Args:
-            context: The mesh is there.
-            fqn: The parameter's or buffer's name.
-            tensor: Full, on CPU.
+            context: Has the mesh.
+            fqn: FQN of a parameter or buffer.
+            tensor: The full tensor, on CPU.
 
         Returns:
-            Another tensor of the parameter's dtype, or None to take it as it is.
+            Another tensor of the parameter's dtype; None leaves it unchanged.
         """
 
     @_hookspec
     def composer3d_grad_scaler(self, context: RunContext) -> GradScaler | None:
-        """Query: give a loss scaler.
+        """Query: return the loss scaler.
 
         Args:
             context: Complete.
 
         Returns:
-            A scaler, or None.
+            A scaler; None does not scale the loss.
         """
 
     @_hookspec
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer | None:
-        """Query: make the optimizer in place of `cls(groups)`.
+        """Query: create the optimizer instead of `cls(groups)`.
 
         Args:
             context: Complete.
-            cls: The requested class; refuse it if you replace another.
+            cls: Requested class; refuse one that you do not replace.
             groups: Parameter groups with all hyperparameters.
 
         Returns:
-            A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. If its state is not plain
-            tensors sharded as their parameters are, it has a method `plain_state(*, write: bool)` that returns a
-            context in which it is, for checkpoints; with `write` what was filled in is taken back at the end.
+            A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. An optimizer whose state is
+            not plain tensors sharded like their parameters has a method `plain_state(*, write: bool)`. It returns a
+            context manager in which the state is, for checkpoints; with `write`, values that are loaded inside are
+            written back to the optimizer on exit.
         """
 
     # ---- communication -----------------------------------------------------------------------------------------------
 
     @_hookspec
     def composer3d_group_options(self, context: RunContext, axis: str) -> GroupOptions | None:
-        """Query: say how the process group of an axis is made. Asked before the mesh exists.
+        """Query: return the options of an axis' process group, before the mesh is created.
 
         Args:
-            context: Degrees and coordinates are there.
-            axis: Its name.
+            context: Has degrees and coordinates.
+            axis: Name of the axis.
 
         Returns:
-            Options, or None.
+            Options; None uses torch's defaults.
         """
 
     @_hookspec
@@ -294,23 +296,23 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_replicas(self, context: RunContext) -> ReplicaPolicy | None:
-        """Query: say how groups of ranks that come and go are kept together: those along an axis of role REPLICA.
+        """Query: return the policy for replica groups that may leave and rejoin, along an axis of role REPLICA.
 
-        Such an axis is outside of the mesh: every group is a world of its own. The core starts them, divides every
-        batch among those that take part, averages gradients over them, and gives the state to one that comes back.
+        Such an axis is not part of the mesh: every group is a world of its own. The core starts the groups, divides
+        every batch among the members, averages gradients over them, and transfers the state to a group that rejoins.
 
         Args:
-            context: Degrees are there; coordinates, and everything else, are those of one group.
+            context: Has all degrees; coordinates and everything else are those of one group.
 
         Returns:
-            The rules, or None.
+            The policy; None without replica groups.
         """
 
     # ---- profiling ---------------------------------------------------------------------------------------------------
 
     @_hookspec
     def composer3d_recorder(self, context: RunContext) -> Recorder | None:
-        """Give a recorder of spans. Every plugin may give one; all are called. Frozen.
+        """Return a recorder of spans; the recorders of all plugins are called. Frozen.
 
         Args:
             context: Complete.
@@ -321,24 +323,24 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_observe_batch(self, context: RunContext, batch: Batch) -> None:
-        """Look at a batch as it is on this rank, once plugins have placed it; it stays as it is. Frozen.
+        """Observe this rank's batch after plugins have placed it, without changing it. Frozen.
 
-        An observer changes nothing of what the step guard compares, as a plugin that places batches does.
+        Unlike `composer3d_place_batch`, it does not affect which ranks the step guard expects to have the same batch.
 
         Args:
             context: Complete.
-            batch: Before it is split into micro-batches, on this rank's device.
+            batch: On this rank's device, before it is split into micro-batches.
         """
 
     @_hookspec
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric] | None:
-        """Measure this rank at the end of a step. Frozen.
+        """Return this rank's metrics at the end of a step. Frozen.
 
-        Collectives: one all-gather for all plugins' metrics of a step.
+        Collectives: one all-gather per step for the metrics of all plugins.
 
         Args:
             context: Complete.
-            step: Its number.
+            step: Number of the step.
 
         Returns:
             Metrics; their names and number must not depend on the rank.
@@ -346,23 +348,22 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_metrics(self, context: RunContext, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step, reduced over ranks, wherever they should go. Called on every rank. Frozen.
+        """Export the metrics of a step, reduced over ranks. Called on every rank. Frozen.
 
         Args:
             context: Complete.
-            step: Its number.
-            metrics: By name.
+            step: Number of the step.
+            metrics: Values by name.
         """
 
     # ---- life cycle --------------------------------------------------------------------------------------------------
 
     @_hookspec
     def composer3d_configure(self, context: RunContext) -> None:
-        """Look at the run before anything is built; raise a ComposerError to refuse it.
+        """Validate the run before anything is built; raise a ComposerError to refuse it.
 
-        A plugin that will make the optimizer, scale the loss, need gradients after the backward, move them before they
-        are reduced, or leave samples of a batch to others claims so here (`context.claim`), so that `check` finds
-        plugins that it conflicts with.
+        A plugin that creates the optimizer, scales the loss, needs gradients after the backward, moves them before they
+        are reduced, or drops samples of a batch claims that here (`context.claim`), so that `check` finds conflicts.
 
         Args:
             context: `context.purpose` is run, check, plan or verify: outside run open no file, port or socket.
@@ -370,18 +371,18 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Release everything.
+        """Release all resources.
 
         Args:
-            context: As it was.
+            context: As in the other hooks.
             error: Error that ended the run, or None.
         """
 
     @_hookspec
     def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful] | None:
-        """Name what is saved and loaded with the checkpoint, under the plugin's name.
+        """Return the plugin's state, which checkpoints store under its name.
 
-        A checkpoint and the run that loads it must have the same, but for what is marked as dispensable.
+        A checkpoint and the run that loads it must have the same names, except for those marked as dispensable.
 
         Args:
             context: Complete.
