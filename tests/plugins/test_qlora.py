@@ -252,21 +252,21 @@ def saved(path, text, load, num_steps, seed=0):
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, text):
     path, fsdp = tmp_path / "step-2", "[sharding.fsdp2]\n" + text
     cases = ((path, fsdp, False, 4), (path, fsdp, True, 2), (path, fsdp, True, 0), (path, TP + text, True, 0))
-    (whole, keys), (again, _), (two, _), (cut, _) = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
+    (whole, keys), (again, _), (two, _), (resharded, _) = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert keys == sorted(f"model/{name}" for name in whole if "lora" in name)
     (one, _), *_ = run_ranks(saved, 1, path, text, True, 0)
     # What is stored is the same in every layout, and so are adapters that were trained in another.
-    for loaded in (cut, one):
+    for loaded in (resharded, one):
         assert all(torch.equal(two[name], loaded[name]) for name in two)
 
 
 def test_every_layout_starts_from_the_same_adapters(tmp_path):
     ((one, _),) = run_ranks(saved, 1, tmp_path / "none", TABLE, False, 0)
     cases = ((tmp_path / "none", layout + TABLE, False, 0) for layout in (TP, "[sharding.fsdp2]\n"))
-    ((cut, _), _), ((sharded, _), _) = in_one_world(saved, 2, *cases)
+    ((resharded, _), _), ((sharded, _), _) = in_one_world(saved, 2, *cases)
     for name, value in one.items():
-        assert torch.equal(cut[name], value) and torch.equal(sharded[name], value)
+        assert torch.equal(resharded[name], value) and torch.equal(sharded[name], value)
         assert "lora_a" not in name or value.std() > 0
 
 
@@ -322,7 +322,7 @@ def test_refusals():
     assert [message for (message,) in found] == [message for _, message in REFUSED]
 
 
-# ---- cuts through what shares a factor -------------------------------------------------------------------------------
+# ---- shards within a group of scales ---------------------------------------------------------------------------------
 
 
 def cut_through(text, dim=WIDE):
@@ -342,7 +342,7 @@ def cut_through(text, dim=WIDE):
     return losses, (stored.to_local() if hasattr(stored, "to_local") else stored).nbytes
 
 
-# Rows of 256 are a group of four scales, cut in the middle; rows of 192 three of one, of which the second is cut.
+# Rows of 256 are a group of four scales, sharded in the middle; rows of 192 three of one, the second of them sharded.
 @pytest.mark.parametrize(("dim", "num_bytes"), [(256, 64 + 2 + 8), (192, 3 * (16 + 1 + 8))])
 def test_a_cut_through_a_group_changes_no_value(dim, num_bytes):
     table = f"[precision.qlora]\nrank = {RANK}\nscale_block = 4\n"
@@ -358,8 +358,8 @@ def test_refuses_a_cut_through_a_byte():
     with fake_world(64), pytest.raises(ManifestError) as caught:
         composed(text, lambda: Wide(wide=64))
     assert str(caught.value).partition("run.toml")[2] == (
-        ':8:12: [precision.qlora] tp = 64 cuts the weight of "layers.0.down" into shares of 1 columns, and in NF4 two '
-        "neighbours are one byte; name the layer in keep, or choose another tp"
+        ':8:12: [precision.qlora] tp = 64 shards the weight of "layers.0.down" into 1 columns, and in NF4 two of '
+        "them are stored in one byte; name the layer in keep, or choose another tp"
     )
 
 
@@ -382,7 +382,7 @@ def test_the_format_is_torchaos(group):
     width = form.piece_bytes
     assert torch.equal(form.dequantised(stored[:, -width:].contiguous(), levels("cpu")), values[:, -64 * group :])
     for runs in ((128,), (96, 32), (24,)):
-        fitted = form.cut(runs)
+        fitted = form.fitted(runs)
         pieces = fitted.quantised(weight)
         assert torch.equal(fitted.dequantised(pieces, levels("cpu")), values)
         right = fitted.dequantised(pieces[:, -fitted.width(runs[-1]) :].contiguous(), levels("cpu"))

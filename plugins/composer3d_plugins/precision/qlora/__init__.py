@@ -1,4 +1,4 @@
-"""Low-rank adapters on frozen weights, which are quantised to NF4 as they arrive, or left as they are."""
+"""Low-rank adapters on frozen weights, quantised to NF4 while they are loaded or kept in their dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composer3d import (
 from composer3d_plugins.precision.qlora.adapter import (
     Adapter,
     become_adapted,
-    draws_by_share,
+    draws_per_shard,
     is_linear,
     is_transposed,
     run_eagerly,
@@ -36,7 +36,7 @@ from composer3d_plugins.precision.qlora.adapter import (
 )
 from composer3d_plugins.precision.qlora.frozen_base import Chosen, digest
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
-from composer3d_plugins.precision.qlora.sharded_adapters import cut_adapters, in_bytes, stored_like
+from composer3d_plugins.precision.qlora.sharded_adapters import in_bytes, shard_adapters, stored_like
 from composer3d_plugins.precision.qlora.stacked_adapters import (
     adapt_stacked,
     adapter_seed,
@@ -55,16 +55,17 @@ if TYPE_CHECKING:
 class QLoRA:
     """Freeze the model and train low-rank adapters beside its linear layers: y = W x + alpha / rank * B A x.
 
-    With quantize = "nf4" the weights of the linear layers in blocks, and of those with adapters, are quantised before
-    sharding as they arrive, so in every layout to the same values, and multiplied after they are dequantised. Of NF4,
-    64 neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose rows
-    are no multiple of 64 are not quantised. quantize = "none" is LoRA. Linear layers are torch's, and those of GPT-2 in
-    transformers. A starts uniform, B at zero. The gradients of adapters are those of one device; only adapters are
-    trained, and saved: `composer3d export --merge` puts them into the weights that they were trained on.
-    Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights, and
-        9 bytes more (8 between scales) wherever tp shards a row within scales that share a factor; the
-        values of the layer at work; adapters of rank * (in + out) elements, whose gradients and optimizer state are the
-        only ones. While weights arrive, some copies of one of them.
+    quantize = "nf4" quantises the weights of linear layers in the model's blocks, and of layers with adapters, before
+    they are sharded, so that their values are the same in every layout; each is dequantised when its layer runs. In
+    NF4, 64 consecutive elements of a row have one scale of one byte, and `scale_block` scales have one factor and one
+    mean. Layers whose rows are no multiple of 64 are not quantised. quantize = "none" is LoRA. Supported layers are
+    torch's `nn.Linear` and transformers' `Conv1D` (GPT-2). A is initialised uniformly, B to zero. Adapter gradients
+    equal those of one device. Only adapters are trained and saved; `composer3d export --merge` adds them to the base
+    weights.
+    Memory: 33 + 8 / scale_block bytes per 64 elements of a quantised weight, sharded like other weights; 9 bytes more
+        (8 between scales) wherever tp shards a row within scales that have a common factor; the dequantised weight of
+        the layer that runs; adapters of rank * (in + out) elements, the only parameters with gradients and optimizer
+        state. While weights are loaded, some copies of one of them.
     Collectives: none of its own under data parallelism: frozen parameters have no gradients to reduce. Under tp one
         all-reduce a step for every adapter matrix that is not sharded.
 
@@ -72,13 +73,14 @@ class QLoRA:
 
     Args:
         rank: Inner dim of the adapters.
-        alpha: The adapters' product is scaled by alpha / rank; default: twice the rank.
+        alpha: Numerator of the adapters' scale alpha / rank; default: twice the rank.
         dropout: Probability of dropout on the adapters' inputs.
-        modules: Patterns of linear layers with adapters, or of modules whose linear layers have them; default: those in
-            the model's blocks.
-        quantize: "nf4", or "none".
+        modules: Patterns of linear layers that get adapters, or of modules whose linear layers do; default: all linear
+            layers in the model's blocks.
+        quantize: "nf4" (QLoRA), or "none" (LoRA).
         keep: Patterns of layers that are not quantised.
-        scale_block: Scales that share a factor; fewer, where it does not divide the scales of a row; default 32.
+        scale_block: Number of scales with a common factor; fewer where it does not divide the scales of a row; default
+            32.
     """
 
     rank: int = Field(default=16, ge=1, le=1 << 16, examples=[1])
@@ -91,7 +93,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse options that would do nothing."""
+        """Refuse options without an effect."""
         if self.keep and self.quantize == "none":
             raise PluginError('keep = [...] with quantize = "none", which keeps all weights', hint="remove keep")
         if self.scale_block is not None and self.quantize == "none":
@@ -102,7 +104,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
-        """Make the adapters; weights are stored once sharded, so that other plugins shard plain ones."""
+        """Create the adapters. Weights are quantised after other plugins have sharded them as plain tensors."""
         reason = "both replace what the same linear layers compute; float8 has no products of 4-bit weights"
         return Transform(
             name="qlora",
@@ -119,7 +121,7 @@ class QLoRA:
         store = Transform(
             name="qlora.store",
             phase=Phase.TENSOR,
-            select=self._select_cut,
+            select=self._fit_formats,
             apply=self._store,
             after=("tensor_parallel",),
             rows=lambda context: {},
@@ -135,7 +137,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
-        """Quantise a weight that arrives."""
+        """Quantise a weight while it is loaded."""
         chosen: Chosen = context.state[self]
         if fqn in context.parameter_fqns:
             chosen.digests[fqn] = digest(tensor)
@@ -151,7 +153,7 @@ class QLoRA:
         """Save digests that identify the frozen weights."""
         return {"base": context.state[self]}
 
-    # ---- which layers ------------------------------------------------------------------------------------------------
+    # ---- selection ---------------------------------------------------------------------------------------------------
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         layers: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
@@ -208,7 +210,7 @@ class QLoRA:
                 merges[fqn] = lambda weight, read: weight
         for each in stacked:
             merges.update({f"{each.fqn}.{name}": partial(merged_stacked, each, name) for name in each.forms})
-        # So that groups of the optimizer may name them.
+        # Patterns of optimizer groups may name adapters.
         context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
         context.parameter_fqns += tuple(f"{each.fqn}.{name}" for each in stacked for name in each.adapters)
         return list(dict.fromkeys([*quantised, *adapted, *context.state[self].stacked]))
@@ -225,19 +227,19 @@ class QLoRA:
     def _selected(self, model: nn.Module, context: RunContext) -> list[str]:
         chosen: Chosen | None = context.state.get(self)
         if chosen is None:
-            return [""]  # the selection of layers failed, which is told once
+            return [""]  # the selection of layers failed and has reported its error
         return list(dict.fromkeys([*chosen.quantised, *chosen.adapted, *chosen.stacked]))
 
-    def _select_cut(self, model: nn.Module, context: RunContext) -> list[str]:
-        """Adapt the formats to tp's shards; the values do not change."""
+    def _fit_formats(self, model: nn.Module, context: RunContext) -> list[str]:
+        """Choose formats whose pieces fit the local shards under tp; dequantised values do not change."""
         chosen: Chosen | None = context.state.get(self)
         for fqn, form in list(chosen.quantised.items()) if chosen is not None else ():
             dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, ()))
-            fitting = form.cut(runs) if dim == 1 else form
+            fitting = form.fitted(runs) if dim == 1 else form
             if fitting is None:
                 raise PluginError(
-                    f'tp = {context.degrees["tp"]} cuts the weight of "{fqn}" into shares of '
-                    f"{' and '.join(map(str, runs))} columns, and in NF4 two neighbours are one byte",
+                    f'tp = {context.degrees["tp"]} shards the weight of "{fqn}" into '
+                    f"{' and '.join(map(str, runs))} columns, and in NF4 two of them are stored in one byte",
                     hint="name the layer in keep, or choose another tp",
                 )
             assert chosen is not None, "it has formats"
@@ -257,7 +259,7 @@ class QLoRA:
         weight: Tensor,
         read: Callable[[str], Tensor],
     ) -> Tensor:
-        """Return a parameter of the exported model: the dequantised weight plus the adapters' product."""
+        """Return a parameter of the exported model: the dequantised weight plus the adapter's update."""
         from composer3d_plugins.precision.qlora.nf4 import levels
 
         base = weight if form is None else form.dequantised(form.quantised(weight), levels("cpu"))
@@ -266,7 +268,7 @@ class QLoRA:
         a, b = read(f"{layer}.lora_a"), read(f"{layer}.lora_b")
         return (base.to(a.dtype) + update_of(a, b, self._scale, transposed=transposed)).to(weight.dtype)
 
-    # ---- what is done to them ----------------------------------------------------------------------------------------
+    # ---- conversion, storage, initialisation -------------------------------------------------------------------------
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         chosen: Chosen = context.state[self]
@@ -306,13 +308,14 @@ class QLoRA:
                 continue
             order = orders.by_name.get(f"{fqn}.weight")
             if order is not None and fqn in chosen.adapted:
-                # An adapter matrix with the rows or columns of a reordered weight is reordered alike.
+                # The adapter matrix of a reordered dim is reordered like the weight.
                 module.has_reordered_inputs = (order.dim == 0) == module.adapter.is_transposed
                 name, dim = ("lora_a", 1) if module.has_reordered_inputs else ("lora_b", 0)
                 orders.keep(context.names_of(f"{fqn}.{name}"), dim=dim, runs=order.runs)
-            cut_adapters(module)
-            if draws_by_share(module):
-                # With all that it is in: between graphs there would be DTensors, whose gradients the compiler guesses.
+            shard_adapters(module)
+            if draws_per_shard(module):
+                # With its enclosing modules: a graph break here would pass DTensors between graphs, and the compiler
+                # guesses the placements of their gradients.
                 for name in _enclosing(fqn):
                     run_eagerly(model.get_submodule(name))
             form = chosen.quantised.get(fqn)

@@ -1,4 +1,7 @@
-"""A linear layer with a frozen weight, stored in NF4 or as it is, and a trained product of two narrow matrices."""
+"""Linear layer with a frozen weight, in NF4 or its own dtype, and a trained low-rank adapter.
+
+Shape suffixes: B tokens, I and O a layer's inputs and outputs, R the adapter's rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "become_adapted",
-    "draws_by_share",
+    "draws_per_shard",
     "is_linear",
     "is_transposed",
     "run_eagerly",
@@ -33,11 +36,11 @@ class Adapter:
     """Adapter of one linear layer.
 
     Args:
-        fqn: Of the layer.
+        fqn: FQN of the layer.
         form: Format of the stored weight; None where it is not quantised.
-        rank: Inner dim of the trained product; 0 where there is none.
-        scale: Factor of the trained product.
-        dropout: Probability of dropout on its input.
+        rank: Inner dim of the adapter; 0 if the layer has none.
+        scale: Factor of the adapter's product.
+        dropout: Probability of dropout on the adapter's input.
         is_transposed: Whether the weight is `[in, out]`.
         sharded_random: Opens the random stream of sharded activations.
     """
@@ -52,7 +55,9 @@ class Adapter:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
+    """Return whether a layer is supported. Subclasses are not: their forward may differ, or, as in torch's attention,
+    may never be called.
+    """
     from torch import nn
 
     return type(module) is nn.Linear or is_transposed(module)
@@ -65,22 +70,22 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def update_of(a_RI: Tensor, b_OR: Tensor, scale: float, *, transposed: bool) -> Tensor:
-    """Return what the adapter adds to the weight, `[out, in]`, or transposed."""
+    """Return the adapter's update of a weight, `[out, in]`, or transposed."""
     update_OI = scale * (b_OR @ a_RI)
     return update_OI.t() if transposed else update_OI
 
 
 def become_adapted(module: Any, adapter: Adapter) -> None:
-    """Make a linear layer compute as an adapted one, in place, so that hooks and other names stay.
+    """Convert a linear layer to an adapted one in place, which keeps its identity, hooks and FQN.
 
-    Its parameters `lora_a` `[rank, in]` and `lora_b` `[out, rank]` are made on its weight's device, without values.
+    Adds zero parameters `lora_a` `[rank, in]` and `lora_b` `[out, rank]` on the weight's device.
     """
     import torch
     from torch import nn
 
     module.adapter, module.has_reordered_inputs = adapter, False
     weight = module.weight
-    # Small updates would be lost in a narrower dtype.
+    # A narrower dtype would round small updates away.
     dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
     if adapter.rank:
         out_features, in_features = reversed(weight.shape) if adapter.is_transposed else weight.shape
@@ -89,18 +94,16 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     module.__class__ = _adapted_class(type(module))
 
 
-def draws_by_share(module: Any) -> bool:
-    """Return whether ranks draw different random numbers in an adapted layer, by its sharding."""
+def draws_per_shard(module: Any) -> bool:
+    """Return whether each rank draws the dropout mask of its own shard of the inputs."""
     from torch.distributed.tensor import DTensor
 
     adapter: Adapter = module.adapter
-    return bool(adapter.rank and adapter.dropout) and (
-        isinstance(module.weight, DTensor) and _is_cut_along_inputs(module)
-    )
+    return bool(adapter.rank and adapter.dropout) and (isinstance(module.weight, DTensor) and _is_input_sharded(module))
 
 
 def run_eagerly(module: Any) -> None:
-    """Exclude a module from compilation: it changes the generators' state."""
+    """Exclude a module from compilation, which cannot trace changes of generator state."""
     forward = module.forward
     if getattr(forward, "composer3d_eager", False):
         return
@@ -113,8 +116,8 @@ def run_eagerly(module: Any) -> None:
     module.forward = eager
 
 
-def _is_cut_along_inputs(module: Any) -> bool:
-    """Return whether tp has sharded a weight along its inputs."""
+def _is_input_sharded(module: Any) -> bool:
+    """Return whether tp shards a weight along its inputs."""
     found: bool = module.weight.placements[0].is_shard(0 if module.adapter.is_transposed else 1)
     return found
 
@@ -124,23 +127,23 @@ def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     class Adapted(base):
         def forward(self, input: Tensor) -> Any:
-            """Return the product of the frozen weight and that of the adapter."""
-            return _on_shares(self, input)
+            """Return the sum of the frozen weight's product and the adapter's."""
+            return _on_local_shards(self, input)
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
     return Adapted
 
 
-def _on_shares(module: Any, x: Any) -> Any:
-    """Compute on this rank's shard of a weight that tp has sharded, or on the whole weight."""
+def _on_local_shards(module: Any, x: Any) -> Any:
+    """Compute on the local shard of a weight that tp shards, or on the plain weight."""
     from torch.distributed.tensor import DTensor
 
     weight = module.weight.t() if module.adapter.is_transposed else module.weight
-    is_cut = isinstance(weight, DTensor) and _is_cut_along_inputs(module)
+    is_sharded = isinstance(weight, DTensor) and _is_input_sharded(module)
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
-        return _product(module, x, weight, bias, a, b, is_cut=is_cut)
+        return _product(module, x, weight, bias, a, b, is_sharded=is_sharded)
 
     return on_shares(product, x, weight, module.bias, a, b)
 
@@ -153,7 +156,7 @@ def _product(
     a_RI: Tensor | None,
     b_OR: Tensor | None,
     *,
-    is_cut: bool,
+    is_sharded: bool,
 ) -> Tensor:
     import torch.nn.functional as F
 
@@ -170,16 +173,16 @@ def _product(
         return y_BO
     x_BI = x_BI.to(a_RI.dtype)
     if adapter.dropout and module.training:
-        with _drawing(module, x_BI) if is_cut else contextlib.nullcontext():
+        with _drawing(module, x_BI) if is_sharded else contextlib.nullcontext():
             x_BI = F.dropout(x_BI, adapter.dropout)
     return y_BO + (adapter.scale * F.linear(F.linear(x_BI, a_RI), b_OR)).to(y_BO.dtype)
 
 
 def _drawing(module: Any, x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Open the random stream of an input that is sharded over tp: shards of one device's numbers, where they are equal.
+    """Enter the random stream of an input sharded over tp; even shards draw their part of one device's numbers.
 
     Args:
-        module: Adapted, its weight sharded along its inputs.
+        module: Adapted layer whose weight is sharded along its inputs.
         x: Local input, its last dim sharded.
     """
     adapter: Adapter = module.adapter
@@ -191,7 +194,7 @@ def _drawing(module: Any, x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def table_of(module: Any, device: torch.device) -> Tensor:
-    """Return the NF4 table of a device; cached, since making it copies from the host."""
+    """Return the NF4 table on a device, cached in the module: creating it copies from the host."""
     table: Tensor | None = vars(module).get("levels")
     if table is None or table.device != device:
         table = module.levels = levels(device)

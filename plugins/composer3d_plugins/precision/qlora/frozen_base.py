@@ -1,4 +1,4 @@
-"""Frozen base model of adapters: its layers, and digests that recognise the weights of a checkpoint's base."""
+"""Frozen base model of adapters: selected layers, and digests that identify its weights in a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Chosen:
     """State of a run's adapters and base model.
 
     Attributes:
-        quantised: The format of every stored weight, by the layer's FQN.
+        quantised: Format of every quantised weight, by the layer's FQN.
         adapted: FQNs of the layers with adapters.
         stacked: Adapters of modules with stacked weights, by FQN.
         scale: Factor of the adapters' product.
-        quantize: The plugin's option.
-        waiting: Stored weights of a model that came with values, until they are placed.
-        digests: Of frozen parameters as loaded, by FQN.
+        quantize: The plugin's option `quantize`.
+        waiting: Quantised weights of a model that was passed with values, until they are placed.
+        digests: Digests of frozen parameters as loaded, by FQN.
     """
 
     quantised: dict[str, Format]
@@ -43,18 +43,18 @@ class Chosen:
     digests: dict[str, str] = field(default_factory=dict)
 
     def stacked_form(self, parameter: str) -> Format | None:
-        """Return the format of a stacked weight; None for another parameter, and where it is not quantised."""
+        """Return the format of a stacked weight; None if it is not quantised, and for other parameters."""
         for fqn, adapter in self.stacked.items():
             if parameter.startswith(f"{fqn}.") and parameter.removeprefix(f"{fqn}.") in adapter.forms:
                 return adapter.forms[parameter.removeprefix(f"{fqn}.")]
         return None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state that a checkpoint of adapters is checked against."""
+        """Return the digests, scale and quantisation that a run which loads the adapters must match."""
         return {"digests": dict(self.digests), "scale": self.scale, "quantize": self.quantize}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with a checkpoint; a base model of other storage is nearly the same, and logged."""
+        """Validate a checkpoint against this run; another quantisation of the same base model is only logged."""
         for fqn, known in state["digests"].items():
             if self.digests.get(fqn, known) != known:
                 raise CheckpointError(

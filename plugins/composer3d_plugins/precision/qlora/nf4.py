@@ -1,10 +1,12 @@
-"""NF4 codec: matrices stored so that every shard of their rows or columns is self-contained.
+"""NF4 codec: a byte layout in which every shard of a matrix' rows or columns can be dequantised by itself.
 
-torchao quantises: 64 neighbours of a row share a scale, and the scales, less their mean, are kept in one byte, of which
-some share a factor. A piece is one run of bytes: codes, scales, factor, mean. It has the weights that share such a
-factor, or where tp splits those, the largest part of them in one shard, with a copy of the factor: values are the same
-in every layout. So a stored w_OI is a uint8 matrix s_OW of W bytes a row, and FSDP2, tensor parallelism and checkpoints
-shard it between rows or pieces without knowing its format.
+torchao quantises: 64 consecutive elements of a row have one scale; scales, less their mean, are stored in one byte
+each, and a group of scales has one factor. A *piece* is a run of bytes: codes, scales, factor, mean. It covers one
+group, or, where tp shards within groups, the largest part that lies in one shard, with its own copy of the factor, so
+that values are the same in every layout. A stored w_OI is therefore a uint8 matrix s_OW with W bytes per row, which
+FSDP2, tensor parallelism and checkpoints shard between rows or pieces like any tensor.
+
+Shape suffixes: O rows and I columns of a weight, W bytes of a stored row.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "Format", "levels"]
 
-BLOCK = 64  # weights that share a scale
+BLOCK = 64  # elements per scale
 _CODES = BLOCK // 2  # bytes
 _SCALING = 8  # bytes of a factor and a mean
 
-# Values of the format, as torchao rounds them; their indices are stored.
+# The 16 values of NF4, as torchao rounds them; their indices are the codes.
 _LEVELS = (
     (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0)
     + (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
@@ -38,8 +40,8 @@ class Format:
     """Storage format of a matrix.
 
     Args:
-        group: Scales that share a factor.
-        piece: Weights per piece: all that share a factor, or a part of them.
+        group: Scales with a common factor.
+        piece: Elements per piece: those of one group, or a part of them.
     """
 
     group: int
@@ -47,19 +49,19 @@ class Format:
 
     @classmethod
     def of(cls, in_features: int, *, group: int) -> Format:
-        """Return the format of rows of a length: groups of at most `group` scales that do not cross rows."""
+        """Return the format of rows of `in_features` elements: groups of at most `group` scales, within one row."""
         fitting = gcd(in_features // BLOCK, group)
         return cls(group=fitting, piece=fitting * BLOCK)
 
-    def cut(self, runs: Sequence[int]) -> Format | None:
-        """Return the format of the same values for ranks with runs of these lengths; None if one is odd."""
+    def fitted(self, runs: Sequence[int]) -> Format | None:
+        """Return a format with the same values whose pieces divide runs of these lengths; None if a run is odd."""
         piece = gcd(BLOCK * self.group, *runs)
         piece = piece if piece % BLOCK == 0 else gcd(BLOCK, piece)
         return None if piece % 2 else replace(self, piece=piece)
 
     @property
     def num_scales(self) -> int:
-        """Scales of one piece; 1 for a piece of less than 64 weights, shared with other pieces."""
+        """Scales of one piece; 1 for a piece of less than 64 elements, repeated in every piece of its block."""
         return max(self.piece // BLOCK, 1)
 
     @property
@@ -68,11 +70,11 @@ class Format:
         return self.piece // 2 + self.num_scales + _SCALING
 
     def width(self, in_features: int) -> int:
-        """Return the bytes of a row of weights."""
+        """Return the bytes of a stored row."""
         return in_features // self.piece * self.piece_bytes
 
     def features(self, width: int) -> int:
-        """Return the weights in a row of bytes."""
+        """Return the elements of a stored row."""
         return width // self.piece_bytes * self.piece
 
     def quantised(self, weight: Tensor) -> Tensor:
@@ -81,9 +83,9 @@ class Format:
         Args:
             weight: `[out, in]`, in a multiple of 64.
 
-        Memory: several float32 copies of the matrix for a moment.
+        Memory: several float32 copies of the matrix, freed on return.
         """
-        # Bytes are decoded in float32, whatever mode is active around (verify computes in float64).
+        # The codec computes in float32 under any active mode (`verify` computes in float64).
         with torch_compat.without_torch_functions():
             return self._quantised(weight)
 
@@ -95,7 +97,7 @@ class Format:
         full = weight.detach().float().contiguous()
         made = module.to_nf4(full, BLOCK, self.group)
         codes = made.quantized_data.view(-1, _CODES).clone()
-        # A block of zeros has no scale that its elements could be divided by.
+        # A block of zeros has a scale of zero, and its codes would come from 0 / 0.
         codes[full.view(-1, BLOCK).abs().amax(-1) == 0] = _ZEROS
         factors = made.quantization_factor.view(-1, 1)
         scaling = torch.cat([factors, made.scaler_mean.expand_as(factors)], -1).contiguous().view(torch.uint8)
@@ -127,7 +129,7 @@ class Format:
 
 
 def levels(device: Any) -> Tensor:
-    """Return the two weights that every byte of codes encodes, `[256, 2]`."""
+    """Return the two values that each byte of codes encodes, `[256, 2]`."""
     import torch
 
     with torch_compat.without_torch_functions():

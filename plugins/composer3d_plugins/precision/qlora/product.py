@@ -1,4 +1,7 @@
-"""Product of a stored weight, which is dequantised again for the backward."""
+"""Product with a quantised weight, which is dequantised again in the backward.
+
+Shape suffixes: I and O inputs and outputs; leading dims are free.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ __all__ = ["StoredProduct"]
 
 
 class StoredProduct(torch.autograd.Function):
-    """Multiply by a stored weight without keeping its values; at module level, for the compiler creates no class."""
+    """Multiply by a quantised weight without saving its dequantised values for the backward.
+
+    Defined at module level: the compiler cannot trace the creation of a class.
+    """
 
     @staticmethod
     def forward(
@@ -38,5 +44,5 @@ class StoredProduct(torch.autograd.Function):
 
 
 def _values(stored: Tensor, levels: Tensor, form: Format, *, is_transposed: bool) -> Tensor:
-    """Return values `[out, in]`; a transposed weight is stored by its own rows, which are inputs."""
+    """Return w_OI; a transposed weight is stored as `[in, out]` and quantised along its outputs."""
     return form.dequantised(stored.t(), levels).t() if is_transposed else form.dequantised(stored, levels)

@@ -1,4 +1,4 @@
-"""Adapters and stored weights of linear layers that tp has sharded: placements that follow those of the weight."""
+"""Placements of adapters and stored weights of linear layers that tp has sharded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from composer3d_plugins.precision.qlora.nf4 import Format
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["cut_adapters", "in_bytes", "stored_like"]
+__all__ = ["in_bytes", "shard_adapters", "stored_like"]
 
 
-def cut_adapters(module: Any) -> None:
+def shard_adapters(module: Any) -> None:
     """Shard a layer's adapters over tp like its weight; a matrix without the sharded dim stays replicated."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,12 +25,12 @@ def cut_adapters(module: Any) -> None:
     (placement,), mesh = weight.placements, weight.device_mesh
     for name, dim in (("lora_a", 1), ("lora_b", 0)):
         full = getattr(module, name).detach()
-        is_cut = placement.is_shard(1 - dim if module.adapter.is_transposed else dim)
-        piece = full.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone() if is_cut else full
+        is_sharded = placement.is_shard(1 - dim if module.adapter.is_transposed else dim)
+        piece = full.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone() if is_sharded else full
         value = DTensor.from_local(
             piece,
             mesh,
-            [Shard(dim) if is_cut else Replicate()],
+            [Shard(dim) if is_sharded else Replicate()],
             run_check=False,
             shape=full.shape,
             stride=full.stride(),
@@ -52,7 +52,7 @@ def stored_like(weight: Any, form: Format) -> nn.Parameter:
     local_rows, local_columns = weight.to_local().shape
     if local_columns % form.piece:
         raise TransformError(
-            f"a plugin cut a quantised weight into shares of {local_columns} columns, and did not say so in cuts"
+            f"a plugin sharded a quantised weight into {local_columns} columns per rank, which no plan has declared"
         )
     piece = torch.empty((local_rows, form.width(local_columns)), dtype=torch.uint8, device=weight.device)
     value = DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1))

@@ -1,8 +1,8 @@
-"""Adapters of stacked experts: of each matrix in a stacked weight its own, which is trained beside the frozen matrix.
+"""Adapters of stacked experts: one low-rank adapter per matrix of a stacked weight.
 
-The module's own code runs; what it multiplies with a stacked weight is computed expert by expert, from the stored bytes
-of one matrix at a time. A matrix has two adapters as it is stored, w_PQ + scale * b_PA a_AQ, so that it makes no
-difference which of its dims the module's code sums over.
+The module's own code runs; its products with a stacked weight are computed expert by expert, dequantising one matrix at
+a time. An adapter is defined on the matrix as it is stored, w_PQ + scale * b_PA a_AQ, so that it does not depend on the
+dim over which the module contracts.
 
 Shape suffixes: E experts, P rows and Q columns of a stored matrix, A the adapters' inner dim, R rows of tokens.
 """
@@ -42,11 +42,11 @@ class StackedAdapter:
     """Adapters of one module with stacked weights.
 
     Args:
-        fqn: Of the module.
-        forms: Formats of its stacked weights by name in the module; None where one is not quantised.
-        rank: Inner dim of the trained products; 0 where there are none.
-        scale: Factor of the trained products.
-        dropout: Probability of dropout on their inputs.
+        fqn: FQN of the module.
+        forms: Formats of its stacked weights, by name in the module; None for a weight that is not quantised.
+        rank: Inner dim of the adapters; 0 if there are none.
+        scale: Factor of the adapters' products.
+        dropout: Probability of dropout on the adapters' inputs.
     """
 
     fqn: str
@@ -57,7 +57,7 @@ class StackedAdapter:
 
     @property
     def adapters(self) -> list[str]:
-        """Names in the module of what is trained."""
+        """Names of the adapter parameters in the module."""
         return [f"{name}_{kind}" for name in self.forms for kind in (A, B)] if self.rank else []
 
 
@@ -73,12 +73,12 @@ def select_stacked(
     """Return the adapters of the modules with stacked weights.
 
     Args:
-        model: The whole one.
-        context: With its ties.
-        adapted: FQNs of modules with adapters.
-        quantised: Of those whose weights are quantised, where their rows are multiples of 64.
-        group: Scales that share a factor, at most.
-        options: Rank, scale and dropout.
+        model: The whole model.
+        context: Its ties are read.
+        adapted: FQNs of modules that get adapters.
+        quantised: FQNs of modules whose weights are quantised, if their rows are multiples of 64.
+        group: Maximum number of scales with a common factor.
+        options: `rank`, `scale` and `dropout`.
     """
     tied = {fqn for names in context.ties for fqn in names}
     found = []
@@ -98,11 +98,11 @@ def select_stacked(
 
 
 def adapt_stacked(module: nn.Module, adapter: StackedAdapter) -> dict[str, Tensor]:
-    """Make a module with stacked weights compute with adapters beside them, in place; they are made without values.
+    """Add zero adapters to a module with stacked weights, in place.
 
-    Return stored weights by FQN, of a module that came with values.
+    Returns the quantised weights by FQN if the module has values; none if it is on meta.
 
-    Memory: of the matrix at work its dequantised values. Collectives: none.
+    Memory: one dequantised matrix at a time. Collectives: none.
     """
     import torch
     from torch import nn
@@ -146,7 +146,7 @@ def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
-    """A stacked weight in a forward, with its adapters: plain tensors of this rank's experts."""
+    """Stacked weight and adapters during one forward: plain local tensors of this rank's experts."""
 
     stored_EPW: Tensor
     a_EAQ: Tensor | None
@@ -156,7 +156,7 @@ class _Weight:
 
     @classmethod
     def of(cls, module: nn.Module, name: str, adapter: StackedAdapter) -> _Weight:
-        """Read what is there now: gathered, or shadowed by this rank's experts."""
+        """Read the module's current tensors: all-gathered, or this rank's experts under expert parallelism."""
         owner, short = _owner(module, name)
         a, b = (getattr(owner, f"{short}_{kind}", None) for kind in (A, B))
         return cls(
@@ -169,12 +169,12 @@ class _Weight:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As it would be without quantisation."""
+        """Shape of the weight before quantisation."""
         number, rows, width = self.stored_EPW.shape
         return number, rows, width if self.form is None else self.form.features(width)
 
     def product(self, module: nn.Module, x_RI: Tensor, w_OI: Tensor) -> Tensor:
-        """Return y_RO; the view tells whose matrix it is, and whether it is transposed."""
+        """Return y_RO; the view's offset and strides identify the expert and whether its matrix is transposed."""
         import torch.nn.functional as F
 
         from composer3d_plugins.precision.qlora.product import StoredProduct
@@ -206,7 +206,7 @@ def _plain(value: Any) -> Any:
 
 
 def merged_stacked(adapter: StackedAdapter, name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-    """Return a stacked weight of the exported model: dequantised, plus its adapters' products."""
+    """Return a stacked weight of the exported model: the dequantised weight plus its adapters' updates."""
     from composer3d_plugins.precision.qlora.nf4 import levels
 
     form = adapter.forms[name]
@@ -224,12 +224,12 @@ def stored_stacked(tensor: Tensor, form: Format) -> Tensor:
 
 
 def store_stacked(module: nn.Module, adapter: StackedAdapter, waiting: dict[str, Tensor]) -> None:
-    """Put empty stored weights in the place of plain ones, sharded as these; on meta if these are.
+    """Replace plain weights by stored ones with the same placements: empty, or filled from `waiting`.
 
     Args:
-        module: Adapted.
-        adapter: Its.
-        waiting: Stored weights by FQN, of a model that came with values; those of this module are taken out.
+        module: Module with stacked weights; on meta, its stored weights are too.
+        adapter: Adapter of the module.
+        waiting: Quantised weights by FQN of a model that was passed with values; this module's are removed.
     """
     import torch
     from torch import nn
@@ -259,7 +259,7 @@ def store_stacked(module: nn.Module, adapter: StackedAdapter, waiting: dict[str,
 
 
 def start_stacked(module: nn.Module, adapter: StackedAdapter, context: RunContext) -> None:
-    """Draw the adapters, each from its own generator, so that they are the same in every layout."""
+    """Initialise the adapters, each from its own generator, so that they are the same in every layout."""
     import torch
 
     table_of(module, context.device)
