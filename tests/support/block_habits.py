@@ -149,7 +149,7 @@ class WholeNorm(nn.Module):
 
 
 class HeadBias(nn.Module):
-    """A parameter of attention itself meets its cut heads."""
+    """A parameter of attention itself is combined with its sharded heads."""
 
     def __init__(self, dim, heads=4):
         super().__init__()

@@ -40,7 +40,7 @@ def collector(kind):
 
 @contextmanager
 def oteltap(folder):
-    """Start the real OTLP/HTTP receiver; yields its base URL and the file to which it writes what it gets."""
+    """Start the real OTLP/HTTP receiver; yields its base URL and the file that it writes received data to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -14,7 +14,7 @@ VOCAB = 12
 
 
 class Mlp(nn.Module):
-    """A block whose hidden features can be cut over 2 or 4 ranks."""
+    """A block whose hidden features can be sharded over 2 or 4 ranks."""
 
     def __init__(self, dim, dropout=0.0):
         super().__init__()
@@ -81,7 +81,7 @@ def root(name, phase, apply, **options):
 
 @plugin(family="sharding", owns=("dp_replicate",))
 class NotReduced:
-    """Data parallelism that says it averages gradients, and does not."""
+    """Data parallelism that claims to average gradients, and does not."""
 
     @hookimpl
     def composer3d_shard(self, context):
@@ -162,7 +162,7 @@ class MeanOfMeans:
 
 @plugin(family="sharding", owns=("tp",))
 class HandMade:
-    """Column and row cuts of every block's projections, by torch's own styles.
+    """Column- and row-wise sharding of every block's projections, by torch's own styles.
 
     Args:
         fault: bias: a bias once a rank. nothing: the patterns match nothing.

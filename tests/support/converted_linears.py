@@ -145,7 +145,7 @@ def plan(text):
 
 
 def assert_bits_of_one_device(world_size, layouts, table, converted):
-    """Train in layouts that cut nothing within a layer: nothing may differ from one device that cuts the data alike."""
+    """Train in layouts that shard no single layer; results equal those of one device with the same micro-batches."""
     cases = ((layout + table, converted, world_size) for layout in layouts)
     for ranks in in_one_world(trained, world_size, *cases):
         for losses, losses_1, gradients, weights in ranks:

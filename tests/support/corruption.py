@@ -11,7 +11,7 @@ KINDS = ("flip", "flips", "truncate", "zero", "overwrite", "append", "insert", "
 
 
 def corrupt(folder: Path, chance: random.Random) -> str:
-    """Damage one file, or two by exchanging them; return what was done.
+    """Damage one file, or two by exchanging them; return the description of the damage.
 
     Args:
         folder: Every file below it may be chosen.

@@ -27,5 +27,5 @@ def is_of_day(scope: str, day: int = PART) -> bool:
 
 
 def header(day: int = PART) -> str:
-    """Return the line that says which part is run, and how to run it again."""
+    """Return the line that names the part that runs, and the command that repeats it."""
     return f"slow tests: part {day % NUM_PARTS + 1} of {NUM_PARTS}, that of COMPOSER3D_MATRIX_PART={day}"

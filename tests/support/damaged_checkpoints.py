@@ -34,7 +34,7 @@ def write_metadata(path: Path, metadata: Any) -> None:
 
 
 def without_digests(path: Path) -> None:
-    """Make a checkpoint what a composer3d without digests would have saved."""
+    """Rewrite a checkpoint in the format of composer3d without digests."""
     (path / "checksums.json").unlink()
     state = path / "state.json"
     state.write_text(state.read_text().replace('"composer3d": 2', '"composer3d": 1', 1))

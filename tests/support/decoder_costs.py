@@ -1,4 +1,4 @@
-"""Costs of a decoder's layouts in closed form, for searches in milliseconds, and what the lint says of them."""
+"""Costs of a decoder's layouts in closed form, for searches in milliseconds, and the lint's findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ZERO_BUBBLE = 0.2  # of 1F1B's
 
 
 class DecoderCosts:
-    """What the search asks of a model's costs."""
+    """Costs of a model as the search queries them."""
 
     def __init__(self, shape, hardware):
         self.shape, self.hardware, self.num_blocks = shape, hardware, shape.num_layers
@@ -35,7 +35,7 @@ class DecoderCosts:
 
 
 def advice_on(shape, setup, hardware, **options):
-    """Return what the lint says of a decoder's layout."""
+    """Return the lint's findings on a decoder's layout."""
     trace = max(static_traces(shape, setup), key=lambda trace: trace.memory.peak)
     return lint(
         trace,

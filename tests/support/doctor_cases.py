@@ -1,4 +1,4 @@
-"""Runs with a fault in a folder of their own, and what doctor says of them."""
+"""Runs with a fault, each in a folder of its own, and doctor's diagnosis of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def start(*overrides):
 
 @pytest.fixture
 def run(folder, capfd):
-    """Run a manifest with a fault to its end; return doctor's lines, and what it says as JSON."""
+    """Run a manifest with a fault to its end; return doctor's lines, and its JSON report."""
 
     def told(fault, *overrides, code=3, **options):
         write(fault, **options)
@@ -71,7 +71,7 @@ def run(folder, capfd):
 
 
 def lines(capfd, *options):
-    """Return doctor's lines, and what it says as JSON, which must be the same."""
+    """Return doctor's lines, and its JSON report, which must agree."""
     capfd.readouterr()
     assert main(["doctor", "out", *options]) == 0
     shown = capfd.readouterr().out.splitlines()
@@ -112,7 +112,7 @@ def mount(folder, size):
 
 
 def may_mount():
-    """Tell whether `mount` works here."""
+    """Return whether `mount` works here."""
     if sys.platform != "linux" or shutil.which("mount") is None:
         return False
     return in_child(lambda: _quietly(lambda: mount("/mnt", "16k"))) == 0

@@ -77,12 +77,12 @@ def tables(text, *headings):
 
 
 def code(cell):
-    """Return what is written as code in a cell."""
+    """Return the inline code in a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def links(text):
-    """Return what is shown of every Markdown link, by its target."""
+    """Return the text of every Markdown link, by its target."""
     return {target: shown for shown, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text)}
 
 
@@ -93,5 +93,5 @@ def anchors(text):
 
 
 def recorded(name):
-    """Return what a benchmark wrote down of its last run."""
+    """Return the recorded results of a benchmark's last run."""
     return json.loads(read(f"benchmarks/results/{name}.json"))

@@ -22,7 +22,7 @@ class Sliced(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Features taken through the shares of the ranks."""
+    """Features indexed through the ranks' local shards."""
 
     def __init__(self, dim):
         super().__init__()
@@ -88,7 +88,7 @@ class Gated(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Parameters of the block itself between cut regions, and in them."""
+    """Parameters of the block itself between sharded regions, and inside them."""
 
     def __init__(self, dim):
         super().__init__()

@@ -188,7 +188,7 @@ class TiedHead(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Blocks of two forms: in one of them there is nothing to cut."""
+    """Blocks of two forms, one of which has nothing to shard."""
 
     def __init__(self, dim=16):
         super().__init__()

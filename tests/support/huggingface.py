@@ -148,9 +148,9 @@ def options_of(folder):
 
 
 def reference(folder, own_loss):
-    """One device: transformers' model, a sequence at a time, as the runs cut their batch.
+    """One device: transformers' model, a sequence at a time, as the runs split their batch.
 
-    Norms of Gemma and the models' own losses compute in float32 whatever the weights are, so the cut shows at 1e-7.
+    Norms of Gemma and the models' own losses compute in float32 whatever the weights are, so the split shows at 1e-7.
     """
     from transformers import AutoModelForCausalLM, logging
 

@@ -1,4 +1,4 @@
-"""Rows of tokens, and batches of all ranks put together, for the tests of the loader."""
+"""Rows of tokens, and global batches concatenated over ranks, for the tests of the loader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def user_source(dataset, table):
 
 
 def global_batches(make, degree, steps):
-    """Return the batches of all ranks put together, step by step."""
+    """Return the global batches, concatenated over ranks, step by step."""
     loaders = [make(rank, degree) for rank in range(degree)]
     batches = [[loader.batch(step) for loader in loaders] for step in steps]
     return [

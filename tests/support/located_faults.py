@@ -28,7 +28,7 @@ class Added(torch.autograd.Function):
 
 
 class AddedBack(torch.autograd.Function):
-    """Passes on what it is given; its gradient is added up over a group."""
+    """Identity whose gradient is summed over a group."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -117,12 +117,12 @@ def balance_by_rank(output, targets):
 
 @plugin(family="sharding", owns=("tp",))
 class Cut:
-    """Cuts over tp by hand.
+    """Shards over tp by hand.
 
     Args:
         fault: vocabulary: the second rank's rows begin one too late. head: every rank takes the keys of the head of its
-            own number. keys: the gradients of keys and values are left in parts. packed: a projection is cut across its
-            parts. twice: what comes back is added up once more.
+            own number. keys: the gradients of keys and values are left in parts. packed: a projection is sharded across
+            its parts. twice: what comes back is added up once more.
     """
 
     fault: Literal["vocabulary", "head", "keys", "packed", "twice"]
@@ -300,7 +300,7 @@ class Block:
 
     Args:
         fault: later: its output is wrong in the third forward. late_gradient: what comes back through it in the last
-            micro-batch is lost. recomputed: it is computed again from another input.
+            micro-batch is lost. recomputed: it is recomputed from another input.
         block: Its number.
         microbatches: Of a rank.
     """

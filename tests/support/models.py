@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Even(Net):
-    """A model whose blocks can be cut over tp."""
+    """A model whose blocks can be sharded over tp."""
 
     def __init__(self, dim=7, num_layers=4):
         super().__init__(dim=dim, num_layers=num_layers)
@@ -98,7 +98,7 @@ def composed(text, model=None, *, loss_fn=sum_loss, **options):
 
 
 def mine(run, tensor):
-    """Cut out what this data-parallel rank reads."""
+    """Slice the samples of this data-parallel rank."""
     degree = run.context.data_parallel_degree
     size = tensor.shape[0] // degree
     return tensor.narrow(0, run.context.data_parallel_rank * size, size)

@@ -1,4 +1,4 @@
-"""Layouts that compute in a narrow dtype, and one device that cuts the batch as they do."""
+"""Layouts that compute in a narrow dtype, and one device with the same micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = [
 
 
 def narrow_reference(tokens, targets, chunks, dtype=torch.bfloat16, scale=1.0, change=lambda model: model, factory=Net):
-    """One device that cuts the batch as the run does: narrow compute, float32 weights and sums of gradients."""
+    """One device with the run's micro-batches: narrow compute, float32 weights and sums of gradients."""
     total = {}
     count = (targets != -100).sum()
     model = seeded(factory)

@@ -106,7 +106,7 @@ class Placing:
 
 @plugin(family="scheduling")
 class Trained:
-    """Trains what the model says is frozen, or loses digits or a micro-batch.
+    """Trains frozen parameters, or loses digits or a micro-batch.
 
     Args:
         fault: thawed: the embedding is trained. narrow: fsdp2 reduces in bfloat16. scaled: the loss of the second of

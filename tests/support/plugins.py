@@ -1,4 +1,4 @@
-"""Plugins that stand in manifests of tests with `use = "support.plugins:Name"`."""
+"""Plugins that manifests of tests select with `use = "support.plugins:Name"`."""
 
 from __future__ import annotations
 
@@ -174,11 +174,11 @@ class Counting:
 
 @plugin(family="sharding")
 class Parallelized:
-    """torch's parallelize_module over tp, which cuts ties.
+    """torch's parallelize_module over tp, which unties parameters.
 
     Args:
-        columns: FQNs of linear modules cut along their outputs, which are gathered.
-        rows: FQNs of embeddings cut along their rows.
+        columns: FQNs of linear modules sharded along their outputs, which are all-gathered.
+        rows: FQNs of embeddings sharded along their rows.
     """
 
     columns: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class InApply:
 
 @plugin(family="profiling")
 class InRows:
-    """A transform that cannot say what it does."""
+    """A transform whose rows cannot be computed."""
 
     @hookimpl
     def composer3d_convert(self, context: Any) -> Transform:

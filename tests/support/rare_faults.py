@@ -130,7 +130,7 @@ class Hooked:
     """Does something to the blocks' inputs and outputs.
 
     Args:
-        fault: dropped: drops once more. undropped: its dropout is switched off. detached: cuts the graph. in_place:
+        fault: dropped: drops once more. undropped: its dropout is off. detached: detaches its output. in_place:
             changes activations in place. rarely: it drops less than it should.
         block: Its number.
     """

@@ -11,13 +11,13 @@ from composer3d import Axis, Dtypes, Phase, PluginError, Role, Transform, hookim
 
 @plugin(family="sharding")
 class Faulty:
-    """A transform of the blocks that goes wrong where it is told to.
+    """A transform of the blocks with a chosen fault.
 
     Args:
-        fault: What goes wrong.
-        phase: Where it stands.
+        fault: Name of the fault.
+        phase: Phase of the transform.
         name: The transform's.
-        patterns: Of what is selected.
+        patterns: Patterns of the selected modules.
         styles: By pattern.
         after: Names.
         requires: Names.
@@ -105,7 +105,7 @@ class OnlyGpu:
 
 @plugin(family="precision")
 class Unheard:
-    """Gives dtypes, which somebody should ask for."""
+    """Returns dtypes that a transform has to query."""
 
     @hookimpl
     def composer3d_dtypes(self, context, fqn):

@@ -72,7 +72,7 @@ def ends_in_recovery():
 
 
 def trained(manifest, folder, ends):
-    """Train as one rank; note a line a step, and end where `ends` says: `[group, attempt, rank, step, place, how]`."""
+    """Train as one rank; write a line per step, end at those in `ends`: `[group, attempt, rank, step, place, how]`."""
     torch.set_default_dtype(torch.float64)
     group, attempt = int(os.environ.get(GROUP, 0)), int(os.environ.get(ATTEMPT, 0))
     rank = int(os.environ["RANK"])

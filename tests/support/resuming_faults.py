@@ -11,7 +11,7 @@ from support.composition_faults import Mlp
 
 
 class Restoring(torch.optim.AdamW):
-    """Restores what it is asked for, but for a fault."""
+    """Restores the requested state, except for a fault."""
 
     fault = ""
 

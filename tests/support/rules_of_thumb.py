@@ -22,7 +22,7 @@ __all__ = [
 
 
 def ring_traffic(num_ranks: int, *, passes: int = 2) -> float:
-    """Return what a rank sends in an all-reduce (two passes) or a gather (one), as a multiple of the buffer.
+    """Return the bytes that a rank sends in an all-reduce (two passes) or a gather (one), as a multiple of the buffer.
 
     A pipelined tree sends as much: log2 N is in its latency, not in its traffic.
 

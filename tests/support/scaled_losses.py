@@ -1,4 +1,4 @@
-"""Losses whose last operation does not show what they are."""
+"""Losses whose last operation does not show their reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of a file that are run at all: a fixture that all of them share computes no others."""
+"""Cases of a file that are selected: a common fixture computes no others."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def one_device(case, degree):
 
 
 def sharded(case, group, **replaced):
-    """Return this rank's output and gradients, and what it exchanged."""
+    """Return this rank's output and gradients, and its collectives."""
     rows, columns = case.positions(group.degree)
     q, k, v, grad = (x.to(case.dtype) for x in inputs(case, group.degree))
     of_rows, of_columns = rows.index(group.rank), columns.index(group.rank)

@@ -36,7 +36,7 @@ def serving(command, log, ready):
 
     Args:
         command: The program.
-        log: File of what it says.
+        log: File of its output.
         ready: Asks it something.
     """
     with log.open("w") as out:
@@ -61,7 +61,7 @@ def serving(command, log, ready):
 
 
 def ask(url, content=None, method=None):
-    """Send JSON, return what is answered."""
+    """Send JSON and return the response."""
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     # A proxy of the environment is not for this machine.

@@ -1,4 +1,4 @@
-"""Several cases in one world: a world costs more than most of what is compared in it."""
+"""Several cases in one process group, whose start costs more than most cases."""
 
 from __future__ import annotations
 

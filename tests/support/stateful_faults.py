@@ -1,4 +1,4 @@
-"""Models that keep something, scatter by a rank's own numbers, or norm what is cut, and plugins for them."""
+"""Models that keep something, scatter by a rank's own numbers, or norm sharded features, and plugins for them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Summed(torch.autograd.Function):
 
 
 class Positioned(Even):
-    """Is told the positions of its tokens."""
+    """Takes the positions of its tokens as an argument."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Numbered(Even):
 
 @plugin(family="sharding", owns=("cp",))
 class Pieces:
-    """Cuts sequences over cp.
+    """Shards sequences over cp.
 
     Args:
         fault: labels: rank 1's labels are shifted. positions: they begin at zero on every rank. "": right.
@@ -266,7 +266,7 @@ class Rounded(torch.autograd.Function):
 
 @plugin(family="scheduling")
 class Merged:
-    """Runs micro-batches otherwise than they were cut.
+    """Runs micro-batches other than those that the batch was split into.
 
     Args:
         fault: halves: the second half of each is left out, the first counts twice. "": two at a time, which is right.
@@ -299,7 +299,7 @@ class Merged:
 
 @plugin(family="sharding", owns=("dp_replicate",))
 class Claims:
-    """Data parallelism that says something else than it does.
+    """Data parallelism whose claims differ from what it does.
 
     Args:
         fault: sums: it says that it averages, and sums up. averages: it says that it sums up, and averages.

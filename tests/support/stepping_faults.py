@@ -14,7 +14,7 @@ from support.subtle_faults import named_gradients
 
 
 def second(run):
-    """Tell whether this is the second rank of several."""
+    """Return whether this is the second rank of several."""
     return run.context.rank == 1
 
 
@@ -44,7 +44,7 @@ def adamw_with(**other):
 
 
 class Eager(torch.optim.AdamW):
-    """Steps as often as it is told, from the same gradients."""
+    """Steps a given number of times from the same gradients."""
 
     def __init__(self, params, *, times=1, **options):
         super().__init__(params, **options)

@@ -102,7 +102,7 @@ class Labels:
 
 @plugin(family="scheduling")
 class Scaled:
-    """Multiplies what a cut module returns, as a wrong scale of attention would."""
+    """Scales the output of a sharded module, as a wrong scale of attention would."""
 
     @hookimpl
     def composer3d_collectives(self, context):

@@ -9,7 +9,7 @@ from composer3d import Phase, Transform, hookimpl, plugin
 
 
 class Other(nn.Module):
-    """What a linear layer is replaced by."""
+    """Replacement of a linear layer."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A temporary folder of each worker's own, in which every test has to leave what it found."""
+"""A temporary folder of each worker's own, which every test must leave unchanged."""
 
 from __future__ import annotations
 

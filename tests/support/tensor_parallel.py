@@ -1,4 +1,4 @@
-"""One composed step of any of the architectures beside one device's, and the plans they are cut by."""
+"""One composed step of any of the architectures beside one device's, and the plans that shard them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the trace files of a run, as a test wants them."""
+"""Readers of a run's trace files."""
 
 from __future__ import annotations
 

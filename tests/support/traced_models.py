@@ -1,4 +1,4 @@
-"""Models that no straight pipeline can cut: what travels between their blocks is more than a hidden state."""
+"""Models that no straight pipeline can split: more than a hidden state passes between their blocks."""
 
 from __future__ import annotations
 

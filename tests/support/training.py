@@ -1,4 +1,4 @@
-"""A tiny run: two layers of width 32 on drawn tokens, and what it leaves behind."""
+"""A tiny run: two layers of width 32 on random tokens, and its files."""
 
 from __future__ import annotations
 

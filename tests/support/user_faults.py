@@ -1,4 +1,4 @@
-"""Faults of a user's own model or loss, and of plugins that cut what those compute with."""
+"""Faults of a user's own model or loss, and of plugins that shard their inputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lazy(Mlp):
 
 
 class Detaching(Mlp):
-    """Cuts the graph on the second rank of several; every parameter still gets some gradient."""
+    """Detaches the graph on the second rank of several; every parameter still gets some gradient."""
 
     def forward(self, x):
         is_second = dist.get_world_size() > 1 and dist.get_rank() == 1
@@ -100,7 +100,7 @@ class Masked(Even):
 
 
 def vocabulary_loss(first):
-    """Return a cross entropy over logits whose columns are cut; `first` says where a rank's columns begin."""
+    """Return a cross entropy over logits whose columns are sharded; `first` is the index of a rank's first column."""
 
     def loss(logits, targets):
         size, group = logits.shape[-1], dist.group.WORLD
@@ -121,7 +121,7 @@ def vocabulary_loss(first):
 
 @plugin(family="sharding", owns=("tp",))
 class Columns:
-    """Cuts the head's columns, and leaves the logits cut."""
+    """Shards the head's columns, and leaves the logits sharded."""
 
     @hookimpl
     def composer3d_shard(self, context):

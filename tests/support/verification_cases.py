@@ -42,7 +42,7 @@ def batch():
 
 
 def refuted(text, *, factory=Even, loss_fn=sum_loss, steps=1, own_dtype=False, **options):
-    """Return what the proof says of a composition that does not hold."""
+    """Return the proof's report on a composition that does not hold."""
     with pytest.raises(AssertionError) as caught:
         options |= {"loss_fn": loss_fn, "steps": steps, "own_dtype": own_dtype}
         assert_parity(factory, write_manifest(text), batch(), **options)
@@ -50,7 +50,7 @@ def refuted(text, *, factory=Even, loss_fn=sum_loss, steps=1, own_dtype=False, *
 
 
 def assert_named(text, options, cause):
-    """Assert that the proof fails, and says this cause in a line; return all that it says."""
+    """Assert that the proof fails with this cause in one line; return its report."""
     told = refuted(text, **options)
     assert re.search(f"likely: .*{cause}", told), told
     return told
@@ -71,7 +71,7 @@ def launch(function, args, num_ranks):
 
 
 def subject(text, *, batch, loss_fn, factory):
-    """Make a subject whose batches are what somebody says."""
+    """Make a subject with given batches."""
     from composer3d.verification import Subject
 
     return Subject(
