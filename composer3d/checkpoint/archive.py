@@ -129,7 +129,7 @@ def _refusal(name: str) -> CheckpointError:
 
 
 def _layout_of(found: Any, dtype: torch.dtype, sizes: tuple[int, ...], num_bytes: int) -> tuple[int, tuple[int, ...]]:
-    """Return first element and strides of what `data.pkl` describes, after comparing it with what it has to be."""
+    """Return the offset and strides of a tensor in `data.pkl`, validated against the index."""
     if not isinstance(found, Made) or not found.called(*CHECKPOINT_REBUILDS):
         raise CheckpointError("refused, nothing was executed: a data file holds more than a tensor")
     named = found.args[6] if found.called(CHECKPOINT_REBUILDS[1]) else None

@@ -41,7 +41,7 @@ def complete(path: Path) -> bool:
 
 
 def require(path: Path) -> None:
-    """Raise a CheckpointError that says what is wrong with the path, unless it is a complete checkpoint."""
+    """Raise a CheckpointError with the cause, unless the path is a complete checkpoint."""
     if complete(path):
         return
     hint = _listed(list(_steps(path.parent)))
@@ -163,7 +163,7 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint; a kill half way leaves only what is known to be incomplete."""
+    """Remove a checkpoint; if killed half way, the rest is recognised as incomplete."""
     if not os.path.lexists(path):
         return
     beside = path if path.suffix == BESIDE else path.with_name(path.name.removesuffix(REPLACED) + BESIDE)
@@ -176,7 +176,7 @@ def discard(path: Path) -> None:
 def _remove(folder: Path) -> None:
     """Remove a folder that a save in another thread, clearing what killed runs left, may be removing too.
 
-    Of a link, as of a checkpoint that was moved to another disk, the link alone: what it leads to is somebody's.
+    Of a link, such as to a checkpoint on another disk, only the link is removed, not its target.
     """
     while os.path.lexists(folder):
         with suppress(FileNotFoundError):
@@ -208,7 +208,7 @@ def _marked(folder: Path) -> str | None:
     A marker of an earlier composer3d has the name alone.
 
     Raises:
-        CheckpointError: It is not what was written.
+        CheckpointError: The content differs from what was written.
     """
     file = folder / MARKER
     if not os.path.lexists(file):

@@ -81,7 +81,7 @@ class DigestedFile:
         return self._offset
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Flush to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
@@ -166,7 +166,7 @@ class Checksums:
         return found
 
     def verify(self, name: str, data: bytes | bytearray | memoryview, *, offset: int = 0) -> None:
-        """Compare what was read of a file with what was written.
+        """Verify the digests of the parts read from a file.
 
         Args:
             name: Of the file in the checkpoint's folder.

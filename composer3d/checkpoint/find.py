@@ -17,7 +17,7 @@ def find_checkpoint(source: Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
 
     Raises:
-        CheckpointError: There is none that is complete, or nothing says which one is the newest.
+        CheckpointError: No checkpoint is complete, or the newest one cannot be determined.
     """
     if complete(source):
         return source
@@ -32,7 +32,7 @@ def find_checkpoint(source: Path) -> Path:
             f"{source}: a folder of checkpoints without a marker `latest` and none that is called step-N; name the one "
             f"to load: {' or '.join(names)}"
         )
-    read_state(source)  # says what a folder lacks to be a checkpoint
+    read_state(source)  # raises with the file that the folder lacks
     raise CheckpointError(f"{source}: there is no checkpoint here")
 
 

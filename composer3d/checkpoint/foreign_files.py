@@ -1,4 +1,4 @@
-"""Files that no checkpoint has: what a save would replace is refused where it holds any."""
+"""Detection of foreign files, which a save must not replace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DIGEST = re.compile(r"[0-9a-f]{16,}")
 
 
 def foreign_in(path: Path) -> str:
-    """Return what a path holds that no save wrote, in words; "" for a checkpoint, whole or not, and for nothing.
+    """Describe the content of a path that no save wrote; "" for a checkpoint, complete or not, and for nothing.
 
-    A link counts as what it leads to, and an empty file or folder as nothing.
+    A link counts as its target, and an empty file or folder as nothing.
     """
     if not path.exists():
         return ""
@@ -32,7 +32,7 @@ def foreign_in(path: Path) -> str:
 
 
 def refuse_foreign(path: Path, *, beside: bool = False) -> None:
-    """Refuse to replace what is no checkpoint.
+    """Refuse to replace anything but a checkpoint.
 
     Args:
         path: Of a checkpoint to be saved; there may be none, an empty folder, or an earlier checkpoint.
@@ -40,7 +40,7 @@ def refuse_foreign(path: Path, *, beside: bool = False) -> None:
             a killed one left.
 
     Raises:
-        CheckpointError: With what is there.
+        CheckpointError: The path has other content, which the message describes.
     """
     found = foreign_in(path)
     if not beside and not found and os.path.lexists(path) and not (path.is_dir() and _is_own(path)):

@@ -1,6 +1,6 @@
 """`.metadata`, torch's index of a checkpoint: file and offset of every shard, read as data and checked before use.
 
-torch's own reader unpickles it with `pickle.load`: a checkpoint from a stranger is a program.
+torch's own reader unpickles it with `pickle.load`, which runs code from an untrusted checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entry:
     """A tensor of a checkpoint.
 
     Args:
-        shape: Of the full tensor, whatever its layout was.
+        shape: Shape of the full tensor, independent of the saved layout.
         dtype: In which it was saved.
         chunks: Boxes that hold each element once.
     """

@@ -29,7 +29,7 @@ def together(group: dist.ProcessGroup | None, place: object, action: Callable[[]
 
     Args:
         group: Who takes part; None is the default group, or this process alone where there is none.
-        place: What the error is about, named first in its text.
+        place: Subject of the error, which begins its text.
         action: This rank's work; it must not leave a collective half way.
 
     Raises:
@@ -61,7 +61,7 @@ def reason(error: BaseException) -> str:
 
 
 def report(place: object, texts: list[str | None]) -> str:
-    """Return one text for all ranks' reasons: a reason that all share stands alone, others name their rank."""
+    """Join the reasons of all ranks: a common reason is stated once, others name their rank."""
     failed = [(rank, text.removeprefix(f"{place}: ")) for rank, text in enumerate(texts) if text is not None]
     first = failed[0][1]
     if len({text for _, text in failed}) == 1 and (len(failed) == len(texts) or first.startswith("rank ")):

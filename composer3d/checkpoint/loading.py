@@ -1,4 +1,4 @@
-"""Loading a checkpoint into tensors that exist, in whatever layout they have."""
+"""Loading of a checkpoint into existing tensors of any layout."""
 
 from __future__ import annotations
 

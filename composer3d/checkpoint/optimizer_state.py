@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PREFIX = "optimizer/"
-# How a step is computed, not what it computes: the run that loads decides.
+# Options that choose a kernel, not a result: the run that loads decides.
 IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 NOT_SAVED = IMPLEMENTATION | {"params", "param_names"}
 CHUNK_BYTES = 256 * 2**20
@@ -237,7 +237,7 @@ def _refuse_kind(key: str, current: Any, saved: Any) -> None:
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """Return a saved value in the type of the current one: JSON knows neither tuples nor tensors."""
+    """Return a saved value in the type of the current one: JSON has neither tuples nor tensors."""
     if isinstance(current, Tensor):
         return current.fill_(saved)
     if isinstance(current, (list, tuple)) and isinstance(saved, list) and len(current) == len(saved):

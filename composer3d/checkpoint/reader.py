@@ -38,7 +38,7 @@ class TensorInfo:
     """Metadata of one tensor of a checkpoint.
 
     Args:
-        shape: Of the full tensor, whatever its layout was.
+        shape: Shape of the full tensor, independent of the saved layout.
         dtype: In which it was saved.
     """
 
@@ -180,7 +180,7 @@ def _read(
 
 
 def _refuse_beyond(path: Path, file: IO[bytes], chunks: Sequence[Chunk]) -> None:
-    """Refuse chunks that end after their file, whose length the index does not know."""
+    """Refuse chunks that end after their file, whose length is not in the index."""
     size, end = os.fstat(file.fileno()).st_size, max(chunk.start + chunk.length for chunk in chunks)
     if end > size:
         raise CheckpointError(f"{path}: damaged: it has {size:,} bytes, and a chunk ends at {end:,}")
@@ -199,7 +199,7 @@ def read_tensors(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]
             raise CheckpointError(f"{path}: the checkpoint lacks {key}")
         entry = saved.entries[key]
         for name in {chunk.file for chunk in entry.chunks}:
-            with open_file(path / name) as file:  # before memory is asked for
+            with open_file(path / name) as file:  # before memory is allocated
                 _refuse_beyond(path / name, file, [chunk for chunk in entry.chunks if chunk.file == name])
         tensors = {key: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")}
         read_into(saved, tensors)

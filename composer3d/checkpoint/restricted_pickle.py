@@ -1,8 +1,8 @@
-"""Unpickling that calls nothing: each name in a pickle stands for a note of what was asked for.
+"""Unpickling that calls nothing: each name in a pickle is replaced by a record of the request.
 
 An unpickler with an allow-list of classes still lets a pickle set attributes of these classes, which the rest of the
 program shares. Here no name is looked up at all: a class made for this one pickle takes the place of each class and
-function, and its instances keep what it was called with. Whoever reads the notes decides what they mean.
+function, and its instances keep the arguments. The reader of these records interprets them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Made(metaclass=Asked):
 
 
 def unpickle(data: bytes, *, allowed: Callable[[str, str], bool], refusal: Callable[[str], CheckpointError]) -> Any:
-    """Return what a pickle holds, with `Asked` and `Made` for whatever is no plain value.
+    """Return a pickle's content, with `Asked` and `Made` in place of values that are not plain.
 
     Args:
         data: A whole pickle, of any protocol.

@@ -27,7 +27,7 @@ from composer3d.processes.json_exchange import gather_json
 
 __all__ = ["AFTER_ERROR_S", "AsyncSaver", "save"]
 
-AFTER_ERROR_S = 3.0  # a save that is nearly done is of use to whoever goes on from it
+AFTER_ERROR_S = 3.0  # lets a save that is nearly complete finish, so that a restart can use it
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
 
 
 class AsyncSaver:
-    """Saves in a thread while training goes on.
+    """Saves in a thread while training continues.
 
     `save` returns once the tensors are copied to host memory; the thread writes them over its own gloo group, so its
     collectives cannot meet those of training. The rename and the marker come when all ranks are done. One save is in
@@ -96,7 +96,7 @@ class AsyncSaver:
         pending, self._pending = self._pending, None
         thread, self._thread = self._thread, None
         if pending is not None and thread is not None:
-            # Until it has let go of tensors and of the group, too: while Python ends, that would abort the process.
+            # Also until it has released tensors and the group: releasing them during exit would abort the process.
             thread.join()
             pending.result()
 
@@ -172,7 +172,7 @@ def _refuse(key: str, tensor: object) -> None:
             raise CheckpointError(f"{key} is a DTensor with unreduced placements {local.placements}; reduce it first")
         local = local.to_local()
     if type(local) is not Tensor:
-        # Such a tensor would be pickled whole, and what is pickled cannot be read back safely.
+        # Such a tensor would be pickled, and a pickled tensor cannot be read safely.
         raise CheckpointError(f"{key} is a {type(local).__name__}; save the plain tensors of which it consists")
     if local.is_meta:
         raise CheckpointError(f"{key} is on the meta device and has no values to save")
@@ -219,7 +219,7 @@ def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
         together(group, path, finish)
     except CheckpointError:
         if is_first:
-            with suppress(OSError):  # gives a full disk its space back; the next save clears it otherwise
+            with suppress(OSError):  # frees space on a full disk; otherwise the next save removes it
                 shutil.rmtree(beside)
         raise
     log.info("saved %s", path)

@@ -1,4 +1,4 @@
-"""The form of what a composition and a run write into `state.json`, which is validated before it is used."""
+"""Schema of `state.json`, which is validated before it is used."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def validated_composition(path: Path, state: Mapping[str, Any]) -> Mapping[str, 
 
 
 def validated_run(path: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a run wrote of its position and its record; None where no run wrote the checkpoint.
+    """Return a run's position and record; None if no run wrote the checkpoint.
 
     Args:
         path: The checkpoint, for errors.

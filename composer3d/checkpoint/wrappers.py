@@ -9,7 +9,7 @@ __all__ = ["unwrapped"]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the plain tensor, or the DTensor of plain tensors, that holds a wrapper's values; what has none as it is.
+    """Return the plain tensor, or the DTensor of plain tensors, inside a wrapper; other tensors unchanged.
 
     Some weights are kept in a wrapper only so that FSDP2 gathers them in another form (float8). Wrappers state their
     contents by the protocol of torch.compile. The memory is shared.

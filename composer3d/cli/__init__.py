@@ -1,4 +1,4 @@
-"""The command `composer3d`: one module a command, each with `add` (its arguments) and `execute` (what it does).
+"""The command `composer3d`: one module per command, each with `add` (its arguments) and `execute` (its action).
 
 Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; 3 the run failed.
 """
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ManifestError as error:
         print_problems(error.problems)
         return WRONG
-    except ForkError as error:  # nothing is wrong with what was asked: this process cannot start ranks
+    except ForkError as error:  # the request is valid, but this process cannot start ranks
         complain(str(error))
         return FAILED
     except ComposerError as error:

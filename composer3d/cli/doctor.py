@@ -50,7 +50,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis of what a run left; 2 if the folder is not one of a run."""
+    """Print the diagnosis of a run's folder; return 2 if the folder is not a run's."""
     if arguments.network:
         return _network(arguments)
     if arguments.world_size is not None:
@@ -73,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _network(arguments: argparse.Namespace) -> int:
-    """Print the links of every axis; 0 whatever they are, as for other findings."""
+    """Print the links of every axis; return 0 for any finding."""
     from composer3d.diagnostics.network import probe
 
     if arguments.replay:

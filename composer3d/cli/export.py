@@ -49,7 +49,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Export, and print what was written."""
+    """Export, and print the files written."""
     from composer3d.runner import export_checkpoint
 
     written = export_checkpoint(

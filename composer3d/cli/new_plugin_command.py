@@ -29,7 +29,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Write the package, and print what was written."""
+    """Write the package, and print the files written."""
     from composer3d.scaffolding import new_plugin
 
     written = new_plugin(arguments.name, family=arguments.family, folder=arguments.to)

@@ -129,7 +129,7 @@ def amount(text: str) -> float:
 
 
 def price(text: str) -> tuple[float, str]:
-    """Read an amount of money, as an argument's type; return it with what is written before such an amount.
+    """Parse an amount of money, as an argument's type; return it with its currency symbol.
 
     >>> price("2.5"), price("$2.5"), price("2.5 EUR")
     ((2.5, '$'), (2.5, '$'), (2.5, 'EUR '))

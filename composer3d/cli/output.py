@@ -64,7 +64,7 @@ def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> s
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error; what was said before on standard output comes first."""
+    """Write a line to standard error, after flushing standard output."""
     sys.stdout.flush()
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`composer3d plan`: what a manifest costs on every kind of rank, without the ranks."""
+"""`composer3d plan`: memory, communication and time of a manifest's step, computed without its ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
-    """Add what is asked of the time of a step."""
+    """Add the options of step time."""
     parser.add_argument("--tokens", type=amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
     parser.add_argument("--samples", type=amount, metavar="N", help="the same, of a model that is given no tokens")
     parser.add_argument(
@@ -154,7 +154,7 @@ def _failures(arguments: argparse.Namespace) -> Failures | None:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    """Plan several manifests, and print a row each; what is wrong with any is printed for all."""
+    """Plan several manifests and print a row for each, or the problems of all of them."""
     alone = {"--diff": arguments.diff, "--html": arguments.html}
     refused = [option for option, value in alone.items() if value is not None]
     if refused:
@@ -192,7 +192,7 @@ def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
 
 
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
-    """Return the plan of a manifest; None after printing what is wrong with it."""
+    """Return the plan of a manifest; None after printing its problems."""
     from composer3d import plan
     from composer3d.planning.hardware import parse_factor
 

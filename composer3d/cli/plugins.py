@@ -56,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _others(entry: dict[str, Any]) -> list[str]:
-    """Return the hooks, by their short names, that neither phases nor points of a step stand for."""
+    """Return the short names of hooks that neither a phase nor a point of a step represents."""
     from composer3d.checking import BESIDES, PHASES
 
     shown = {*PHASES, *BESIDES, *(["composer3d_step_actions"] if entry["points"] else [])}

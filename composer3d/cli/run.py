@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
             report=complain,
         )
     except ManifestError:
-        raise  # a mistake of the user, unlike what a machine or another run makes fail
+        raise  # a mistake of the user, unlike failures of the machine or of another run
     except ComposerError as error:
         if is_rank() and not isinstance(error, LockError):
             raise

@@ -1,4 +1,4 @@
-"""`composer3d timeline`: what a run did, drawn from its trace files."""
+"""`composer3d timeline`: spans of a run, drawn from its trace files."""
 
 from __future__ import annotations
 

@@ -87,6 +87,6 @@ def _show(problems: Sequence[Problem]) -> None:
 
 
 def _tell(what: str) -> None:
-    """Say at a terminal what runs now, since a proof takes a while."""
+    """Report progress on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"composer3d verify: {what.replace('_rank', '').replace('_', ' ')} ...\n")

@@ -98,13 +98,13 @@ class _Attached:
 
 @dataclass(kw_only=True, eq=False)
 class Attachments:
-    """What a model's parameters and buffers have beside their values, noted before anything is done to them.
+    """Hooks, attributes and views of a model's parameters and buffers, recorded before any transform.
 
     Attributes:
         by_name: Every parameter and buffer, under each of its names.
-        views: (How it is reached, FQN) of tensors that share a trainable parameter's memory.
+        views: (Access path, FQN) of tensors that are views of a trainable parameter.
         held: Lists, closures or objects hold parameters themselves.
-        hooks: After `carry_over`: what a step has to run.
+        hooks: After `carry_over`: hooks that a step runs.
     """
 
     by_name: dict[str, _Attached]
@@ -114,7 +114,7 @@ class Attachments:
 
     @classmethod
     def of(cls, model: nn.Module) -> Attachments:
-        """Note what is attached to the parameters and buffers of a model."""
+        """Record what is attached to the parameters and buffers of a model."""
         known: dict[int, _Attached] = {}
         by_name: dict[str, _Attached] = {}
         registered = dict(named_tensors(model))
@@ -131,7 +131,7 @@ class Attachments:
 
     @property
     def depend_on_layout(self) -> bool:
-        """Whether all that is attached can be kept is known only of the parameters that the layout trains."""
+        """Check whether attachments can be kept, which depends on the parameters that the layout trains."""
         from torch import Tensor, nn
 
         return (
@@ -149,7 +149,7 @@ class Attachments:
     def carry_over(
         self, modules: Iterable[nn.Module], *, alone: bool, from_stored: Reorder, to_stored: Reorder
     ) -> None:
-        """Give the tensors of composed modules what those had that they stand for.
+        """Move attachments from the original tensors to those of the composed modules.
 
         Attributes are given to every layout's parameters, and to what FSDP2 gathers of them. A subclass stays one where
         a parameter is a plain tensor. Gradient hooks stay where they are on a single process with plain parameters;
@@ -199,7 +199,7 @@ class Attachments:
         return {id(tensor): fqn for tensor, fqn in originals if tensor is not None and id(tensor) not in trained}
 
     def inexact(self, *, has_stages: bool, device: torch.device) -> Iterator[str]:
-        """Yield what no layout of several ranks computes exactly, known before anything is done to the model.
+        """Yield attachments that no layout of several ranks can compute exactly, before any transform.
 
         A factory's hooks that compute with tensors of the factory have none of their values yet, and are judged later.
 
@@ -251,7 +251,7 @@ def _carry_hooks(attached: _Attached, final: Tensor, *, alone: bool) -> bool:
 
 def _attached(fqn: str, tensor: Tensor) -> _Attached:
     before, after = gradient_hooks(tensor)
-    # On meta a tensor costs nothing to keep, and what has a weak reference cannot be given memory.
+    # A meta tensor needs no memory, and one with a weak reference cannot be materialised.
     original: Callable[[], Tensor | None] = (lambda: tensor) if tensor.is_meta else weakref.ref(tensor)
     return _Attached(
         fqn=fqn,

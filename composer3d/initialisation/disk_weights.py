@@ -14,7 +14,7 @@ __all__ = ["Slab", "TensorSource", "WeightsOnDisk"]
 
 
 class TensorSource(Protocol):
-    """Values of parameters and buffers by FQN, readable in part; what it lacks comes from the factory's recipe."""
+    """Values of parameters and buffers by FQN, readable in slices; missing ones come from the factory's recipe."""
 
     def __contains__(self, fqn: str) -> bool:
         """Return whether it has a tensor; under every name of a tie, or under none."""
@@ -31,7 +31,7 @@ class TensorSource(Protocol):
         """
 
     def fingerprint(self) -> int:
-        """Return a 64-bit digest of what is there, by which ranks compare their sources; reads no values."""
+        """Return a 64-bit digest of names, shapes and dtypes, by which ranks compare their sources; reads no values."""
 
 
 @runtime_checkable

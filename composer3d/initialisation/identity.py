@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fingerprints", "first_difference", "seed_of"]
 
-# Words of 8 bytes mixed at once: bounds the temporaries to some 32 MB, whatever the size of the tensor.
+# Words of 8 bytes mixed at once: bounds the temporaries to some 32 MB for tensors of any size.
 _CHUNK = 1 << 20
 # Two odd constants with well spread bits (the fractional parts of the golden ratio and of the square root of 2).
 _SPREAD, _STEP = 0x1E3779B97F4A7C15, 0x6A09E667F3BCC909

@@ -15,9 +15,9 @@ __all__ = ["Kind", "kind_of", "said_of"]
 
 # Of the largest value; a hook may compute in float32, or keep its mask in fewer digits.
 _CLOSE = 1e-4
-# Of the gradient: what a projection rounds where little of it is left.
+# Relative to the gradient: rounding error of a projection that leaves little of it.
 _NOISE = 1e-6
-# Limits that hooks clamp to, or cut off at, lie within what these reach.
+# Their range covers the limits to which hooks clamp.
 _SCALES = (1e-6, 1e-3, 1.0, 1e3)
 
 
@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(hook: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.dtype, *, device: torch.device) -> Kind:
-    """Ask a hook for two random gradients of several sizes, for their sum, and for one of them again.
+    """Call a hook on two random gradients of several sizes, on their sum, and on one of them again.
 
     Linear ones scale, mask, project, or only look. torch's random state is left as it was.
 
@@ -50,7 +50,7 @@ def kind_of(hook: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.
         torch.randn(shape, generator=generator) * 10.0 ** (3.0 * torch.rand(shape, generator=generator) - 1.5)
         for _ in range(2)
     )
-    dtype = torch.float32 if dtype.itemsize < 4 else dtype  # what is small or large is not to be lost
+    dtype = torch.float32 if dtype.itemsize < 4 else dtype  # narrower dtypes would lose small or large values
     with torch.no_grad():
         for scale in _SCALES:
             left, right = (scale * one).to(device, dtype), (scale * other).to(device, dtype)
@@ -67,7 +67,7 @@ def kind_of(hook: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.
 
 
 def _asked(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor:
-    """Return what a hook makes of a gradient; it may change it in place."""
+    """Return a hook's result for a gradient, which it may change in place."""
     given = gradient.clone()
     returned = hook(given)
     return given if returned is None else returned

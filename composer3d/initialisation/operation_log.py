@@ -45,7 +45,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, whatever their strides; 0 if some share memory."""
+        """Bytes of the elements, independent of strides; 0 if elements overlap."""
         distinct = all(stride or size <= 1 for size, stride in zip(self.size, self.stride, strict=True))
         count = self.dtype.itemsize
         for size in self.size:
@@ -168,7 +168,7 @@ class Replay:
         self._real: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Return the real tensor that stands for a recorded one; memory that nothing has written to is zero."""
+        """Return the real tensor of a recorded one; memory without a recorded write is zero."""
         import torch
 
         if spec.storage not in self._real:
@@ -184,7 +184,7 @@ class Replay:
         return tensor.conj() if spec.is_conj else tensor
 
     def run(self, entry: Entry) -> None:
-        """Run one entry; what it reads must have run before."""
+        """Run one entry, after the entries that it reads."""
         import torch
 
         def real(value: Any) -> Any:
@@ -199,7 +199,7 @@ class Replay:
                 self._adopt(spec, tensor)
 
     def _adopt(self, spec: TensorSpec, tensor: Tensor) -> None:
-        """Let a result be the storage it stands for, or copy it where a kernel on the CPU lays it out otherwise."""
+        """Use a result as the recorded storage, or copy it if the CPU kernel returns other strides."""
         lies_alike = (tensor.stride(), tensor.storage_offset()) == (spec.stride, spec.offset)
         if lies_alike and (tensor.is_conj(), tensor.is_neg()) == (spec.is_conj, spec.is_neg):
             self._real[spec.storage] = tensor.untyped_storage()

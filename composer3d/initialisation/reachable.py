@@ -39,7 +39,7 @@ def reachable_tensors(model: nn.Module) -> Iterator[Reached]:
     """Yield each tensor that attributes, containers, closures and hooks of a model's modules and parameters hold.
 
     A tensor comes once a place; an object that several places hold is entered at the first. What libraries define is
-    not entered, but for what it is given: hooks, `functools.partial`, and instances of a user's own classes.
+    not entered, except for hooks, `functools.partial`, and instances of a user's own classes that it is passed.
     """
     walk = _Walk(registered={id(module) for module in model.modules()})
     yield from walk.enter_modules("", model)
@@ -58,7 +58,7 @@ class _Walk:
         self._is_ordered = True
 
     def enter_modules(self, path: str, model: nn.Module, *, is_registered: bool = True) -> Iterator[Reached]:
-        """Yield what the modules of a model hold; parameters and buffers too, where they are no part of the model."""
+        """Yield the objects that a model's modules hold, including parameters and buffers that are not registered."""
         for fqn, owner in model.named_modules(prefix=path):
             prefix = f"{fqn}." if fqn else ""
             for name, value in list(vars(owner).items()):
@@ -113,7 +113,7 @@ class _Walk:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, and how it is reached from there."""
+    """Yield the objects that an object holds, and their access paths."""
     if isinstance(value, dict):
         for index, (key, inner) in enumerate(list(value.items())):
             yield f"[{key!r}]" if isinstance(key, str) else f"[{index}]", inner

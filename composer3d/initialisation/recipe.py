@@ -31,7 +31,7 @@ class Recipe:
         ties: Groups of FQNs that are one tensor.
         attributes: FQNs of tensors that are plain attributes, neither parameters nor buffers.
         loose: Tensors that containers, closures and hooks hold, by how they are reached; they stay these objects.
-        source: What lies on disk, and is read instead of made.
+        source: Weights on disk, which are read instead of initialised.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Recipe:
         return fqn in self._specs
 
     def spec(self, fqn: str) -> TensorSpec:
-        """Return what the tensor was when the factory returned.
+        """Return the tensor's value when the factory returned.
 
         Raises:
             InitialisationError: There is no such parameter, buffer or attribute.
@@ -108,7 +108,7 @@ class Recipe:
                         f'{entry.place}{entry.name} of "{fqn}" cannot run on the CPU: {error}'
                     ) from error
             result = replay.tensor(spec).resolve_conj().resolve_neg()
-            # A view would keep alive what else lies in its storage.
+            # A view would keep the whole storage alive.
             return result if self._log.covers(spec) else result.clone()
 
     def fingerprint(self) -> int:

@@ -198,7 +198,7 @@ class _Recorder:
             # torch's kernels on meta for random numbers import dynamo and sympy, 0.9 s, only to return their argument.
             result = args[0] if _draws_in_place(func) else func(*args, **kwargs)
         except NotImplementedError as error:
-            # What has no shape without values (nonzero, masked_select) has no kernel on meta.
+            # Operators with data-dependent shapes (nonzero, masked_select) have no kernel on meta.
             raise self._reads(self._calling or str(func)) from error
         self._after(func, recorded, options, written, result)
         return result
@@ -261,7 +261,7 @@ class _Recorder:
         return value
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on meta that stands for a real one; all of the real one's storage is kept as a constant."""
+        """Return a meta tensor for a real one, whose whole storage is kept as a constant."""
         import torch
 
         tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -288,7 +288,7 @@ class _Recorder:
         """Look up what every parameter, buffer and attribute has become.
 
         Raises:
-            InitialisationError: A tensor was made elsewhere, or lies where nothing could find it again.
+            InitialisationError: A tensor was made outside the factory, or cannot be reached from the model.
         """
         from torch.nn.parameter import is_lazy
 

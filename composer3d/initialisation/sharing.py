@@ -1,4 +1,4 @@
-"""Parameters whose memory something else shares: on one device an update of one is an update of both."""
+"""Parameters with overlapping memory: on one device, an update of one changes the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["refuse_shared_memory", "views_of_parameters"]
 
 
 def refuse_shared_memory(registered: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Refuse trainable parameters that share memory with each other, or with a tensor that is kept beside them.
+    """Refuse trainable parameters that overlap in memory with each other, or with another reachable tensor.
 
     Each would get memory of its own, and what reaches one would no longer reach the other.
 
@@ -39,7 +39,7 @@ def refuse_shared_memory(registered: Mapping[str, Tensor], others: Mapping[str, 
 
 
 def views_of_parameters(registered: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (how it is reached, the parameter's FQN) of each tensor that shares memory with a trainable parameter.
+    """Yield (access path, the parameter's FQN) of each tensor that overlaps in memory with a trainable parameter.
 
     Args:
         registered: Parameters and buffers by FQN.
@@ -84,7 +84,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _distinct(tensor: Tensor) -> list[int]:
-    """Return the sizes without what is expanded: every element once."""
+    """Return the sizes without expanded dims: every element once."""
     return [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 

@@ -35,7 +35,7 @@ class Document:
         folder: From where references and relative paths count: the file's folder; the working folder for text and
             shipped manifests.
         stem: The file's name without folder and suffix.
-        secrets: Key paths that hold a secret, known once the tables are typed.
+        secrets: Key paths of secrets, set once the tables are typed.
     """
 
     tables: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Document:
         return Place(self.file, 1, 1)
 
     def get(self, key_path: Iterable[str | int], default: Any = None) -> Any:
-        """Return the value at a key path, or the default if nothing stands there."""
+        """Return the value at a key path, or the default if there is none."""
         value: Any = self.tables
         for part in key_path:
             if isinstance(value, Mapping) and part in value:
@@ -78,9 +78,9 @@ class Document:
         """Return a problem with its place.
 
         Args:
-            key_path: What is at fault; the last part is the key, the others are its table.
-            message: What is wrong, without its place.
-            hint: How to mend it.
+            key_path: Path of the fault; the last part is the key, the others are its table.
+            message: Text of the error, without its place.
+            hint: How to fix it.
             severity: See `Problem`.
             whole_table: The key path is a table, and no single key of it is at fault.
         """
@@ -102,7 +102,7 @@ class Document:
         return dump({"composer3d": FORMAT, **hide(self.tables, self.secrets)})
 
     def digest(self) -> str:
-        """Return the SHA-256 of what the manifest says, in hex; neither the order of its keys nor secrets count."""
+        """Return the SHA-256 of the manifest's content, in hex, independent of key order and of secrets."""
         # Dates are no JSON; as an object, a date differs from the string that looks like it.
         text = json.dumps(
             {"composer3d": FORMAT, **hide(self.tables, self.secrets)},
@@ -145,7 +145,7 @@ def read_text(text: str, name: str = "<text>", overrides: Sequence[str] = ()) ->
 
     Args:
         text: TOML of a manifest, as a file would have it.
-        name: Stands in messages where the file would.
+        name: Name in messages instead of a file's.
         overrides: As for `read`.
 
     Raises:

@@ -90,12 +90,12 @@ _IN_TABLE = {
 
 
 def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Problem:
-    """Return a problem of an unknown key or table with a better hint, if what was meant is known.
+    """Return a problem of an unknown key or table with a better hint, if the intended name is recognised.
 
     Args:
         problem: Of a manifest.
-        value: What the manifest has there.
-        tables: All that may stand at the top.
+        value: Value in the manifest.
+        tables: Names of all top-level tables.
     """
     if problem.message.startswith("unknown table "):
         name = (problem.table or "").strip('"')

@@ -83,18 +83,18 @@ def _shown(line: str) -> str:
 
 
 def merge(base: Layer, top: Layer) -> Layer:
-    """Lay one layer over another: tables merge, keys override, `table = false` removes an inherited table."""
+    """Merge one layer into another: tables merge, keys override, `table = false` removes an inherited table."""
     places = dict(base.places)
     tables = _merge(base.tables, top.tables, (), places)
     return Layer(tables=tables, places=places | dict(top.places))
 
 
 def override(layer: Layer, text: str) -> Layer | Problem:
-    """Lay `key=value` from the command line over a layer.
+    """Override a layer by `key=value` from the command line.
 
     Args:
-        layer: What the files say.
-        text: A dotted TOML key, `=`, and a TOML value; what is no TOML value is a string.
+        layer: Content of the files.
+        text: A dotted TOML key, `=`, and a TOML value; any other text is a string.
     """
     file = f"--set {hide_passwords(text)}"
     try:

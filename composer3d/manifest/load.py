@@ -28,7 +28,7 @@ class Manifest:
     Args:
         document: Where everything was written.
         tables: Instances of the table classes by name; a table that the manifest leaves out has its defaults.
-        plugins: Instances of the plugins whose tables stand in the manifest.
+        plugins: Instances of the plugins whose tables the manifest has.
     """
 
     document: Document
@@ -78,7 +78,7 @@ def load_manifest(
         source: A path, or the name of a shipped manifest.
         overrides: `table.key=value`, as `--set` takes them.
         tables: Tables beyond the core's, or with more keys than the core's.
-        catalogue: Where plugins are found; default: what is installed.
+        catalogue: Catalogue of plugins; default: the installed ones.
 
     Raises:
         ManifestError: With every mistake of the file.
@@ -118,7 +118,7 @@ def inspect_manifest(
     classes: dict[str, type] = {**CORE_TABLES, **(tables or {})}
     catalogue = catalogue or Catalogue.installed()
     problems: list[Problem] = _unknown_tables(document, classes)
-    # Of a table that is there under a misspelt name, missing keys are not told as well.
+    # A table with a misspelt name is not also reported for missing keys.
     meant = {near for problem in problems for near in get_close_matches(str(problem.table), classes, n=1, cutoff=0.6)}
     plugins = _plugins(document, catalogue, problems)
     try:
@@ -175,7 +175,7 @@ def _value_at(document: Document, problem: Problem) -> Any:
 
 
 def _key_of(problem: Problem, path: tuple[str, ...]) -> str | None:
-    """Return the key of the table at `path` in which a problem lies."""
+    """Return the key of the table at `path` that has a problem."""
     inside = (problem.table or "").removeprefix(dotted(path)).lstrip(".")
     return re.split(r"[.\[]", inside)[0] if inside else problem.key
 

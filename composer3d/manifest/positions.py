@@ -52,7 +52,7 @@ def locate(text: str) -> dict[KeyPath, tuple[int, int]]:
     mention stands at its own header if it has one, else at the first mention.
 
     Args:
-        text: TOML that tomli accepts. Of another text, what stands before the first fault is located.
+        text: TOML that tomli accepts. In other text, keys before the first fault are located.
 
     Raises:
         NestedTooDeeply: A key path has more than 64 parts.

@@ -87,7 +87,7 @@ def _import_failure(name: str, folder: Path, error: BaseException) -> ReferenceF
         file, line, said = error.filename, error.lineno, f"{type(error).__name__}: {error.msg}"
     else:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-        # The user's own line tells more than the library's in which the error ended.
+        # The innermost line of the user's code is more informative than the library line that raised.
         own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
         others = [frame for frame in frames if frame.filename != __file__] or frames
         last = (own or others)[-1:]
@@ -141,7 +141,7 @@ def _attribute(owner: Any, name: str, shown: str) -> Any:
 
 
 def _public_names(owner: Any) -> list[str]:
-    """Return what a reference can mean: modules that a module imports are not offered."""
+    """Return the objects that a reference can name, without modules that a module imports."""
     if isinstance(stated := getattr(owner, "__all__", None), list | tuple):
         return [str(name) for name in stated]
     found = vars(owner) if isinstance(owner, ModuleType) else dict.fromkeys(dir(owner))
@@ -153,7 +153,7 @@ def _shortened(reference: str) -> str:
 
 
 def _form_of(reference: str, folder: Path) -> str:
-    """Return how a reference is written, as near as can be to what was meant."""
+    """Return the nearest valid spelling of a reference."""
     path, colon, name = reference.rpartition(":")
     module = path.removesuffix(".py").removeprefix("./").replace("/", ".")
     if colon and _REFERENCE.fullmatch(f"{module}:{name}"):

@@ -1,4 +1,4 @@
-"""Regular expressions over names, in time that is polynomial whatever the expression.
+"""Regular expressions over names, matched in polynomial time for any expression.
 
 Python's own matcher tries alternatives one after another: `(a+)+$` on a name of 30 letters takes it minutes. Here the
 set of all places at which a part of the expression can end is computed from the set of those at which it begins, each
@@ -50,7 +50,7 @@ class Expression:
             repetitions are refused where Python's own matcher could take exponentially long.
 
     Raises:
-        ValueError: It is no regular expression, or one that is refused; the text says why.
+        ValueError: It is no regular expression, or one that is refused; the text has the reason.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -212,7 +212,7 @@ def _test(expression: str, flags: int) -> Callable[[str], Any]:
 
 
 def _one_character(kind: Any, argument: Any) -> str:
-    """Return the expression of one character that a part of a parsed one stands for."""
+    """Return the expression of one character that a parsed part represents."""
     if kind is op.ANY:
         return "."
     if kind is op.IN:

@@ -64,7 +64,7 @@ def json_schema(tables: Mapping[str, type], plugins: Mapping[str, Mapping[str, t
         reference: Any = references[(cls, "validation")]
         if name not in SUGAR_TABLES or "use" not in fields(cls):
             return dict(reference)
-        # What is said of properties holds for tables alone, so one schema serves both and an editor names the key.
+        # `properties` applies to tables alone, so one schema covers both forms, and an editor names the key.
         return {**definitions["$defs"][reference["$ref"].rpartition("/")[2]], "type": ["object", "string"]}
 
     properties: dict[str, Any] = {
@@ -97,8 +97,8 @@ def _family(members: Mapping[str, Any]) -> dict[str, Any]:
 def _unless_extending(
     tables: Mapping[str, type], plugins: Mapping[str, Mapping[str, type]], needs: Mapping[type, list[str]]
 ) -> dict[str, Any]:
-    """Return the condition under which required keys are required; `required` says nothing about strings and false."""
-    # Said out loud, because tombi takes silence about further keys for a refusal.
+    """Return the condition under which required keys are required; `required` ignores strings and false."""
+    # Explicit, because tombi refuses further keys by default.
     open_table = {"additionalProperties": True}
     needed: dict[str, Any] = {
         name: {**open_table, "required": needs[cls]} for name, cls in tables.items() if needs[cls]

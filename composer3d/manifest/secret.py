@@ -107,7 +107,7 @@ class Secret:
 
 
 def names_a_secret(key: Any) -> bool:
-    """Return whether a key's name says that its value is a secret: `api_key`, `db_password`, `headers`."""
+    """Return whether a key's name implies a secret value: `api_key`, `db_password`, `headers`."""
     return isinstance(key, str) and _NAMES.fullmatch(key.lower().replace("-", "_")) is not None
 
 
@@ -129,7 +129,7 @@ def hide(value: Any, paths: Collection[tuple[str | int, ...]] = (), path: tuple[
     Args:
         value: Mappings, lists and plain values.
         paths: Key paths of secrets.
-        path: Where the value stands.
+        path: Key path of the value.
     """
     is_secret = path in paths or any(map(names_a_secret, path))
     if isinstance(value, Mapping):

@@ -88,7 +88,7 @@ def find(name: str | Path, *, beside: str | None = None) -> Source | None:
 
 
 def find_base(name: str, source: Source) -> Source | None:
-    """Find what a manifest extends; a shipped one extends shipped ones, whatever lies in the working folder."""
+    """Find the bases of a manifest; a shipped one extends shipped ones only, never files of the working folder."""
     if source.is_shipped:
         content = shipped().get(name)
         return None if content is None else Source(file=name, content=content, is_shipped=True)

@@ -57,7 +57,7 @@ class MeshTable:
         pp: Number of pipeline stages' ranks.
         dp_replicate: Ranks that hold replicas of the parameters and other samples.
         dp_shard: Ranks that hold shards of the parameters and other samples; -1 takes the ranks that are left.
-        cp: Ranks that share a sequence.
+        cp: Context-parallel degree: ranks among which each sequence is sharded.
         tp: Ranks that share a tensor, innermost: neighbours on one node.
         ep: Ranks that share the experts, carved out of dp_shard x cp, or, where it does not divide those, out of
             dp_shard x cp x tp.
@@ -75,7 +75,7 @@ class MeshTable:
 
 @table
 class ModelTable:
-    """The model, as far as the core must know it.
+    """Options of the model that the core uses.
 
     Args:
         blocks: FQN pattern of the repeated blocks, for every plugin that works per block; found by itself if the model
@@ -87,7 +87,7 @@ class ModelTable:
 
 @table
 class TrainTable:
-    """The step, as far as the core must know it.
+    """Options of the training step that the core uses.
 
     Args:
         microbatch: Sequences per forward and data-parallel rank; default: in a run 1, embedded the whole batch that

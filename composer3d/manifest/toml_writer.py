@@ -33,7 +33,7 @@ def inline(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        # JSON's escapes are TOML's, except that TOML also requires DEL to be escaped.
         return "".join(map(_escaped, json.dumps(value, ensure_ascii=False)))
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return hex(value)
@@ -69,7 +69,7 @@ def _add_block(blocks: list[str], path: tuple[str, ...], table: Mapping[str, Any
 
 
 def _escaped(character: str) -> str:
-    """Escape what a terminal obeys instead of showing it: controls, and marks that turn the direction of writing."""
+    """Escape characters that a terminal interprets: control codes and marks of text direction."""
     if unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
         return character
     return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"

@@ -47,9 +47,9 @@ class _Fault:
         context: What pydantic adds to it: bounds, lengths, the exception of a validator.
         said: pydantic's message; shown only where a validator's author wrote it.
         path: Inside the table.
-        annotation: What is wanted there; None where nothing is known under that key.
+        annotation: Expected type; None for an unknown key.
         owner: The class whose key is the last part of the path, if a class it is.
-        value: What is there.
+        value: Value found.
         union: The path at which a union was entered, and which member of it pydantic tried.
     """
 
@@ -72,8 +72,8 @@ def validate(
     is good for a tuple or a set, a string for an enum or a path, an integer for a float, and nothing else is converted.
 
     Args:
-        document: Knows the places.
-        key_path: Where the table stands in the document.
+        document: Document that locates keys.
+        key_path: Path of the table in the document.
         cls: A pydantic dataclass, see `table`.
         value: The table, as read from TOML.
 
@@ -110,8 +110,8 @@ def secret_paths(annotation: Any, value: Any, path: KeyPath) -> Iterable[KeyPath
 
     Args:
         annotation: A table class, or the annotation of a key.
-        value: What the manifest has there.
-        path: Where that stands.
+        value: Value in the manifest.
+        path: Path of the value.
     """
     for member in map(bare, alternatives(annotation)):
         if member is Secret:
@@ -243,7 +243,7 @@ def _trace(cls: type, value: Any, details: Any) -> _Fault:
 
 
 def _member(members: Sequence[Any], tag: str, value: Any) -> Any:
-    """Return the member of a union that a tag means; only members with something inside are asked for."""
+    """Return the member of a union that a tag names; only members with content have one."""
     named = [member for member in members if getattr(bare(member), "__name__", None) == tag]
     fitting = [member for member in members if expected(member).startswith(describe(value))]
     return [*named, *fitting, None][0]
@@ -268,7 +268,7 @@ def _item(value: Any, part: Any) -> Any:
 
 
 def _select(faults: Sequence[_Fault]) -> list[_Fault]:
-    """Make one fault of what pydantic says about each member of a union.
+    """Combine pydantic's faults of each member of a union into one.
 
     A validator's own words come first; then what is wrong inside a member of the right kind; else the whole union is
     what was expected.
@@ -352,7 +352,7 @@ def _type_sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
 
 
 def _nearest(word: Any, words: Sequence[str]) -> str | None:
-    """Return the choice nearest to a word, whatever the case."""
+    """Return the choice nearest to a word, ignoring case."""
     if not isinstance(word, str):
         return None
     by_lower = {choice.lower(): choice for choice in words}

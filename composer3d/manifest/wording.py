@@ -1,4 +1,4 @@
-"""TOML's terms for types and values, in messages for users who know TOML and not Python."""
+"""Descriptions of types and values in TOML's terms, for messages."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def choices(annotation: Any) -> list[Any]:
 
 
 def expected(annotation: Any) -> str:
-    """Return what a key wants, for example `"auto" or an integer of at least 1`.
+    """Describe the values that a key accepts, for example `"auto" or an integer of at least 1`.
 
-    Bounds are said only where there is a choice: a single kind that is out of bounds has a sentence of its own.
+    Bounds are stated only for unions: a single type that is out of bounds has a message of its own.
     """
     members = alternatives(annotation)
     if len(members) == 1:
@@ -71,7 +71,7 @@ def expected(annotation: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return what a key got, for example `the string "x"`; long strings are shortened."""
+    """Describe the value of a key, for example `the string "x"`; long strings are shortened."""
     if isinstance(value, bool):
         return inline(value)
     if isinstance(value, str):
