@@ -172,12 +172,12 @@ def on_shares(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *o
         x, result = x.redistribute(placements=(Replicate(),)), (Shard(x.ndim - 1),)
     elif placement.is_shard(1):
         x, result = x.redistribute(placements=(Shard(x.ndim - 1),)), (Partial(),)
-    is_cut = not (placement.is_replicate() and x.placements[0].is_replicate())
+    is_sharded = not (placement.is_replicate() and x.placements[0].is_replicate())
 
     def local(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        meets = is_cut and tensor.placements[0].is_replicate()
+        meets = is_sharded and tensor.placements[0].is_replicate()
         return tensor.to_local(grad_placements=(Partial(),) if meets else None)
 
     own_bias = local(bias)

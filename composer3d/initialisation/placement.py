@@ -58,17 +58,16 @@ def _piece(target: DTensor, full: Tensor | Slab) -> Tensor | Slab | None:
     coordinate = target.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    cuts: list[tuple[int, int, int]] = []
+    shards: list[tuple[int, int, int]] = []
     for axis, placement in enumerate(target.placements):
         shard = shard_of(placement)
         if shard is not None:
-            cuts.append((shard.split_factor, axis, shard.dim))
+            shards.append((shard.split_factor, axis, shard.dim))
         elif not placement.is_replicate():
             raise InitialisationError(f"a full tensor cannot be placed as {placement}")
-    # Tensors are sharded over the mesh axes from left to right, except that a strided shard was made when there were
-    # already
-    # `split_factor` pieces: after those to its right.
-    for _, axis, dim in sorted(cuts):
+    # Tensors are sharded over the mesh axes from left to right; a strided shard comes after those to its right, which
+    # have made `split_factor` pieces.
+    for _, axis, dim in sorted(shards):
         pieces = full.chunk(target.device_mesh.size(axis), dim)
         # chunk makes fewer pieces where the dim is short: the last ranks hold nothing.
         index = coordinate[axis]
@@ -102,7 +101,7 @@ def materialise(
 
     Returns:
         Names of tensors on meta that the recipe does not make (a transform added them): their floating-point values
-        are NaN, and whoever added them has to fill them.
+        are NaN, and the transform that added them must fill them.
     """
     import torch
 
@@ -137,7 +136,7 @@ def materialise(
 
 
 def give_memory(module: nn.Module, recipe: Recipe | None, *, device: torch.device | str) -> None:
-    """Give what is on meta memory on a device, and no values: parameters, buffers and the recipe's plain attributes.
+    """Allocate meta tensors on a device, uninitialised: parameters, buffers and the recipe's plain attributes.
 
     Args:
         module: The model, or a part of it, in its final placement.

@@ -22,7 +22,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the groups of FQNs that are one parameter or buffer, each in the order of the model.
 
-    Only identity counts: two parameters that merely share memory are two parameters.
+    Only identity counts: two parameters that merely overlap in memory are two parameters.
     """
     groups: dict[int, list[str]] = {}
     for fqn, tensor in named_tensors(model):
@@ -40,10 +40,10 @@ def restore_ties(model: nn.Module, groups: Sequence[Sequence[str]]) -> tuple[str
         groups: What `ties` returned for the whole model.
 
     Raises:
-        TransformError: The copies have different shapes or placements by now, so that one cannot stand for the other.
+        TransformError: The copies now differ in shape or placement, so that they cannot be one tensor.
     """
     tensors = dict(named_tensors(model))
-    cut: list[str] = []
+    retied: list[str] = []
     for group in groups:
         present = [fqn for fqn in group if fqn in tensors]
         for fqn in present[1:]:
@@ -52,8 +52,8 @@ def restore_ties(model: nn.Module, groups: Sequence[Sequence[str]]) -> tuple[str
                 _check_alike(present[0], first, fqn, tensors[fqn])
                 owner, _, name = fqn.rpartition(".")
                 setattr(model.get_submodule(owner), name, first)
-                cut.append(fqn)
-    return tuple(cut)
+                retied.append(fqn)
+    return tuple(retied)
 
 
 def _check_alike(first: str, one: Tensor, second: str, other: Tensor) -> None:

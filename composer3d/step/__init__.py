@@ -17,7 +17,7 @@ from composer3d.step.loss import (
     loss_of_model,
 )
 from composer3d.step.loss_graph import divisor_of_mean, reduction_of
-from composer3d.step.microbatches import Digest, cut, map_tensors, tensors, to_device, units_of
+from composer3d.step.microbatches import Digest, map_tensors, split_batch, tensors, to_device, units_of
 from composer3d.step.optimizer_in_backward import exclusions
 from composer3d.step.optimizer_probe import refused_of_shards
 from composer3d.step.random_streams import Site
@@ -35,7 +35,6 @@ __all__ = [
     "count_provisionally",
     "count_valid",
     "counting_actions",
-    "cut",
     "draw_of",
     "full",
     "gather_full",
@@ -47,6 +46,7 @@ __all__ = [
     "divisor_of_mean",
     "reduction_of",
     "refused_of_shards",
+    "split_batch",
     "tensors",
     "to_device",
     "units_of",

@@ -17,7 +17,7 @@ from composer3d.step.evaluation import let_go
 from composer3d.step.guard import Guard
 from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import Decided, LoopState
-from composer3d.step.microbatches import cut, num_samples
+from composer3d.step.microbatches import num_samples, split_batch
 from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.outside_parameters import OutsideParameters
 from composer3d.step.own_forward import OwnForward
@@ -145,7 +145,7 @@ class StepEngine:
         """Run one batch of an open step; see `Composition.forward_backward`."""
         state = self.begun()
         self._refuse_used("forward_backward")
-        microbatches = cut(batch, size)
+        microbatches = split_batch(batch, size)
         if self.stepper is not None:
             self.stepper.begin(self.call + len(microbatches))
         self._agree(self.criterion.count_all(microbatches), identity)
@@ -165,7 +165,7 @@ class StepEngine:
         """Run one batch without gradients; see `Composition.evaluate`."""
         if self.ledger.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
-        microbatches = cut(batch, size)
+        microbatches = split_batch(batch, size)
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)

@@ -259,8 +259,8 @@ def _alike(
             share = 1.0
             if layout is not None:
                 dims = (apart or {}).get(id(parameter), ())
-                cut = (dims, *((id(grad.device_mesh), grad.placements) if tensor is not grad else ()))
-                share = weights[cut] if cut in weights else weights.setdefault(cut, weight(grad, layout, apart=dims))
+                key = (dims, *((id(grad.device_mesh), grad.placements) if tensor is not grad else ()))
+                share = weights[key] if key in weights else weights.setdefault(key, weight(grad, layout, apart=dims))
             result[(share, tensor.device, tensor.dtype)].append(tensor)
     return result
 

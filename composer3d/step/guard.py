@@ -51,7 +51,7 @@ _NOTHING = Decided()
 
 
 def control_device(device: torch.device) -> torch.device:
-    """Return the device for small control tensors: the CPU where the default group can, so no step waits for a GPU."""
+    """Return the device of small control tensors: CPU if the default group supports it, so no step waits for a GPU."""
     import torch
     import torch.distributed as dist
 
@@ -68,20 +68,20 @@ def contract_group(layout: Layout, views: MeshViews) -> Any:
 
 
 class Guard:
-    """Agreement on counts and steps.
+    """Sums token counts and verifies that ranks run the same step.
 
     Args:
         layout: Axes and degrees.
         rank: This rank.
         group: The process group that shares one global batch, None for the world.
-        device: Of the reduced vector.
+        device: Device of the reduced vector.
         plan: Fingerprint of the plan; its lower 40 bits are compared.
         compares: False only counts tokens: the vector has three integers, and ranks are not compared.
         is_answered: False in a fake process group: the all-reduce is issued, nothing is compared, and the totals are
             this rank's own counts, at least 1.
         whole_sequences: Whether ranks along a sequence axis receive the same batch, which a plugin shards.
-        replicas: Axes along which ranks hold the same parameters.
-        shared: Axes along which they hold the same of some.
+        replicas: Axes along which all parameters are replicated.
+        shared: Axes along which some parameters are replicated.
 
     Collectives: one all-reduce of 3 + 5 x ranks integers a call.
     """
@@ -113,7 +113,7 @@ class Guard:
         sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
         self._peers = self._groups(sharing)
         self._digest = Digest()
-        # Nothing to compare in a trace, which stands for the steps after the first ones.
+        # A trace represents the steps after the first ones, in which batches are not compared.
         self._same = SameBatches(layout, self._ranks if is_answered else ())
         self._stages = same_stage(layout, self._ranks)
         self._alike: dict[Compared, tuple[tuple[int, ...], ...]] = {
@@ -123,7 +123,7 @@ class Guard:
         }
 
     def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
-        """Return the positions of ranks that share their batch, those that have peers; axes of `sharing` roles."""
+        """Return the positions of ranks that must receive the same batch: those that differ in `sharing` roles only."""
         found: dict[tuple[int, ...], list[int]] = {}
         axes = [axis.name for axis in self._layout.dense_axes if axis.role not in sharing]
         for position, rank in enumerate(self._ranks):
@@ -143,12 +143,12 @@ class Guard:
         return tuple(self._ranks[position] for position in group)
 
     def digest(self, value: Any) -> int:
-        """Return the digest of a batch, 0 where no two ranks must have the same one, nor are the first steps' compared.
+        """Return the digest of a batch; 0 if no two ranks must have the same one and first steps are not compared.
 
         Args:
             value: Nested tensors, as passed by the loop.
 
-        Memory: the weights of `Digest`, kept where ranks have peers; else freed at once, before the step's forward.
+        Memory: the weights of `Digest`, kept if ranks have peers, otherwise freed before the step's forward.
         """
         if not self._compares or not (self._peers or self._same.is_looking):
             return 0
@@ -163,17 +163,17 @@ class Guard:
         digest: int = 0,
         decided: Decided = _NOTHING,
     ) -> Totals:
-        """Sum counts over all ranks and verify that they run the same step on the batches that they must share.
+        """Sum counts over all ranks; verify that they run the same step, and that peers have the same batch.
 
         Args:
-            step: The number the loop gave this step, or that of the evaluation.
+            step: Number of this step, or of the evaluation.
             call: Index of the batch within this step; None for an evaluation.
             counts: Valid tokens of each of this rank's micro-batches.
-            digest: Of the batch; compared between ranks that must have the same one.
+            digest: Digest of the batch; compared between ranks that must have the same one.
             decided: Decisions of this rank's loop.
 
         Raises:
-            StepError: Ranks differ; names them, on every rank.
+            StepError: Ranks differ; raised on every rank, with their names.
         """
         import torch
         import torch.distributed as dist
@@ -183,7 +183,7 @@ class Guard:
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         if size:
-            # Places start at 1, so that a rank that added nothing cannot look like step 0.
+            # Calls start at 1, so that an empty slot differs from step 0.
             vector[3 + self._slot] = (step << 16) + (_EVALUATION if call is None else call + 1)
             vector[3 + size + self._slot] = (len(counts) << _PLAN_BITS) | self._plan
             vector[3 + 2 * size + self._slot] = digest
@@ -211,10 +211,10 @@ class Guard:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(vote) for vote in tensor.tolist()]
 
-    # ---- what ranks must have in common ------------------------------------------------------------------------------
+    # ---- comparison of fingerprints ----------------------------------------------------------------------------------
 
     def _compare(self, places: list[int], setups: list[int], digests: list[int]) -> None:
-        """Compare sums of fingerprints; only a difference is examined rank by rank."""
+        """Compare the gathered fingerprints; ranks are examined one by one only where they differ."""
         if places.count(places[0]) != len(places):
             self._differ(
                 places,
@@ -236,7 +236,7 @@ class Guard:
                 )
             self._differ(
                 [setup >> _PLAN_BITS for setup in setups],
-                f"ranks cut {at} into different numbers of micro-batches",
+                f"ranks split {at} into different numbers of micro-batches",
                 lambda num: f"has {num}",
                 lambda num: f"have {num}",
                 "collectives of micro-batches need all ranks, so hand every rank a batch of the same size",
@@ -246,7 +246,7 @@ class Guard:
                 self._other_batch(group, digests, at)
 
     def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
-        """Compare what loops decided, and where that differs exchange what it is made of."""
+        """Compare the decisions of loops; where they differ, all-gather their components to name them."""
         halves = [Decided.halves(number) for number in weights]
         for compared, groups in self._alike.items():
             numbers = states if compared == "state" else [half[compared] for half in halves]
@@ -264,7 +264,7 @@ class Guard:
         one, two = described[odd], described[other]
         keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
         if compared != "state":
-            if not keys:  # one wrote what the others have
+            if not keys:  # a write that made no difference
                 return
             shown = ", ".join(keys[:_SHOWN])
             more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
@@ -299,7 +299,7 @@ class Guard:
     def _other_batch(self, group: Sequence[int], digests: list[int], at: str) -> None:
         usual = Counter(digests[position] for position in group).most_common(1)[0][0]
         odd = next(position for position in group if digests[position] != usual)
-        # The nearest of those who have the usual one: it tells the axis.
+        # The rank with the usual batch that differs in the fewest axes: the message names those.
         other = min(
             (position for position in group if digests[position] == usual),
             key=lambda position: len(self._layout.between(self._ranks[odd], self._ranks[position])),

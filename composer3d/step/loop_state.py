@@ -213,8 +213,8 @@ def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
-    cut = [name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()]
-    return not any(axis in axes for name in cut for axis in context.layout.axes_of(name))
+    sharded = [name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()]
+    return not any(axis in axes for name in sharded for axis in context.layout.axes_of(name))
 
 
 def _digest(sums: Mapping[str, int]) -> int:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Digest", "cut", "map_tensors", "num_samples", "tensors", "to_device", "units_of"]
+__all__ = ["Digest", "map_tensors", "num_samples", "split_batch", "tensors", "to_device", "units_of"]
 
-_PIECE = 1 << 16  # weights made at a time
+_PIECE = 1 << 16  # weights generated per seed
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -53,12 +53,11 @@ def num_samples(value: Any) -> int | None:
 def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
     """Return the unit of throughput, tokens or samples, and how many of them a model's inputs have.
 
-    Numbers of tokens are looked up in an embedding, which takes integers of 32 and 64 bits alone: every position is a
-    token, padding too. Whatever else the first tensor holds, pixels for example, a sample is the unit, whatever its
-    size. The same is counted by a plan, by a run and by plugins.
+    Inputs of int32 or int64 are token ids, the dtypes that an embedding takes: each position is a token, padding
+    included. For any other first tensor, such as pixels, the unit is a sample. Plans, runs and plugins count alike.
 
     Args:
-        inputs: Of a model: a tensor, or a nested container of them, such as the `args` of a `Batch`.
+        inputs: A model's inputs: a tensor, or a nested container of them, such as the `args` of a `Batch`.
     """
     import torch
 
@@ -70,15 +69,15 @@ def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
     return "samples", first.shape[0]
 
 
-def cut(batch: Batch, size: int | None) -> list[Batch]:
+def split_batch(batch: Batch, size: int | None) -> list[Batch]:
     """Split a batch x_B... into micro-batches of `size` samples along dim 0.
 
-    Tensors whose first dim is not the batch's, and everything that is no tensor, are passed unchanged to every
-    micro-batch; but of a target something has to be of its samples. A batch that is one micro-batch is passed as it is,
-    with a target of any length, of which the loss decides.
+    Tensors with another first dim, and values that are no tensors, are passed unchanged to every micro-batch; a target
+    must contain a tensor with the batch's first dim. A batch of one micro-batch is returned as it is, with a target of
+    any length.
 
     Raises:
-        BatchError: The batch does not divide, or its target does not with it.
+        BatchError: The batch is not a multiple of `size`, or its target has another number of samples.
     """
     length = None if size is None else num_samples((batch.args, batch.kwargs, batch.target))
     if size is None or length is None or length == size:
@@ -100,7 +99,7 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
 
 
 def _refuse_other_target(target: Any, size: int, length: int) -> None:
-    """Refuse a target of which every micro-batch would be given all; one row is the same for every sample."""
+    """Refuse a target that every micro-batch would receive whole; a single row is valid for every sample."""
     labels = target.get("labels") if isinstance(target, Mapping) else None
     lengths = [t.shape[0] for t in tensors(target if labels is None else labels) if t.dim() and t.shape[0] != 1]
     if lengths and length not in lengths:
@@ -116,7 +115,7 @@ def _slice(value: Any, start: int, size: int, length: int) -> Any:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor of a batch; copies from pinned memory do not wait."""
+    """Move every tensor of a batch; copies from pinned memory are asynchronous."""
     if device.type == "cpu":
         return batch
 
@@ -127,18 +126,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class Digest:
-    """Digest of batches: the sum of every tensor's bytes as 64-bit words, each times a random word.
+    """Digest of batches: the dot product of each tensor's 64-bit words with random weights.
 
     One pass over a batch on the CPU. A batch on an accelerator is synchronised.
 
-    Memory: 8 bytes of weights for every 8 bytes of the largest tensor seen; there twice that while it works.
+    Memory: 8 bytes of weights for every 8 bytes of the largest tensor so far; twice that on an accelerator while the
+    digest is computed.
     """
 
     def __init__(self) -> None:
         self._weights: dict[str, Tensor] = {}
 
     def __call__(self, value: Any) -> int:
-        """Return a number below 2^62 that differs, all but surely, between values whose tensors differ; 0 for none."""
+        """Return a number below 2^62 that differs almost surely where tensors differ; 0 if there are none."""
         total = 0
         with torch_compat.outside_transforms():
             for position, each in enumerate(tensors(value)):
@@ -160,7 +160,7 @@ class Digest:
         device, count = str(words.device), words.numel()
         weights = self._weights.get(device)
         if weights is None or weights.numel() < count:
-            # In pieces with a seed each, so that all ranks have the same, whatever sizes they saw before.
+            # One seed per piece, so that weights are equal on all ranks, independent of the sizes seen before.
             pieces = [
                 torch.randint(-(1 << 62), 1 << 62, (_PIECE,), generator=torch.Generator().manual_seed(seed))
                 for seed in range(-(-count // _PIECE))
@@ -171,7 +171,7 @@ class Digest:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as 64-bit integers, one for each byte where they do not divide by 8."""
+    """Return the bytes of a tensor as 64-bit words; one word per byte where they are no multiple of 8 or unaligned."""
     import torch
 
     flat = tensor.reshape(-1)

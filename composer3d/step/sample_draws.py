@@ -253,8 +253,8 @@ def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for place in range(rows.count):
 
             def piece(value: Any, at: int = place * size) -> Any:
-                is_cut = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == first.shape[0]
-                return value.narrow(0, at, size) if is_cut else value
+                is_split = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == first.shape[0]
+                return value.narrow(0, at, size) if is_split else value
 
             torch.manual_seed(row_seed(key, rows.first + place))
             found.append(func(*map(piece, args), **{name: piece(value) for name, value in kwargs.items()}))

@@ -14,7 +14,7 @@ from composer3d.errors import BatchError, InitialisationError, RankError
 from composer3d.interfaces import Batch
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
-from composer3d.step import cut, tensors
+from composer3d.step import split_batch, tensors
 from composer3d.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _prove(
     layout, size = layout_of(typed, Hooks(typed.plugins), world_size=world_size), typed.train.microbatch
     degree = layout.degree(Role.BATCH)
     number = len(local_slice(range(_length(batch)), 0, degree))
-    cut(cut(batch, number)[0], size)
+    split_batch(split_batch(batch, number)[0], size)
     microbatches = _microbatches(_length(batch), degree, size)
     try:
         return prove(make_subject, layout=layout, launch=_launch, microbatches=microbatches, **options)
@@ -175,7 +175,9 @@ def _subject(
         build=lambda: model_factory,
         loss_fn=loss_fn,
         make_optimizer=optimizer or (lambda run: run.optimizer(torch.optim.AdamW, lr=1e-3)),
-        batch=lambda step, rank, degree: cut(batch, len(local_slice(range(_length(batch)), rank, degree)))[rank],
+        batch=lambda step, rank, degree: split_batch(batch, len(local_slice(range(_length(batch)), rank, degree)))[
+            rank
+        ],
         grad_clip=grad_clip,
         average_buffers=lambda run: run.sync_buffers(),  # as `run.save` does
         device=torch.device("cpu"),
@@ -186,7 +188,7 @@ def _subject(
 
 def _example(batch: Batch, size: int) -> Example:
     """Return the model's arguments of one micro-batch: plugins that follow a forward see what the run will see."""
-    first = cut(batch, size)[0]
+    first = split_batch(batch, size)[0]
     return tuple(first.args), dict(first.kwargs)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, map_tensors
 from composer3d.interfaces import Batch, Loss
-from composer3d.step import as_loss, count_provisionally, cut, full, loss_of_model, reduction_of, to_device
+from composer3d.step import as_loss, count_provisionally, full, loss_of_model, reduction_of, split_batch, to_device
 from composer3d.verification.subject import Arithmetic, Kept, Subject, without_plugins
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def microbatches(subject: Subject, number: int, degree: int, which: Arithmetic) 
     return [
         to_device(piece, subject.device)
         for rank in range(degree)
-        for piece in cut(of_dtype(subject.batch(number, rank, degree), which), size)
+        for piece in split_batch(of_dtype(subject.batch(number, rank, degree), which), size)
     ]
 
 

@@ -85,7 +85,7 @@ def test_the_bubble_is_measured_and_simulated(pipelined):
         lambda data: data[: len(data) // 2] + b"\xff\xfe",
         lambda data: b"",
     ],
-    ids=["deep", "empty-object", "null", "no-number", "cut", "empty"],
+    ids=["deep", "empty-object", "null", "no-number", "truncated", "empty"],
 )
 @pytest.mark.parametrize("name", ["traces/rank-0.jsonl", "traces/rank-0.metrics.jsonl", "metrics.jsonl"])
 def test_damaged_files_are_named_or_passed_over(pipelined, tmp_path, name, damage, capsys):
@@ -212,7 +212,7 @@ def test_a_cut_off_line_and_an_older_start(tmp_path):
     with (tmp_path / "rank-0.jsonl").open("a") as file:
         file.write('{"resourceSpans": [{"reso')
     trace = read_trace(tmp_path)
-    assert [one.attributes["step"] for one in trace.ranks[0]] == [7] and trace.cut == ("rank-0.jsonl",)
+    assert [one.attributes["step"] for one in trace.ranks[0]] == [7] and trace.truncated == ("rank-0.jsonl",)
     assert "was cut off" in draw_page(trace, measure(trace), [7], title="t")
 
 

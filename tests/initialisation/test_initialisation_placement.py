@@ -112,7 +112,7 @@ def layout(sizes):
 
     model, recipe = record(Model)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tp"))
-    cut = ()
+    retied = ()
     if sizes[1] > 1:
         plan = {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -120,7 +120,7 @@ def layout(sizes):
             "head": ColwiseParallel(),
         }
         parallelize_module(model, mesh["tp"], plan)
-        cut = restore_ties(model, recipe.ties)
+        retied = restore_ties(model, recipe.ties)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -131,7 +131,7 @@ def layout(sizes):
     whole = nn.Module()
     for name, tensor in full.items():
         whole.register_buffer(name.replace(".", "_"), tensor.detach())
-    return cut, fingerprints(whole)
+    return retied, fingerprints(whole)
 
 
 def test_every_layout_starts_from_the_same_model():
@@ -140,9 +140,9 @@ def test_every_layout_starts_from_the_same_model():
     materialise(module, recipe, seed=3, device="cpu")
     plain = fingerprints(module)
     assert alone == {name.replace(".", "_"): digest for name, digest in plain.items()}
-    for sizes, cut in [((2, 1), ()), ((4, 1), ()), ((1, 2), ("head.weight",)), ((2, 2), ("head.weight",))]:
+    for sizes, retied in [((2, 1), ()), ((4, 1), ()), ((1, 2), ("head.weight",)), ((2, 2), ("head.weight",))]:
         results = run_ranks(quietly, sizes[0] * sizes[1], layout, sizes)
-        assert results == [(cut, alone)] * len(results), sizes
+        assert results == [(retied, alone)] * len(results), sizes
 
 
 def tied_but_planned_apart():

@@ -210,10 +210,10 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, others = tmp_path / "step-2", ("", SELECTIVE, BUDGET.format(0.6))
     going_on = [(path, FSDP + AC + mode, True, 2, 2) for mode in others]
     cases = (path, FSDP + AC + SQRT, False, 4), *going_on, (path, TP + AC + SQRT, True, 2, 2)
-    (whole, _), *again, (cut, _) = in_one_world(resumed, 2, *cases)
+    (whole, _), *again, (resharded, _) = in_one_world(resumed, 2, *cases)
     for weights, _ in again:
         assert all(torch.equal(whole[name], weights[name]) for name in whole)
-    for weights in (cut, run_ranks(resumed, 1, path, AC, True, 2, 2)[0]):
+    for weights in (resharded, run_ranks(resumed, 1, path, AC, True, 2, 2)[0]):
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
 
 
@@ -253,7 +253,8 @@ def test_a_budget_below_the_inputs_is_refused():
 
 
 def test_runs_are_as_many_as_they_are_long():
-    sizes = {count: [len(run) for run in segments.cut([str(index) for index in range(count)])] for count in range(12)}
+    names = [str(index) for index in range(12)]
+    sizes = {count: [len(run) for run in segments.split_into_runs(names[:count])] for count in range(12)}
     assert (
         sizes[0] == []
         and sizes[1] == [1]

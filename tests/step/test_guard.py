@@ -105,8 +105,8 @@ def test_ranks_elsewhere_are_named_on_all_ranks(places, message):
 
 def test_another_number_of_microbatches_is_named():
     message = (
-        "ranks cut step 2 into different numbers of micro-batches: rank 1 (dp_shard 0, tp 1) has 2, while 3 of 4 ranks "
-        "have 1; collectives of micro-batches need all ranks, so hand every rank a batch of the same size"
+        "ranks split step 2 into different numbers of micro-batches: rank 1 (dp_shard 0, tp 1) has 2, while 3 of 4 "
+        "ranks have 1; collectives of micro-batches need all ranks, so hand every rank a batch of the same size"
     )
     given = [{}, {"counts": [1, 1]}, {}, {}]
     assert run_ranks(refused, 4, given, {"dp_shard": 2, "tp": 2}) == [message] * 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer3d import Batch, BatchError
-from composer3d.step.microbatches import Digest, cut, tensors, to_device
+from composer3d.step.microbatches import Digest, split_batch, tensors, to_device
 
 Pair = namedtuple("Pair", "left right")
 
@@ -17,7 +17,7 @@ def rows(num=6, width=2):
 
 def test_micro_batches_put_together_are_the_batch():
     batch = Batch(args=(rows(), "text"), kwargs={"mask": rows() + 1}, target={"labels": rows() + 2, "weight": 0.5})
-    pieces = cut(batch, 2)
+    pieces = split_batch(batch, 2)
     assert len(pieces) == 3
     assert torch.equal(torch.cat([piece.args[0] for piece in pieces]), rows())
     assert torch.equal(torch.cat([piece.kwargs["mask"] for piece in pieces]), rows() + 1)
@@ -27,7 +27,7 @@ def test_micro_batches_put_together_are_the_batch():
 
 def test_containers_keep_their_kind():
     batch = Batch(args=([rows(), (rows(), None)],), kwargs=UserDict(a=rows()), target=Pair(rows(), [rows()]))
-    piece = cut(batch, 3)[1]
+    piece = split_batch(batch, 3)[1]
     assert type(piece.args[0]) is list and type(piece.args[0][1]) is tuple and piece.args[0][1][1] is None
     assert type(piece.target) is Pair and torch.equal(piece.target.right[0], rows()[3:])
     assert torch.equal(piece.kwargs["a"], rows()[3:])
@@ -35,29 +35,29 @@ def test_containers_keep_their_kind():
 
 def test_tensors_of_another_first_dim_go_whole_into_every_piece():
     scale, table = torch.tensor(2.0), rows(4)
-    for piece in cut(Batch(args=(scale, rows()), kwargs={"table": table}), 3):
+    for piece in split_batch(Batch(args=(scale, rows()), kwargs={"table": table}), 3):
         assert piece.args[0] is scale and piece.kwargs["table"] is table and piece.args[1].shape == (3, 2)
 
 
 def test_pieces_share_memory_with_the_batch():
     batch = Batch(args=(rows(),))
-    assert cut(batch, 2)[1].args[0].data_ptr() == batch.args[0][2:].data_ptr()
+    assert split_batch(batch, 2)[1].args[0].data_ptr() == batch.args[0][2:].data_ptr()
 
 
 @pytest.mark.parametrize("batch", [Batch(args=()), Batch(args=("text", 3)), Batch(args=(rows(),))])
 def test_a_batch_that_is_not_to_be_cut_is_handed_through(batch):
-    assert cut(batch, None) == [batch]
-    assert cut(batch, 6) == [batch]
+    assert split_batch(batch, None) == [batch]
+    assert split_batch(batch, 6) == [batch]
 
 
 def test_the_batch_dim_is_found_in_the_target_where_the_model_takes_no_tensor():
-    assert [piece.target.shape[0] for piece in cut(Batch(args=(), target=rows()), 2)] == [2, 2, 2]
+    assert [piece.target.shape[0] for piece in split_batch(Batch(args=(), target=rows()), 2)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("num", "size"), [(6, 4), (3, 6), (0, 2)])
 def test_a_batch_that_does_not_divide_is_refused(num, size):
     with pytest.raises(BatchError) as caught:
-        cut(Batch(args=(rows(num),)), size)
+        split_batch(Batch(args=(rows(num),)), size)
     assert str(caught.value) == (
         f"a batch of {num} samples cannot be split into micro-batches of {size} ([train] microbatch); "
         f"hand over a multiple of {size} samples a call"
@@ -69,18 +69,18 @@ def test_a_batch_that_does_not_divide_is_refused(num, size):
 def test_a_target_of_another_number_of_samples_is_refused(form, num):
     batch = Batch(args=({"x": rows()},), target=form(rows(num)))
     with pytest.raises(BatchError) as caught:
-        cut(batch, 2)
+        split_batch(batch, 2)
     assert str(caught.value) == (
         f"the batch has 6 samples and its target {num}, so every micro-batch of 2 ([train] microbatch) would be given "
         "the whole target; hand over a row a sample (a target of tokens as target.view(6, -1), pairs as inputs of 2 a "
         "sample), or one micro-batch a call"
     )
-    assert cut(batch, 6) == cut(batch, None) == [batch]  # the loss sees all of both, and decides
+    assert split_batch(batch, 6) == split_batch(batch, None) == [batch]  # the loss sees all of both, and decides
 
 
 @pytest.mark.parametrize("target", [torch.ones(1), torch.tensor(2.0), (rows(), torch.ones(9)), None, "text"])
 def test_targets_of_no_sample_are_the_same_for_every_micro_batch(target):
-    assert len(cut(Batch(args=(rows(),), target=target), 2)) == 3
+    assert len(split_batch(Batch(args=(rows(),), target=target), 2)) == 3
 
 
 BASE = Batch(args=(rows(),), kwargs={"a": torch.rand(3, generator=torch.Generator().manual_seed(0))}, target=rows() + 1)

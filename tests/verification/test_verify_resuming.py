@@ -12,7 +12,7 @@ from support.models import sum_loss, write_manifest
 from support.resuming_faults import OwnDraws, Remembering, Rising, hidden, restoring
 from support.verification_cases import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 
-from composer3d.step.microbatches import cut
+from composer3d.step.microbatches import split_batch
 from composer3d.testing import assert_parity
 from composer3d.verification import prove, to_json, to_text
 
@@ -78,7 +78,7 @@ def test_what_a_loaded_run_has_otherwise_is_named(text, options, cause):
 def proven(text, *, make_schedule=None, **options):
     def make():
         made = subject(
-            text, batch=lambda step, rank, size: cut(batch(), 12 // size)[rank], loss_fn=sum_loss, factory=Even
+            text, batch=lambda step, rank, size: split_batch(batch(), 12 // size)[rank], loss_fn=sum_loss, factory=Even
         )
         return dataclasses.replace(made, make_schedule=make_schedule)
 

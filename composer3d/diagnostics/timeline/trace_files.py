@@ -46,14 +46,14 @@ class Trace:
         coordinates: Of every rank along the mesh axes.
         memory: Resident bytes of every rank, in order of time.
         rows: Of `metrics.jsonl`, as far as there is one.
-        cut: Files whose last line is truncated, as by a kill.
+        truncated: Files whose last line is truncated, as by a kill.
     """
 
     ranks: Mapping[int, tuple[Span, ...]]
     coordinates: Mapping[int, Mapping[str, int]]
     memory: Mapping[int, tuple[float, ...]]
     rows: tuple[Mapping[str, Any], ...]
-    cut: tuple[str, ...]
+    truncated: tuple[str, ...]
 
 
 def read_trace(run: Path) -> Trace:
@@ -75,7 +75,7 @@ def read_trace(run: Path) -> Trace:
             'exporter = "file"'
         )
     groups: dict[int, list[tuple[str, Mapping[str, Any], list[Span]]]] = {}
-    cut = []
+    truncated = []
     for rank, path in sorted(files.items()):
         groups[rank] = []
         for part in _parts(path):
@@ -83,7 +83,7 @@ def read_trace(run: Path) -> Trace:
             with _written_by_a_run(part):
                 groups[rank] += [_group(row) for row in rows]
             if not complete:
-                cut.append(part.name)
+                truncated.append(part.name)
     if not any(groups.values()):
         raise ComposerError(f"{run}: the trace files hold no span")
     # A run that was started again goes on in the same files; what the last start wrote is what counts.
@@ -101,7 +101,7 @@ def read_trace(run: Path) -> Trace:
         coordinates=coordinates,
         memory={rank: _memory(folder / f"rank-{rank}.metrics.jsonl") for rank in ranks},
         rows=tuple(row for row in _lines(metrics)[0] if isinstance(row, dict)) if metrics.is_file() else (),
-        cut=tuple(cut),
+        truncated=tuple(truncated),
     )
 
 

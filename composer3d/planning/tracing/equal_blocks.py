@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from composer3d.composition import Preparation
     from composer3d.interfaces import Part
 
-__all__ = ["BlockCut"]
+__all__ = ["BlockTruncation"]
 
 # Attributes in which blocks keep their own number.
 _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
 
 
-class BlockCut:
+class BlockTruncation:
     """Truncates every stage to a few blocks, where all blocks of a stage are alike.
 
     The first ones are kept, and instead of the last of those the stage's last one if transforms treat it differently:

@@ -22,7 +22,7 @@ from composer3d.composition import (
 )
 from composer3d.errors import ManifestError
 from composer3d.initialisation import Attachments
-from composer3d.planning.tracing.equal_blocks import BlockCut
+from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def composed(
     preparation: Preparation,
     rank: int,
     *,
-    cut: BlockCut | None = None,
+    truncation: BlockTruncation | None = None,
     memory: torch_compat.ResultMemory | None = None,
 ) -> Iterator[Composition]:
     """Compose as one rank; inside, every operator returns fake tensors.
@@ -111,7 +111,7 @@ def composed(
 
     with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)
-        apply_transforms(aimed, after_split=partial((cut or BlockCut(None)).apply, preparation=aimed))
+        apply_transforms(aimed, after_split=partial((truncation or BlockTruncation(None)).apply, preparation=aimed))
         with torch_compat.fake_tensors(memory):
             give_memory(aimed)
             plan = fingerprint(described(aimed))

@@ -13,7 +13,7 @@ from composer3d import torch_compat
 from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
-from composer3d.planning.tracing.equal_blocks import BlockCut
+from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
@@ -235,7 +235,7 @@ class Tracer:
     def _run(self, rank: int, keep: int | None, *, if_longer: bool = False) -> _Traced:
         """Trace a rank with at most `keep` blocks per stage; with `if_longer`, no sketch if those are all blocks."""
         self._hear(rank)
-        job, cut, number = self._job, BlockCut(keep), self._num_traced(rank)
+        job, truncation, number = self._job, BlockTruncation(keep), self._num_traced(rank)
         # What lies in reference cycles is freed at the same moments in every run.
         gc.collect()
         was_enabled = gc.isenabled()
@@ -244,10 +244,14 @@ class Tracer:
             with (
                 self._uncompiled(),
                 self._assuming(),
-                composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run,
+                composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
-                if if_longer and not (cut.are_alike and {len(names) >= (keep or 0) for names in cut.names} == {True}):
-                    return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
+                if if_longer and not (
+                    truncation.are_alike and {len(names) >= (keep or 0) for names in truncation.names} == {True}
+                ):
+                    return _Traced(
+                        sketch=None, names=truncation.names, are_alike=truncation.are_alike, num_traced=number
+                    )
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
                 args, inputs, target = job.batch(number)
@@ -265,9 +269,15 @@ class Tracer:
                         freed = observer.free_unused_state()
                         if not (buckets or differs or freed):
                             break
-                sketch = sketch_of(observer.result, cut.places_of)
+                sketch = sketch_of(observer.result, truncation.places_of)
                 notes = tuple(dict.fromkeys(run.context.stash(Decisions).notes))
-                return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number, notes=notes)
+                return _Traced(
+                    sketch=sketch,
+                    names=truncation.names,
+                    are_alike=truncation.are_alike,
+                    num_traced=number,
+                    notes=notes,
+                )
         finally:
             if was_enabled:
                 gc.enable()

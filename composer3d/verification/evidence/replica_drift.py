@@ -80,9 +80,9 @@ def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:
         mesh = tensor.device_mesh
         here: Any = mesh.get_coordinate() or []
         names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-        cuts = [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(dim) > 1]
-        piece += [(names[dim], here[dim]) for dim, _ in cuts]
-        placement = ", ".join(f"{p} over {names[dim]}" for dim, p in cuts) or placement
+        sharded = [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(dim) > 1]
+        piece += [(names[dim], here[dim]) for dim, _ in sharded]
+        placement = ", ".join(f"{p} over {names[dim]}" for dim, p in sharded) or placement
     own = run.context.parameter_mesh(fqn)
     if own is not None and not isinstance(tensor, DTensor):
         experts = [name for name in run.context.layout.names(Role.EXPERT) if name in (own.mesh.mesh_dim_names or ())]

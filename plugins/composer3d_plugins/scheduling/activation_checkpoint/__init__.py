@@ -183,7 +183,7 @@ class ActivationCheckpoint:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         if self.mode == "sqrt":
-            for run in segments.cut(fqns):
+            for run in segments.split_into_runs(fqns):
                 blocks = {fqn: model.get_submodule(fqn) for fqn in run}
                 segments.wrap(blocks, units=context.stash(Units), preserve_rng_state=self.preserve_rng_state)
             return list(fqns)

@@ -15,10 +15,10 @@ from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import F
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["cut", "wrap"]
+__all__ = ["split_into_runs", "wrap"]
 
 
-def cut(fqns: Sequence[str]) -> list[list[str]]:
+def split_into_runs(fqns: Sequence[str]) -> list[list[str]]:
     """Divide n blocks into about sqrt(n) runs of about sqrt(n)."""
     num_runs = math.ceil(len(fqns) / max(round(math.sqrt(len(fqns))), 1)) if fqns else 0
     bounds = [len(fqns) * index // num_runs for index in range(num_runs + 1)] if num_runs else [0]

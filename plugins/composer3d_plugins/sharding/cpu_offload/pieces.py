@@ -10,10 +10,12 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["cut"]
+__all__ = ["split_groups"]
 
 
-def cut(groups: list[dict[str, Any]], kept: Set[nn.Parameter], piece_bytes: int) -> Iterator[list[dict[str, Any]]]:
+def split_groups(
+    groups: list[dict[str, Any]], kept: Set[nn.Parameter], piece_bytes: int
+) -> Iterator[list[dict[str, Any]]]:
     """Divide groups into pieces; parameters whose state stays on the device are the first piece, all at once."""
     others = [{**group, "params": [p for p in group["params"] if p not in kept]} for group in groups]
     if any(group["params"] for group in others):

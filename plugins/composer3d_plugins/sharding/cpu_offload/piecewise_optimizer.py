@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
-from composer3d_plugins.sharding.cpu_offload.pieces import cut
+from composer3d_plugins.sharding.cpu_offload.pieces import split_groups
 from composer3d_plugins.sharding.cpu_offload.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def offloaded(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int
 
             assert closure is None, "the composition refuses closures"
             groups = self.param_groups
-            pieces = list(cut(groups, kept, piece_bytes))
+            pieces = list(split_groups(groups, kept, piece_bytes))
             try:
                 with torch.no_grad():
                     self._fetch(pieces, 0)

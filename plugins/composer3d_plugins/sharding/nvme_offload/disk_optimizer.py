@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import StateFile
 from composer3d_plugins.sharding.nvme_offload.disk_buffers import Buffer, Buffers
-from composer3d_plugins.sharding.nvme_offload.file_layout import Fields, Layout, Member, cut, cut_as, moments
+from composer3d_plugins.sharding.nvme_offload.file_layout import (
+    Fields,
+    Layout,
+    Member,
+    moments,
+    sharded_as,
+    split_groups,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -76,7 +83,7 @@ class Stepper:
 
         groups = optimizer.param_groups
         self._fields.keep_only(optimizer.state)
-        pieces = list(cut(groups, self._piece_bytes, self._cls))
+        pieces = list(split_groups(groups, self._piece_bytes, self._cls))
         reads: deque[tuple[Buffer, Layout, list[Future[None]]]] = deque()
         try:
             with torch.no_grad():
@@ -144,7 +151,7 @@ class Stepper:
                     if here.numel()
                     else torch.empty(0, dtype=field.dtype)
                 ).view(here.shape)
-                optimizer.state[parameter][name] = cut_as(parameter, value)
+                optimizer.state[parameter][name] = sharded_as(parameter, value)
             yield
             if write and memory is not None:
                 memory.flush()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Fields", "Layout", "Member", "cut", "cut_as", "moments"]
+__all__ = ["Fields", "Layout", "Member", "moments", "sharded_as", "split_groups"]
 
 # Elementwise optimizers: a parameter may be divided anywhere.
 ELEMENTWISE = frozenset(
@@ -55,7 +55,7 @@ class Member:
 
     def like(self, value: Tensor) -> Any:
         """Return a moment with the placements of the parameter."""
-        return value if self._run is not None else cut_as(self.parameter, value)
+        return value if self._run is not None else sharded_as(self.parameter, value)
 
     def begin(self, states: Any) -> None:
         """Copy a parameter's state that is not on disk, such as the step count, for a run."""
@@ -79,7 +79,7 @@ def moments(member: Member, states: Any) -> dict[str, Any]:
     return {name: value for name, value in states[member.key].items() if _is_moment(member, value)}
 
 
-def cut(groups: list[dict[str, Any]], piece_bytes: int, cls: type[Optimizer]) -> Iterator[list[Member]]:
+def split_groups(groups: list[dict[str, Any]], piece_bytes: int, cls: type[Optimizer]) -> Iterator[list[Member]]:
     """Divide parameters with gradients into pieces; large ones into runs, if the optimizer is elementwise."""
     divides = cls.__name__ in ELEMENTWISE and cls.__module__.startswith("torch.optim")
     piece: list[Member] = []
@@ -183,7 +183,7 @@ def _laid_out(members: list[tuple[Member, dict[str, Field]]]) -> Layout:
     return Layout(places, ranges, position)
 
 
-def cut_as(parameter: Any, value: Tensor) -> Any:
+def sharded_as(parameter: Any, value: Tensor) -> Any:
     """Return a local tensor as a DTensor with the placements of a parameter, if that is one."""
     from torch.distributed.tensor import DTensor
 
