@@ -1,4 +1,4 @@
-"""The plugins of one run as typed calls, one method a hook, whose answers are checked against the spec."""
+"""Typed calls of a run's plugins, one method per hook, with results validated against the spec."""
 
 from __future__ import annotations
 

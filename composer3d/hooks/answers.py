@@ -1,4 +1,4 @@
-"""Checks of the values that hooks return: the types that the spec states, all the way down, and what types cannot say.
+"""Validation of hooks' return values: nested types as the spec annotates them, and rules beyond types.
 
 The return annotation of a spec in `composer3d.hookspecs` is what is checked, with the annotations of the dataclasses
 and protocols in it, so that a new hook is checked as soon as it is written.
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Fault", "expected_of", "fault_of", "mismatch", "predicate_of", "returned_by"]
 
-_LONGEST = 60  # characters of a value that is quoted
+_LONGEST = 60  # maximum characters of a quoted value
 _LONGEST_TIMEOUT_S = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is wrong with an answer.
+    """Fault in a hook's return value.
 
     Args:
-        found: What was returned, and where in the answer.
-        allowed: What could have been.
+        found: Value found, and its place in the return value.
+        allowed: Values allowed there.
     """
 
     found: str
@@ -46,7 +46,7 @@ class Fault:
 
 
 def fault_of(hook: str, answer: Any, arguments: Mapping[str, Any]) -> Fault | None:
-    """Return what is wrong with the answer of a hook that was called with `arguments`; None where it is right."""
+    """Return the fault in the return value of a hook called with `arguments`; None if it is valid."""
     found = None if predicate_of(expected_of(hook))(answer) else mismatch(answer, expected_of(hook))
     if found is None and answer is not None and hook in _VALUES:
         found = next(iter(_VALUES[hook](answer, arguments)), None)
@@ -71,7 +71,7 @@ def mismatch(value: Any, expected: Any, at: tuple[str, ...] = ()) -> Fault | Non
     Args:
         value: Of any type.
         expected: A type, resolved: classes, protocols, literals, unions and generic containers.
-        at: Where the value stands in the answer, outermost first.
+        at: Path of the value in the answer, outermost first.
     """
     origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if expected is Any:
@@ -135,7 +135,7 @@ def _of_union(value: Any, expected: Any, at: tuple[str, ...]) -> Fault | None:
 
 
 def _is_of(value: Any, expected: Any) -> bool:
-    """Return whether a value's outermost type is one; what it contains is not looked at."""
+    """Return whether a value's outermost type matches, without checking its content."""
     origin = typing.get_origin(expected)
     if expected is None or expected is type(None):
         return value is None
@@ -163,7 +163,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _items(value: Any, expected: Any, origin: Any, inner: tuple[Any, ...]) -> Iterable[tuple[str, Any, Any]]:
-    """Yield what a value contains: its place, itself and its type."""
+    """Yield the items of a value: place, item and expected type."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return
     if is_dataclass(expected):
@@ -257,7 +257,7 @@ def _either(words: Sequence[str], last: str = "or") -> str:
     return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]
 
 
-# ---- what types cannot say -------------------------------------------------------------------------------------------
+# ---- rules beyond types ----------------------------------------------------------------------------------------------
 
 
 def _group_options(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:
@@ -265,7 +265,7 @@ def _group_options(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]
 
     names = [] if answer.backend is None else [part.rpartition(":")[2].lower() for part in answer.backend.split(",")]
     if not all(dist.is_backend_available(name) for name in names):
-        # These two communicate with nobody.
+        # These two do not communicate.
         real = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         there = [name for name in real if dist.is_backend_available(name)]
         yield Fault(found=f"{_quoted(answer.backend)} as backend", allowed=_either([f'"{name}"' for name in there]))

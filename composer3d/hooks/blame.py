@@ -1,4 +1,4 @@
-"""Functions and objects of plugins whose errors, and whose results that are none, name the plugin."""
+"""Wrappers of plugins' functions and objects whose errors name the plugin."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Acting", "Returned", "blamed", "blamed_action", "blamed_listing", "c
 
 
 def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an implementation of a hook that raises `HookError` for what it raises, and for answers that are none.
+    """Wrap a hook implementation: its exceptions and invalid results become a `HookError`.
 
-    A lost peer, memory that ran out and Ctrl-C are nothing of the plugin's and pass as they are.
+    A lost peer, exhausted memory and Ctrl-C are not the plugin's fault and are raised unchanged.
     """
 
     @functools.wraps(function)
@@ -44,13 +44,13 @@ def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> 
 def blamed(
     registered: Registered, name: str, function: Callable[..., Any], *, returns: Any = Any
 ) -> Callable[..., Any]:
-    """Return a function of a plugin that raises `HookError` as `checked` does.
+    """Wrap a function of a plugin as `checked` does.
 
     Args:
-        registered: Whose it is.
-        name: What the function is, for the message.
-        function: That a hook returned.
-        returns: Type of its result.
+        registered: Plugin of the function.
+        name: Name of the function in messages.
+        function: Function that a hook returned.
+        returns: Type of the function's result.
     """
 
     fits = predicate_of(returns)
@@ -73,12 +73,12 @@ def blamed(
 def blamed_action(
     registered: Registered, action: StepAction, acting: Acting | None = None
 ) -> Callable[[Any], str | None]:
-    """Return a step action as `blamed` does, of one argument, and in one call: steps run many of them.
+    """Wrap a step action of one argument as `blamed` does, in a single call, since steps run many of them.
 
     Args:
-        registered: Whose it is.
-        action: What runs.
-        acting: Where its plugin is noted while it runs; None where nobody asks.
+        registered: Plugin of the action.
+        action: The action's function.
+        acting: Records the plugin while the action runs; None records nothing.
     """
     run, name, plugin = action.run, f'the step action "{action.name}"', registered.name
     decides, fits = action.point is StepPoint.DECIDE, predicate_of(str | None)
@@ -104,7 +104,7 @@ def blamed_action(
 
 
 def blamed_listing(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a plugin that returns names: a tuple of them, whatever it is that it iterates over."""
+    """Wrap a function of a plugin that returns names, from any iterable, as a tuple."""
 
     @functools.wraps(function)
     def listed(*args: Any) -> Any:
@@ -152,14 +152,14 @@ def _refuse(registered: Registered, name: str, fault: Fault | None) -> None:
 
 
 def _hook_error(error: BaseException, registered: Registered, name: str) -> HookError | None:
-    """Return the error to raise in place of what a plugin's function raised; None where that passes as it is."""
+    """Return the error to raise instead of a plugin's exception; None if that is raised unchanged."""
     if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return None
     if is_interrupt(error) or lost_a_peer(error):
         return None
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
-    # What a plugin remembers may be there in runs alone.
+    # State of a plugin may exist in runs alone.
     is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
     place = place_of_error(error).removesuffix(": ")
     return HookError(

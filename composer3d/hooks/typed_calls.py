@@ -1,4 +1,4 @@
-"""Typed calls of hooks, one method a hook, over pluggy, which nothing else sees; answers are checked."""
+"""Typed calls of hooks over pluggy, one method per hook, with validated results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bound", "Hooks"]
 
-# Hooks that give transforms, in the order in which they are asked; the transforms' own order is declared by them.
+# Hooks that return transforms, in call order; transforms declare their own order.
 _TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
 Bound = tuple[Registered, Callable[..., Any]]  # an implementation as a function of the spec's keyword arguments
 
@@ -45,7 +45,7 @@ Bound = tuple[Registered, Callable[..., Any]]  # an implementation as a function
 class Hooks:
     """The plugins of one run.
 
-    Queries ask every implementation and take one answer; they raise `QueryError` where two plugins gave different ones.
+    Queries call every implementation and return one answer; two different ones raise `QueryError`.
     What a hook raises that is no ComposerError becomes a `HookError`, which names plugin, table and hook; so does an
     answer that is not of the type that the hook's spec states, or that cannot be used.
 
@@ -67,7 +67,7 @@ class Hooks:
     # ---- sharding ----------------------------------------------------------------------------------------------------
 
     def parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
-        """Query: where a parameter lives that is not on the data-parallel mesh."""
+        """Query: the mesh of a parameter that is not on the data-parallel mesh."""
         return self._query("composer3d_parameter_mesh", context=context, fqn=fqn)
 
     def offload_policy(self, context: RunContext, fqn: str) -> Any | None:
@@ -75,7 +75,7 @@ class Hooks:
         return self._query("composer3d_offload_policy", context=context, fqn=fqn)
 
     def place_batch(self) -> tuple[Bound, ...]:
-        """Return who moves or shards a batch before it is divided into micro-batches."""
+        """Return the hooks that move or shard a batch before it is split into micro-batches."""
         return self._bound("composer3d_place_batch")
 
     # ---- scheduling --------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Hooks:
         return self._query("composer3d_split", context=context, model=model)
 
     def schedule(self, context: RunContext, parts: Sequence[Part], loss_fn: LossFunction) -> Schedule | None:
-        """Query: who runs which micro-batch when."""
+        """Query: the schedule of micro-batches."""
         return self._query("composer3d_schedule", context=context, parts=parts, loss_fn=loss_fn)
 
     def actions(self, context: RunContext, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
@@ -93,7 +93,7 @@ class Hooks:
         return self._query("composer3d_actions", context=context, num_microbatches=num_microbatches)
 
     def step_actions(self, context: RunContext, acting: Acting | None = None) -> list[tuple[Registered, StepAction]]:
-        """Return what happens at points of every step, with whose it is; `acting` is told whose action runs."""
+        """Return all step actions with their plugins; `acting` records the plugin of the running one."""
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
             for action in answer if isinstance(answer, Sequence) else (answer,):
@@ -101,7 +101,7 @@ class Hooks:
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
-        """Query, trait by trait: what all plugins together are to a layout; the least `gather_bytes` counts."""
+        """Query, trait by trait: the joint traits of all plugins; of `gather_bytes` the minimum."""
         found: dict[str, tuple[Registered, Any]] = {}
         for registered, answer in self._call("composer3d_layout", degrees=degrees):
             for name in [each.name for each in fields(answer) if getattr(answer, each.name) is not None]:
@@ -121,7 +121,7 @@ class Hooks:
         return self._query("composer3d_dtypes", context=context, fqn=fqn)
 
     def load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
-        """Query: a full tensor as it is taken from initialisation or a checkpoint."""
+        """Query: a full tensor converted before it is sharded."""
         return self._query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
 
     def grad_scaler(self, context: RunContext) -> GradScaler | None:
@@ -139,11 +139,11 @@ class Hooks:
     # ---- communication -----------------------------------------------------------------------------------------------
 
     def group_options(self, context: RunContext, axis: str) -> GroupOptions | None:
-        """Query: how the process group of an axis is made."""
+        """Query: the options of an axis' process group."""
         return self._query("composer3d_group_options", context=context, axis=axis)
 
     def replicas(self, context: RunContext) -> ReplicaPolicy | None:
-        """Query: by which rules groups of ranks are kept together."""
+        """Query: the policy for replica groups that may leave and rejoin."""
         return self._query("composer3d_replicas", context=context)
 
     # ---- profiling ---------------------------------------------------------------------------------------------------
@@ -153,29 +153,29 @@ class Hooks:
         return tuple(recorder for _, recorder in self._call("composer3d_recorder", context=context))
 
     def observe_batch(self) -> tuple[Bound, ...]:
-        """Return who looks at batches."""
+        """Return the hooks that observe batches."""
         return self._bound("composer3d_observe_batch")
 
     def measure(self) -> tuple[Bound, ...]:
-        """Return who measures a rank at the end of a step."""
+        """Return the hooks that measure a rank at the end of a step."""
         return self._bound("composer3d_measure")
 
     def metrics(self) -> tuple[Bound, ...]:
-        """Return who takes the reduced metrics of a step."""
+        """Return the hooks that export the reduced metrics of a step."""
         return self._bound("composer3d_metrics")
 
     # ---- life cycle --------------------------------------------------------------------------------------------------
 
     def configure(self) -> tuple[Bound, ...]:
-        """Return who looks at the run before anything is built."""
+        """Return the hooks that validate the run before anything is built."""
         return self._bound("composer3d_configure")
 
     def close(self) -> tuple[Bound, ...]:
-        """Return who lets go of something at the end."""
+        """Return the hooks that release resources at the end."""
         return self._bound("composer3d_close")
 
     def states(self, context: RunContext) -> dict[str, Mapping[str, Stateful]]:
-        """Return what is saved with a checkpoint, by plugin."""
+        """Return the state that checkpoints store, by plugin."""
         return {
             by.name: {name: Returned(by, "composer3d_state", Stateful, state) for name, state in states.items()}
             for by, states in self._call("composer3d_state", context=context)
@@ -184,11 +184,11 @@ class Hooks:
     # ---- of several hooks --------------------------------------------------------------------------------------------
 
     def transforms(self) -> tuple[Bound, ...]:
-        """Return who declares transforms."""
+        """Return the hooks that declare transforms."""
         return tuple(bound for hook in _TRANSFORMS for bound in self._bound(hook))
 
     def asked(self, hook: str) -> tuple[Bound, ...]:
-        """Return the implementations of a hook one by one, for `check`, which goes on after one that fails."""
+        """Return the implementations of a hook one by one, for `check`, which continues after a failure."""
         return self._bound(hook)
 
     def implementing(self, hook: str) -> tuple[Registered, ...]:
@@ -264,11 +264,11 @@ class Hooks:
         return [(registered, answer) for registered, answer in answers if answer is not None]
 
     def _query(self, hook: str, **arguments: Any) -> Any | None:
-        """Ask for one answer; see `_answers`."""
+        """Return the answer of a query; see `_answers`."""
         return next((answer for _, answer in self._answers(hook, **arguments)), None)
 
     def _answers(self, hook: str, **arguments: Any) -> list[tuple[Registered, Any]]:
-        """Ask for one answer; return it, if there is one, with who gives it.
+        """Return the answer of a query, if there is one, with its plugin.
 
         Raises:
             QueryError: Two plugins gave different ones.

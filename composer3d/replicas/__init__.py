@@ -1,4 +1,4 @@
-"""Groups of ranks that train one model while some of them come and go: who takes part, and what they exchange."""
+"""Replica groups that train one model and may leave and rejoin: membership, and exchange between groups."""
 
 from __future__ import annotations
 

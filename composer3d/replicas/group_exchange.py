@@ -1,6 +1,6 @@
-"""Process groups between ranks of the same place in different groups: made anew for every membership, and endable.
+"""Process groups over equal ranks of different replica groups, created for every epoch and abortable.
 
-They are gloo's, and in no registry of torch's: whatever is sent between groups passes through host memory. gloo's own
+They use gloo and are not registered with torch: messages between groups pass through host memory. gloo's own
 `abort` and `shutdown` do not end a collective that waits for a peer that was stopped; shutting down the connections
 does, from any thread. Addresses are exchanged through the membership's own connection, so that nothing else listens.
 """
@@ -24,17 +24,17 @@ __all__ = ["Exchange", "ExchangeError"]
 
 
 class ExchangeError(Exception):
-    """A group that took part is gone, so that what it was to send is missing."""
+    """A member of the epoch was lost during an exchange."""
 
 
 class Exchange:
-    """What a rank sends to, and receives from, the ranks of its place in the other groups of an epoch.
+    """Collectives between equal ranks of all groups of an epoch.
 
     Args:
-        rank: In its group.
-        timeout_s: Of a collective, whoever is late in it.
+        rank: Rank within its group.
+        timeout_s: Timeout of a collective.
 
-    Memory: gloo's buffers. Collectives: as asked for.
+    Memory: gloo's buffers. Collectives: those that are called.
     """
 
     def __init__(self, *, rank: int, timeout_s: float) -> None:
@@ -50,9 +50,9 @@ class Exchange:
         """Connect to the other groups of an epoch.
 
         Args:
-            client: Through which addresses are exchanged.
-            epoch: Of the membership.
-            group: This rank's.
+            client: Connection over which addresses are exchanged.
+            epoch: Number of the epoch.
+            group: Group of this rank.
             members: All groups of the epoch, ascending.
 
         Raises:
@@ -79,7 +79,7 @@ class Exchange:
                 self._before = None
 
     def end(self, epoch: int) -> None:
-        """End whatever waits in an epoch, from any thread; -1 for any epoch."""
+        """Abort the collectives of an epoch, from any thread; -1 for any epoch."""
         with self._guard:
             self._ended = max(self._ended, self._epoch if epoch == -1 else epoch)
             if epoch in (self._epoch, -1):
@@ -110,7 +110,7 @@ class Exchange:
             raise ExchangeError(str(error)) from error
 
     def close(self) -> None:
-        """End the connections, if there are any."""
+        """Close the connections, if there are any."""
         with self._guard:
             group, self._group, self._own, self.size = self._group, None, frozenset(), 1
         del group  # its destructor ends gloo's threads

@@ -12,7 +12,7 @@ __all__ = ["ranks_of_group"]
 
 
 def ranks_of_group(stated: Mapping[str, int | None], *, axes: Sequence[Axis], num_ranks: int) -> int:
-    """Return how many ranks each group has, of so many in all.
+    """Return the number of ranks per group.
 
     Raises:
         MeshError: They do not divide.

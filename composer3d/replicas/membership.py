@@ -1,6 +1,6 @@
-"""Membership of groups of ranks, step by step: groups that take part, what they voted, and who has the state.
+"""Membership of replica groups, step by step: members, votes, and the group that has the state.
 
-No sockets and no clock: whoever carries the messages tells what came, and sends what is returned.
+A state machine without sockets or clock: its caller passes received messages, and sends those that it returns.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Messages = list[tuple[Place, Mapping[str, Any]]]
 
 @dataclass(kw_only=True, eq=False)
 class _Group:
-    """What is known of a group that is there.
+    """State of a connected group.
 
     Args:
-        attempt: How often the group was started before: an older one is none of the run any more.
-        ranks: Those that have come.
-        asks: The step that each rank wants to take part in, whether it was asked to stop, and whether groups may come.
+        attempt: Number of earlier starts of the group; messages of an older start are refused.
+        ranks: Ranks that have connected.
+        asks: By rank, its next step, whether it was requested to stop, and whether groups may join.
         votes: By rank, whether the exchange of the step succeeded.
     """
 
@@ -44,7 +44,7 @@ class _Group:
 
 
 class Membership:
-    """Decides which groups take part in a step, and whether the step counts.
+    """Decides which groups take part in a step, and whether the step is committed.
 
     Every rank asks to take part in its next step (`ask`). Once all ranks of all groups that took part in the last one
     have asked, those groups and the ones that wait form a new *epoch*, unless they are those of the last: all of them
@@ -54,55 +54,55 @@ class Membership:
     another one does not.
 
     Args:
-        policy: Of the run.
-        num_groups: Of the run, spares included.
-        num_ranks: Of each group.
+        policy: Policy of the run.
+        num_groups: Number of groups, spares included.
+        num_ranks: Number of ranks per group.
 
     Attributes:
-        members: Groups of the epoch, those lost since included.
+        members: Groups of the epoch, including those lost since.
         epoch: Its number.
-        step: The step that it makes.
-        num_committed: Steps that counted.
-        reasons: Why groups were lost, by group, the last of each.
+        step: Step of the epoch.
+        num_committed: Number of committed steps.
+        reasons: Reason of each group's last loss.
     """
 
     def __init__(self, policy: ReplicaPolicy, *, num_groups: int, num_ranks: int) -> None:
         self._policy, self._num_groups, self._num_ranks = policy, num_groups, num_ranks
         self._groups: dict[int, _Group] = {}
-        self._wanted = dict.fromkeys(range(num_groups), 0)  # attempts that are the run's
+        self._wanted = dict.fromkeys(range(num_groups), 0)  # current attempt of every group
         self._setup: str | None = None
         self._is_broken = self._has_begun = False
         self._done: set[int] = set()
-        self._taking: set[int] = set()  # groups of the epoch that have been there ever since
+        self._taking: set[int] = set()  # groups of the epoch without an interruption
         self.members: tuple[int, ...] = ()
         self.epoch, self.step, self.num_committed = 0, NOTHING, 0
         self.committed_by: dict[int, int] = {}
         self.reasons: dict[int, str] = {}
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Groups of the epoch that are still there."""
+        """Groups of the epoch that are not lost."""
         return tuple(group for group in self.members if group in self._taking and group not in self._done)
 
     @property
     def has_begun(self) -> bool:
-        """Whether a first epoch was formed: groups that come later are given the state by others."""
+        """Whether a first epoch was formed: groups that join later receive the state from a member."""
         return self._has_begun
 
     @property
     def is_finished(self) -> bool:
-        """Whether groups have left at the end of the run, and nobody is left who trains."""
+        """Whether groups have finished the run and no training group remains."""
         return bool(self._done) and not self.left
 
     @property
     def is_lost(self) -> bool:
-        """Whether every group that had the state is gone."""
+        """Whether every group that had the state is lost."""
         return self._has_begun and not self.left and not self._done
 
     def waited_for(self) -> tuple[int, ...]:
-        """Return the groups that others wait for: of the epoch, and neither asking nor voting as a whole."""
+        """Return the groups that block the epoch: members whose ranks have neither all asked nor all voted."""
         left = self.left
         groups = [self._groups[group] for group in left]
         if any(each.votes for each in groups):
@@ -112,32 +112,32 @@ class Membership:
         return ()
 
     def is_short(self) -> bool:
-        """Return whether groups that have asked wait for more of them to come."""
+        """Return whether groups that have asked wait for more groups to connect."""
         ready = [group for group in self._groups if self._is_ready(group)]
         return bool(ready) and not self.waited_for() and (not self._has_begun or len(ready) < self._policy.minimum)
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def expect(self, group: int, attempt: int) -> Messages:
-        """Note that a group was started again: whoever comes of an older start is not let in."""
+        """Record a restart of a group: ranks of an older start are refused."""
         self._wanted[group] = attempt
         known = self._groups.get(group)
         return self.lose(group, "it was started again") if known is not None and known.attempt != attempt else []
 
     def begin_again(self) -> None:
-        """Forget everything but the attempts: the run begins again from what is on disk."""
+        """Reset everything but the attempts: the run restarts from its checkpoint."""
         self._groups.clear()
         self._taking.clear()
         self.members, self._is_broken, self._has_begun, self._setup = (), False, False, None
         self.step = NOTHING
 
     def come(self, place: Place, *, attempt: int, setup: str) -> str | None:
-        """Let a rank in; return why not, where it is refused.
+        """Register a rank; return the reason if it is refused.
 
         Args:
             place: Of the rank.
             attempt: How often its group was started before.
-            setup: What all ranks of the run have in common.
+            setup: Value that must be equal on all ranks of the run.
         """
         if place.group not in self._wanted or not 0 <= place.rank < self._num_ranks:
             return f"the run has {self._num_groups} groups of {self._num_ranks} ranks, and none is {tuple(place)}"
@@ -160,29 +160,29 @@ class Membership:
         return None
 
     def ask(self, place: Place, *, step: int, stop: bool, admits: bool = True) -> Messages:
-        """Note that a rank wants to take part in a step.
+        """Record a rank's request to take part in a step.
 
         Args:
             place: Of the rank.
-            step: NOTHING where it has no state.
-            stop: Whether it was asked to stop.
-            admits: Whether groups that lack the state may come now.
+            step: Next step; NOTHING without a state.
+            stop: Whether it was requested to stop.
+            admits: Whether groups without the state may join now.
         """
         self._groups[place.group].asks[place.rank] = (step, stop, admits)
         return self._decide()
 
     def vote(self, place: Place, *, ok: bool) -> Messages:
-        """Note whether a rank has all of a step."""
+        """Record a rank's vote on whether its exchange of the step is complete."""
         self._groups[place.group].votes[place.rank] = ok
         return self._decide()
 
     def leave(self, place: Place) -> Messages:
-        """Note that a rank has come to the end of the run."""
+        """Record that a rank has reached the end of the run."""
         self._done.add(place.group)
         return self._decide()
 
     def lose(self, group: int, reason: str) -> Messages:
-        """Note that a group is gone, or has to go: all of its ranks are told, and the others that it is."""
+        """Record the loss of a group, and notify its ranks and all others."""
         known = self._groups.pop(group, None)
         if known is None:
             return []
@@ -202,7 +202,7 @@ class Membership:
         return [*self._commit(), *self._form()]
 
     def _commit(self) -> Messages:
-        """Tell those who voted whether the step counts, once all who are left have."""
+        """Answer the votes once all remaining ranks have voted: whether the step is committed."""
         groups = {group: self._groups[group] for group in self.left}
         if not groups or any(len(each.votes) < self._num_ranks for each in groups.values()):
             return []
@@ -216,7 +216,7 @@ class Membership:
         return [(place, {"commit": ok}) for place in self._places(groups)]
 
     def _form(self) -> Messages:
-        """Tell those who asked who takes part in the step, once all who are left have asked."""
+        """Answer the requests once all remaining ranks have asked: the members of the step."""
         left = self.left
         ready = [group for group in sorted(self._groups) if self._is_ready(group)]
         if not set(left) <= set(ready) or not ready or (self._has_begun and not left):
@@ -262,7 +262,7 @@ class Membership:
         return [(place, answer) for place in self._places(members)] + told
 
     def _has_state(self, group: int) -> bool:
-        """Return whether a group that has asked began with a state, which is old once others go on without it."""
+        """Return whether a group connected with a state; it is outdated once other groups have continued."""
         return any(step != NOTHING for step, *_ in self._groups[group].asks.values())
 
     def _is_ready(self, group: int) -> bool:

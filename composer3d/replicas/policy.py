@@ -1,4 +1,4 @@
-"""Rules by which groups of ranks are kept together; the answer to `composer3d_replicas`."""
+"""Policy for replica groups that may leave and rejoin; the result of `composer3d_replicas`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["ReplicaPolicy"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPolicy:
-    """How groups of ranks that train one model are kept together while some of them come and go.
+    """Policy for replica groups that may leave and rejoin.
 
     Args:
-        minimum: Groups without which no step is made: those that are left wait for others.
-        spares: Groups that are ready and take no part until another one is lost.
-        silent_s: Seconds after which a group is lost of whose ranks one is not heard of, as one that was stopped.
-        late_s: Seconds that the others wait for a group that is heard of and does not come to a step.
-        join_s: Seconds in which groups are to come, at the beginning and where fewer than `minimum` are left.
-        restarts: How often a group that is lost is started again without having taken part in a step in between.
+        minimum: Minimum number of groups for a step; fewer wait for others to join.
+        spares: Number of idle groups, each of which replaces a lost one.
+        silent_s: Seconds without a heartbeat of any one rank after which its group is lost.
+        late_s: Seconds that the others wait in a step for a group whose heartbeats arrive.
+        join_s: Seconds to wait for groups to join, at the start and while fewer than `minimum` are left.
+        restarts: Maximum number of consecutive restarts of a lost group without a step in between.
     """
 
     minimum: int = 1

@@ -1,4 +1,4 @@
-"""A rank's connection to the membership: one question at a time, notices in between, and a sign of life."""
+"""A rank's connection to the membership server: one request at a time, notifications, and heartbeats."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ GROUP, ATTEMPT = "COMPOSER3D_REPLICA", "COMPOSER3D_REPLICA_ATTEMPT"
 
 @dataclass(frozen=True, kw_only=True)
 class Quorum:
-    """Who takes part in a step.
+    """Members of a step.
 
     Args:
-        epoch: Number of this membership.
+        epoch: Number of the epoch.
         members: Groups, ascending.
         step: The step.
-        source: The group that gives the state to those that lack it.
-        behind: Groups that lack it.
-        stop: Whether some rank was asked to stop.
+        source: Group that sends the state to those without it.
+        behind: Groups without the state.
+        stop: Whether some rank was requested to stop.
     """
 
     epoch: int
@@ -41,28 +41,28 @@ class Quorum:
 
 
 def address_of_quorum() -> str | None:
-    """Return where this process asks who takes part, as its launcher says; None where it is in no group."""
+    """Return the server's address from the launcher's environment; None outside a replica group."""
     return os.environ.get(ADDRESS)
 
 
 class QuorumClient:
-    """Asks the process that started the ranks who takes part, and says that this rank lives.
+    """Client of the launcher's membership server, which also sends heartbeats.
 
     Args:
         address: Path of a socket, or `host:port`.
-        group: This rank's.
-        attempt: How often the group was started before.
-        rank: In its group.
-        setup: What all ranks of the run have in common.
+        group: Group of this rank.
+        attempt: Number of earlier starts of the group.
+        rank: Rank within its group.
+        setup: Value that must be equal on all ranks of the run.
         token: Name of the run.
-        beat_s: Seconds between signs of life.
-        broken: Called with the epoch of which a group was lost, in a thread.
+        beat_s: Seconds between heartbeats.
+        broken: Called in a thread with the epoch of a lost group.
 
     Attributes:
-        has_begun: Whether others train already, so that the state is theirs.
+        has_begun: Whether other groups train already and have the state.
 
     Raises:
-        ReplicaError: Nobody answers.
+        ReplicaError: The server does not answer.
         StepError: The rank is refused.
     """
 
@@ -94,12 +94,12 @@ class QuorumClient:
         self.has_begun = bool(self._request(greeting)["has_begun"])
 
     def ask(self, step: int, *, stop: bool, admits: bool = True) -> Quorum | None:
-        """Return who takes part in a step, once all who are there have come to it; None where this group is spare.
+        """Return the members of a step once all connected ranks have asked; None if this group is spare.
 
         Args:
-            step: The next one; -1 without a state.
-            stop: Whether this rank was asked to stop.
-            admits: Whether groups that lack the state may come now.
+            step: Next step; -1 without a state.
+            stop: Whether this rank was requested to stop.
+            admits: Whether groups without the state may join now.
         """
         found = self._request({"do": "ask", "step": step, "stop": stop, "admits": admits})
         if "spare" in found:
@@ -114,20 +114,20 @@ class QuorumClient:
         )
 
     def vote(self, *, ok: bool) -> bool:
-        """Return whether the step counts, given whether this rank has all of it."""
+        """Return whether the step is committed, given whether this rank's exchange is complete."""
         return bool(self._request({"do": "vote", "ok": ok})["commit"])
 
     def set(self, epoch: int, key: str, value: str) -> None:
-        """Leave a value for the other ranks of an epoch."""
+        """Store a value for the other ranks of an epoch."""
         self._write({"do": "set", "epoch": epoch, "key": key, "value": value})
 
     def get(self, epoch: int, key: str) -> str | None:
-        """Return a value that another rank of an epoch leaves; None where that rank may be gone."""
+        """Return a value that another rank of an epoch stores; None if that rank may be lost."""
         value: str | None = self._request({"do": "get", "epoch": epoch, "key": key})["value"]
         return value
 
     def leave(self) -> None:
-        """Say that this rank has come to the end of the run."""
+        """Report that this rank has reached the end of the run."""
         self._write({"do": "leave"})
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class QuorumClient:
         if "refused" in answer:
             raise StepError(f"this group is not let into the run: {answer['refused']}")
         if "out" in answer:
-            self._answers.put(answer)  # for whatever is asked next
+            self._answers.put(answer)  # for the next request
             raise ReplicaError(f"this group is out of the run: {answer['out']}")
         return answer
 
@@ -156,7 +156,7 @@ class QuorumClient:
         try:
             with self._writing:
                 self._socket.sendall(data)
-        except OSError:  # what ended the connection stands in the answers
+        except OSError:  # the answers hold the reason of the disconnect
             pass
 
     def _listen(self) -> None:

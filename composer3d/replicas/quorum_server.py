@@ -1,8 +1,8 @@
-"""Server of the membership: a connection for every rank, JSON lines over it, and the clock.
+"""Membership server: one connection per rank that carries JSON lines, and timeouts.
 
-It runs inside of the process that starts the ranks, in one thread, so that the process can go on forking. A rank that
-dies is known by the end of its connection, one that was stopped by its silence. On one machine it listens on a socket
-in a folder that this user alone can enter. What comes in is read as JSON of a few kinds, and nothing of it is run.
+It runs in one thread, that of the process that starts the ranks, so that this process can still fork. A rank that
+dies is detected by its closed connection, one that is stopped by missing heartbeats. On one machine it listens on a
+socket in a folder that this user alone can enter. Messages are parsed as JSON of a few kinds, and never executed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from composer3d.replicas.policy import ReplicaPolicy
 
 __all__ = ["QuorumServer"]
 
-_MOST_BYTES = 1 << 16  # of a line, and of what is kept for a peer that does not read
+_MOST_BYTES = 1 << 16  # maximum of a line, and of the buffer for a peer that does not read
 _MOST_KEYS = 1 << 14
-_STALL_S = 1.0  # a pause of this process, in which it could hear nobody
+_STALL_S = 1.0  # a pause of this process, in which it received no heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ class _Peer:
     """A connection.
 
     Args:
-        socket: Not blocking.
-        place: Of the rank; None until it has said so.
-        heard: When something came last.
-        received: Of a line that is not whole yet.
-        unsent: What the peer has not taken yet.
-        wanted: The key that it waits for.
+        socket: Non-blocking.
+        place: Place of the rank; None before its greeting.
+        heard: Time of the last message.
+        received: Bytes of an incomplete line.
+        unsent: Bytes that the peer has not read yet.
+        wanted: Key whose value it waits for.
     """
 
     socket: socket.socket
@@ -52,7 +52,7 @@ class _Peer:
 
 @dataclass(kw_only=True, eq=False)
 class _Waiting:
-    """Since when groups are waited for."""
+    """Start times of the waits for groups."""
 
     groups: tuple[int, ...] = ()
     since: float = field(default_factory=time.monotonic)
@@ -62,12 +62,12 @@ class QuorumServer:
     """Carries the messages of a `Membership`.
 
     Args:
-        listener: Listens already; closed with the server.
-        policy: Of the run.
-        num_groups: Of the run.
-        num_ranks: Of each group.
+        listener: Listening socket, closed with the server.
+        policy: Policy of the run.
+        num_groups: Number of groups.
+        num_ranks: Number of ranks per group.
         token: Name of the run, which every rank states.
-        lost: Called with a group that was heard of no longer, or came too late, and why: it is to be ended.
+        lost: Called with a group to end and the reason: no heartbeats, or too late for a step.
 
     Memory: small. Collectives: none.
     """
@@ -96,7 +96,7 @@ class QuorumServer:
     # ---- loop --------------------------------------------------------------------------------------------------------
 
     def serve(self, seconds: float) -> None:
-        """Take what comes within a time, and act on what does not come."""
+        """Handle messages for a given time, then timeouts."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -106,10 +106,10 @@ class QuorumServer:
         self._watch()
 
     def close(self, *, in_child: bool = False) -> None:
-        """Close all connections; in a process that was forked, without telling anybody.
+        """Close all connections; in a forked child, without notifying peers.
 
         Args:
-            in_child: Leave the selector to the process that it was forked from.
+            in_child: Leave the selector to the parent process.
         """
         for peer in self._peers.values():
             peer.socket.close()
@@ -120,15 +120,15 @@ class QuorumServer:
             self._selector.close()
 
     def expect(self, group: int, attempt: int) -> None:
-        """Note that a group was started again; see `Membership.expect`."""
+        """Record a restart of a group; see `Membership.expect`."""
         self._send(self.membership.expect(group, attempt))
 
     def lose(self, group: int, reason: str) -> None:
-        """Take a group out whose processes have ended."""
+        """Remove a group whose processes have ended."""
         self._drop(group, reason)
 
     def begin_again(self) -> None:
-        """Take everybody out, and begin again from what is on disk."""
+        """Remove all groups; the run restarts from its checkpoint."""
         for group in {place.group for place in self._places}:
             self._drop(group, "the run begins again from its last checkpoint")
         self.membership.begin_again()
@@ -138,7 +138,7 @@ class QuorumServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it is gone already
+        except OSError:  # already closed
             return
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
@@ -169,7 +169,7 @@ class QuorumServer:
                 return
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
-        """Act on one message."""
+        """Handle one message."""
         kind = message["do"]
         if peer.place is None:
             return self._greet(peer, message)
@@ -188,7 +188,7 @@ class QuorumServer:
             raise ValueError(kind)
 
     def _greet(self, peer: _Peer, message: Mapping[str, Any]) -> None:
-        """Let a rank in, or say why not."""
+        """Register a rank, or answer with the reason of a refusal."""
         if message["do"] != "hello" or not hmac.compare_digest(str(message["token"]), self._token):
             raise ValueError("no greeting")
         place = Place(int(message["group"]), int(message["rank"]))
@@ -217,7 +217,7 @@ class QuorumServer:
         for place in [place for place in self._places if place.group == group]:
             self._end(self._places[place], reason)
 
-    # ---- what is sent ------------------------------------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------------------------------------
 
     def _send(self, messages: Messages) -> None:
         for place, message in messages:
@@ -236,12 +236,12 @@ class QuorumServer:
             try:
                 peer.unsent = peer.unsent[peer.socket.send(peer.unsent) :]
             except BlockingIOError:
-                return  # one that was stopped: it will be lost by its silence
+                return  # a stopped peer, which the missing heartbeats will remove
             except OSError:
                 peer.unsent = b""
                 return
 
-    # ---- where the ranks of an epoch tell each other how they are reached --------------------------------------------
+    # ---- key-value store of an epoch, for addresses ------------------------------------------------------------------
 
     def _set(self, epoch: int, key: str, value: str) -> None:
         if epoch != self.membership.epoch or len(self._values) > _MOST_KEYS:
@@ -258,26 +258,26 @@ class QuorumServer:
     def _get(self, peer: _Peer, epoch: int, key: str) -> None:
         membership = self.membership
         if epoch != membership.epoch or len(membership.left) != len(membership.members):
-            self._write(peer, {"value": None})  # who would set it may be gone
+            self._write(peer, {"value": None})  # the rank that would set it may be lost
         elif epoch == self._values_of and key in self._values:
             self._write(peer, {"value": self._values[key]})
         else:
             peer.wanted = key
 
     def _forget_values(self) -> None:
-        """Forget an epoch's values; whoever waits for one is told that it will not come."""
+        """Drop an epoch's values and answer pending reads with None."""
         self._values.clear()
         for peer in list(self._peers.values()):
             if peer.wanted is not None:
                 peer.wanted = None
                 self._write(peer, {"value": None})
 
-    # ---- the clock ---------------------------------------------------------------------------------------------------
+    # ---- timeouts ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Take groups out that are silent, or that others have waited for too long."""
+        """Remove groups without heartbeats, or that others have waited for too long."""
         now = time.monotonic()
-        if now - self._looked > _STALL_S:  # the silence was this process's own
+        if now - self._looked > _STALL_S:  # this process was paused itself
             for peer in self._peers.values():
                 peer.heard += now - self._looked
         self._looked = now
@@ -299,7 +299,7 @@ class QuorumServer:
         self._lost(group, reason)
 
     def short_for(self) -> float:
-        """Return for how many seconds groups that are ready have waited for others to come."""
+        """Return for how many seconds ready groups have waited for others to join."""
         now = time.monotonic()
         is_short = self.membership.is_short()
         if is_short != bool(self._short.groups):
@@ -307,5 +307,5 @@ class QuorumServer:
         return now - self._short.since if is_short else 0.0
 
     def go_without_the_rest(self) -> None:
-        """Form an epoch of the groups that are there."""
+        """Form an epoch of the connected groups."""
         self._send(self.membership.form())
