@@ -8,9 +8,12 @@ import pytest
 import torch
 from support.imported import manifest_of, translated, verdicts_of
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import LabelSmoother
 
 from composer3d.importing.recognition import recognise
 from composer3d.runner import TABLES
+from composer3d.runner.loss_functions import make_loss
+from composer3d.runner.loss_table import LossTable
 from composer3d.runner.lr_schedule import multiplier_of
 
 ARGUMENTS = {
@@ -66,7 +69,8 @@ def test_a_loop_takes_the_trainers_own_schedule(tmp_path):
         ({"optim": "adafactor"}, "optim", "refused"),
         ({"optim": "adamw_torch_8bit"}, "optim", "changed"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "refused"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "refused"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "carried"),
+        ({"label_smoothing_factor": 0.0}, "label_smoothing_factor", "equal"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "refused"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.5}}, "lr_scheduler_type", "refused"),
         ({"num_train_epochs": 3}, "num_train_epochs", "missing"),
@@ -131,3 +135,41 @@ def test_a_fraction_of_a_run_of_unknown_length_is_told(tmp_path):
     translation = translated(tmp_path, "args.json", json.dumps(stated), world_size=8)
     assert verdicts_of(translation)["warmup_steps"] == "changed"
     assert manifest_of(translation)["lr_schedule"]["warmup"] == 0.1
+
+
+def test_smoothed_labels_are_those_of_the_trainer(tmp_path):
+    stated = ARGUMENTS | {"label_smoothing_factor": 0.2}
+    written = manifest_of(translated(tmp_path, "args.json", json.dumps(stated), world_size=8))["train"]["loss"]
+    function = make_loss(LossTable(**written), tmp_path).function
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 11, dtype=torch.float64), torch.randint(11, (2, 5))
+    labels[0, 2:] = -100
+    ours = function(logits, labels)
+    theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, labels, num_items_in_batch=7)
+    assert int(ours.count) == 7
+    # The Trainer sums what is spread over the classes in float32.
+    assert float(ours.sum / ours.count) == pytest.approx(float(theirs), rel=1e-6)
+    assert float(ours.sum / ours.count) == pytest.approx(_smoothed(logits, labels, 0.2), rel=1e-13)
+
+
+def _smoothed(logits, labels, share):
+    """Return the mean over labels of the cross entropy with a target that is spread over the classes."""
+    logs = torch.log_softmax(logits, -1).flatten(0, 1)
+    each = [
+        -((1 - share) * row[label] + share * row.mean())
+        for row, label in zip(logs, labels.flatten().tolist(), strict=True)
+        if label != -100
+    ]
+    return float(sum(each) / len(each))
+
+
+def test_a_share_above_1_is_a_problem_and_a_loop_smooths_by_itself(tmp_path):
+    stated = json.dumps(ARGUMENTS | {"label_smoothing_factor": 1.5})
+    problems = translated(tmp_path, "args.json", stated, world_size=8).problems
+    assert any(
+        "label_smoothing_factor" in str(one) and "must be at least 0 and below 1" in str(one) for one in problems
+    )
+    stated = json.dumps(ARGUMENTS | {"label_smoothing_factor": 0.1})
+    translation = translated(tmp_path, "args.json", stated, target="compose")
+    assert any("label_smoothing=0.1" in line for line in translation.loop)
+    assert verdicts_of(translation)["label_smoothing_factor"] == "carried"

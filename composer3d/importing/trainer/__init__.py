@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.importing.trainer.hyperparameters import batch, optimizer
+from composer3d.importing.trainer.hyperparameters import batch, optimizer, smoothing
 from composer3d.importing.trainer.learning_rates import schedule
 from composer3d.importing.trainer.options import precision, saving, sharded, switches
 
@@ -13,6 +13,7 @@ RULES = {
     "batch": batch,
     "optimizer": optimizer,
     "schedule": schedule,
+    "smoothing": smoothing,
     "precision": precision,
     "switches": switches,
     "saving": saving,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from composer3d.importing.deepspeed.batch_sizes import data_degree
 from composer3d.importing.translation import Translation
 
-__all__ = ["batch", "optimizer"]
+__all__ = ["batch", "optimizer", "smoothing"]
 
 _TORCH = {"sgd": "sgd", "adagrad": "torch.optim:Adagrad", "rmsprop": "torch.optim:RMSprop"}
 _SMALL = {
@@ -68,3 +68,17 @@ def optimizer(translation: Translation) -> None:
     for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         t.judge(key, "ignored-there", "of Adam alone")
     t.judge("optim_args", "missing" if t.get("optim_args") else "meaningless", "arguments of the optimizer's class")
+
+
+def smoothing(translation: Translation) -> None:
+    """Carry the share of a target's probability that is spread over all classes: the mean over them is torch's too."""
+    t, key = translation, "label_smoothing_factor"
+    share = t.number(key, 0.0) or 0.0
+    if not 0 <= share < 1:
+        t.wrong(key, "must be at least 0 and below 1")
+    elif share and t.is_run:
+        t.carry(key, "train.loss", {"use": "cross_entropy", "label_smoothing": float(share)})
+    elif share:
+        t.loop.append(f"# The loss of the loop: cross_entropy(logits, targets, label_smoothing={share:g})")
+        t.judge(key, "carried", "the loop's own loss")
+    t.judge(key, "equal", "no label is smoothed")
