@@ -33,6 +33,31 @@ def test_every_metric_is_logged(tmp_path, monkeypatch):
 
 
 @needs_wandb
+def test_the_run_is_its_teams_with_its_group_and_tags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def known():
+        def made(run):
+            ours = next(iter(run.context.state.values()))
+            return ours.entity, ours.group, ours.tags
+
+        text = TABLE + 'entity = "team"\ngroup = "ablations"\ntags = ["first", "short"]\n'
+        return train(text, inside=made)[1]
+
+    assert run_ranks(known, 1) == [("team", "ablations", ("first", "short"))]
+
+
+def test_an_empty_tag_is_refused():
+    def refused():
+        with pytest.raises(ManifestError) as caught:
+            composed(TABLE + 'tags = [""]\n')
+        return str(caught.value)
+
+    assert "tags" in run_ranks(refused, 1)[0]
+
+
+@needs_wandb
 def test_its_key_is_in_none_of_its_files(tmp_path, monkeypatch):
     key = "c0ffee" * 6 + "abcd"
     monkeypatch.chdir(tmp_path)

@@ -234,9 +234,8 @@ def watched(translation: Translation) -> None:
         t.carry("wandb.project", "@wandb.project", t.text("wandb.project"))
         if t.text("wandb.name"):
             t.carry("wandb.name", "@wandb.name", t.text("wandb.name"))
-        t.judge(
-            "wandb.entity", "missing" if t.get("wandb.entity") else "meaningless", "WANDB_ENTITY in the environment"
-        )
+        if t.text("wandb.entity"):
+            t.carry("wandb.entity", "@wandb.entity", t.text("wandb.entity"))
     t.judge_block("wandb", "meaningless", "off, or where it is written")
     workers = t.integer("dataloader.num_workers")
     if workers is not None:

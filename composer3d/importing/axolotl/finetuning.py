@@ -198,9 +198,8 @@ def watched(translation: Translation) -> None:
         t.carry("wandb_project", "@wandb.project", t.text("wandb_project"))
         if t.text("wandb_name"):
             t.carry("wandb_name", "@wandb.name", t.text("wandb_name"))
-        t.judge(
-            "wandb_entity", "missing" if t.get("wandb_entity") else "meaningless", "WANDB_ENTITY in the environment"
-        )
+        if t.text("wandb_entity"):
+            t.carry("wandb_entity", "@wandb.entity", t.text("wandb_entity"))
     if t.flag("use_tensorboard"):
         t.carry("use_tensorboard", "@tensorboard", None)
     for key in ("saves_per_epoch", "evals_per_epoch"):

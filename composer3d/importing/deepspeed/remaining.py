@@ -34,7 +34,9 @@ def watching(translation: Translation) -> None:
         t.put("@wandb.project", t.text("wandb.project") or "deepspeed", "wandb.project", "wandb.enabled")
         t.judge("wandb.enabled", "carried", to="@wandb.project")
         t.judge("wandb.project", "carried", to="@wandb.project")
-        t.judge_block("wandb", "missing", "groups and teams of Weights & Biases")
+        for key, name in (("team", "entity"), ("group", "group")):
+            if t.text(f"wandb.{key}"):
+                t.carry(f"wandb.{key}", f"@wandb.{name}", t.text(f"wandb.{key}"))
     if t.flag("comet.enabled"):
         t.judge_block("comet", "missing", "Comet; a key in a file is not copied")
     for block in ("flops_profiler", "comms_logger", "tensorboard", "wandb", "comet"):

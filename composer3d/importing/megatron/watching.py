@@ -69,6 +69,8 @@ def _profiles(t: Translation) -> None:
         t.carry("wandb_project", "@wandb.project", t.text("wandb_project"))
         if t.text("wandb_exp_name"):
             t.carry("wandb_exp_name", "@wandb.name", t.text("wandb_exp_name"))
+        if t.text("wandb_entity"):
+            t.carry("wandb_entity", "@wandb.entity", t.text("wandb_entity"))
     is_on = t.flag("profile") or t.flag("use_nsys_profiler") or t.flag("use_pytorch_profiler")
     begins, ends = t.integer("profile_step_start", 10) or 0, t.integer("profile_step_end", 12) or 0
     if is_on and ends > begins:
@@ -89,6 +91,7 @@ def _profiles(t: Translation) -> None:
         "tensorboard_dir",
         "wandb_project",
         "wandb_exp_name",
+        "wandb_entity",
         "profile",
         "use_nsys_profiler",
         "use_pytorch_profiler",

@@ -231,8 +231,10 @@ def watched(translation: Translation) -> None:
             t.carry("wandb_run_name", "@wandb.name", t.text("wandb_run_name"))
         for key in ("use_wandb", "wandb_project"):
             t.judge(key, "carried", to="@wandb.project")
-        for key in ("wandb_group", "wandb_team", "wandb_host"):
-            t.judge(key, "missing" if t.get(key) else "meaningless", "fields of wandb: WANDB_... in the environment")
+        for key, name in (("wandb_team", "entity"), ("wandb_group", "group")):
+            if t.text(key):
+                t.carry(key, f"@wandb.{name}", t.text(key))
+        t.judge("wandb_host", "missing" if t.get("wandb_host") else "meaningless", "WANDB_BASE_URL in the environment")
     begins, ends = t.integer("profile_step_start", 10) or 0, t.integer("profile_step_stop", 12) or 0
     if t.flag("profile") and ends > begins:
         t.put("@profiler.wait", max(begins - 1, 0), "profile_step_start")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from composer3d import PluginError, RunContext, Secret, hookimpl, plugin
 
@@ -22,6 +24,9 @@ class Wandb:
     Args:
         project: The project; default: the library's.
         name: The run's; default: the library makes one.
+        entity: The team or user whose project it is; default: the library's, of `WANDB_ENTITY` or the login.
+        group: What the run is grouped with.
+        tags: Of the run.
         mode: `online` sends, `offline` writes into the run's folder for `wandb sync`.
         api_key: A secret, which is neither shown nor written: a string, `{ env = "NAME" }` or `{ file = "PATH" }`;
             default: `WANDB_API_KEY`, or where the library's login put it.
@@ -29,6 +34,9 @@ class Wandb:
 
     project: str | None = None
     name: str | None = None
+    entity: str | None = Field(default=None, min_length=1)
+    group: str | None = Field(default=None, min_length=1)
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
     mode: Literal["online", "offline"] = "online"
     api_key: Secret | None = None
 
@@ -65,6 +73,9 @@ class Wandb:
         return wandb.init(
             project=self.project,
             name=self.name,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags or None,
             mode=self.mode,
             settings=None if key is None else wandb.Settings(api_key=key),
             dir=str(context.output),
