@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ASKED", "BlackBox", "accounts_folder"]
 
-ASKED = "asked"  # a file in the attempt's folder: ranks that see it anew tell what they do
+ASKED = "asked"  # a file in the attempt's folder: ranks report their state when it changes
 _LOOK_S = 0.3
-_KEPT = 400  # collectives of each group that a rank tells of
+_KEPT = 400  # collectives of each group in a rank's report
 
 
 def accounts_folder(output: Path) -> Path:
-    """Return where ranks leave what they did, `rank-R.json`.
+    """Return the folder of the ranks' reports, `rank-R.json`.
 
     Args:
         output: The run's folder.
@@ -33,7 +33,7 @@ def accounts_folder(output: Path) -> Path:
 
 
 class BlackBox:
-    """Writes what this rank does into the run's folder: when it fails, when another fails, when asked, and at the end.
+    """Writes this rank's state into the run's folder: when it fails, when another fails, on request, and at the end.
 
     A thread watches for failures of others and for requests, so a rank that hangs reports as long as what it hangs in
     frees the interpreter; a killed one is reported by the others.
@@ -104,7 +104,7 @@ class BlackBox:
                 beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
                 beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
                 os.replace(beside, self._path)
-            except OSError:  # a full disk is what may be to be told, by those that still can
+            except OSError:  # a full disk may be the failure itself, which ranks that can still write report
                 return
 
 

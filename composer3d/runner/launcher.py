@@ -33,7 +33,7 @@ _QUIET = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """What a rank knows of the process that started it.
+    """Launch information of a rank.
 
     Args:
         pid: Of the launcher's process; its death ends the rank.
@@ -64,7 +64,7 @@ class LaunchResult:
 
     @property
     def ok(self) -> bool:
-        """Return whether every rank did what it should."""
+        """Return whether every rank succeeded."""
         return self.report is None
 
     @property
@@ -229,7 +229,7 @@ def _run_agent(
 
 
 def _values(watch: Watch) -> dict[int, Any]:
-    """Return what the ranks' functions returned, of those that returned something."""
+    """Return the results of the ranks' functions, of ranks that returned one."""
     files = {rank: watch.folder / f"rank-{rank}.value" for rank in range(watch.num_ranks)}
     return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
 
@@ -252,7 +252,7 @@ def _local_rank(
     from composer3d.processes import INTERFACES, LAUNCH, keep_to_loopback
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent hears it too, and asks for a save
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent receives it too, and requests a save
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     interrupt_once()
     if gate is not None:

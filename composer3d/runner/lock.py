@@ -124,7 +124,7 @@ class RunLock:
 
 
 def _refuse_obstacles(output: Path) -> None:
-    """Refuse what lies in the folder and would be written through, or in the place of a file of the run's own."""
+    """Refuse entries of the folder that would be written through, or that occupy the name of a file of the run."""
     for path in sorted(output.iterdir()):
         owner = path.lstat().st_uid
         if path.is_symlink() and (owner != os.getuid() or path.name == _FILE):
@@ -166,7 +166,7 @@ def _refusal(output: Path, holder: Mapping[str, Any]) -> str:
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Return what the holder wrote; empty where it has not yet."""
+    """Return the holder's entry; empty if it has not written one yet."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def _is_dead(holder: Mapping[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that is gone, or is a zombie."""
+    """Return whether the holder was a process of this machine that has ended, or is a zombie."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:

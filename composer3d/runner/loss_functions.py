@@ -1,4 +1,4 @@
-"""Losses that `[train] loss` names, as sums over what they count.
+"""Losses that `[train] loss` names, as sums over their counted targets.
 
 Shapes: N targets of a micro-batch, V classes or tokens of the vocabulary, X any dims before them.
 """
@@ -28,7 +28,7 @@ __all__ = ["RunLoss", "count_targets", "logits_of", "make_loss", "returned_loss"
 
 @dataclass(frozen=True, kw_only=True)
 class RunLoss:
-    """A loss and what it is divided by.
+    """A loss and its divisor.
 
     Args:
         function: Called with the model's output and the targets; returns a `Loss`, a sum and its count, or a scalar.
@@ -42,7 +42,7 @@ class RunLoss:
 
 
 def make_loss(table: LossTable, folder: Path) -> RunLoss:
-    """Make what a manifest names.
+    """Build the loss that a manifest names.
 
     Args:
         table: `[train] loss`; `model` is not made here.
@@ -133,7 +133,7 @@ def token_loss(
             and may have a scalar as `auxiliary`, which joins the objective as its mean over micro-batches.
         target: `[...]`, tokens or classes.
         ignore_index: The target that carries no loss.
-        label_smoothing: Share of the target's probability that is spread over all classes.
+        label_smoothing: Fraction of the target's probability that is spread over all classes.
         class_dim: The dim of the logits that holds the classes; 1 for images `[batch, class, row, column]`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The model of a run: the factory that `[model]` names, its arguments, what is frozen, and the loss."""
+"""The model of a run: the factory that `[model]` names, its arguments, frozen parameters, and the loss."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ModelFactory:
         return {self._target_name: targets}
 
     def record(self) -> dict[str, Any]:
-        """Return what must be the same when a run goes on."""
+        """Return the values that must be equal when a run resumes."""
         if self.hf is not None:
             return {"hf": self.hf.record()}
         return {"use": self._manifest.tables["model"].reference, "args": hide(self.args)}

@@ -21,7 +21,7 @@ _NO_STEP = -1
 
 
 class RunPhase(IntEnum):
-    """What a rank is doing; failure reports show it, and a rank that saves is given more time to end."""
+    """Current phase of a rank; failure reports show it, and a rank that saves gets more time to end."""
 
     STARTING = 0
     LOADING = 1
@@ -33,7 +33,7 @@ class RunPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LastSeen:
-    """What a rank wrote last: its process, the step it was in (None before the first) and its phase."""
+    """Last entry of a rank: its process, its step (None before the first) and its phase."""
 
     pid: int
     step: int | None
@@ -88,7 +88,7 @@ class Progress:
         self._pid = os.getpid()
 
     def update(self, step: int, phase: RunPhase = RunPhase.TRAINING) -> None:
-        """Say which step this rank is in, and what it does there.
+        """Record this rank's step and phase.
 
         Args:
             step: The step, counted from 0.
@@ -108,7 +108,7 @@ class Progress:
         _LENGTH.pack_into(self._memory, _LAYOUT.size, len(content))  # last: a reader sees all of it or nothing
 
     def close(self) -> None:
-        """Unmap the file; what was written stays."""
+        """Unmap the file, which keeps the last entry."""
         self._memory.close()
 
     def __enter__(self) -> Progress:
@@ -136,7 +136,7 @@ def attempt_folder(output: Path, restart: int | None = None) -> Path:
 
 
 def left_reason(folder: Path, rank: int) -> str:
-    """Return what a rank wrote when it ended, empty if nothing.
+    """Return a rank's final entry; empty if there is none.
 
     Args:
         folder: The attempt's folder, see `attempt_folder`.

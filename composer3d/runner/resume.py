@@ -25,7 +25,7 @@ class RunState:
     """How far a run is, with what its steps depend on; saved with every checkpoint.
 
     Args:
-        record: What a checkpoint must agree with: model, optimizer, data.
+        record: Record that a checkpoint must agree with: model, optimizer, data.
         batch_size: Of every step.
         planned_steps: Of the whole run; learning rates depend on it.
     """
@@ -79,7 +79,7 @@ def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
 
 
 def _searched(output: Path, how: str) -> tuple[str | None, str | None]:
-    """Return what was found, and what is wrong with it."""
+    """Return the checkpoint to resume from, or the reason why there is none."""
     try:
         return _find(output, how), None
     except CheckpointError as error:

@@ -28,7 +28,7 @@ _LEAST_RANKS, _RANKS_PER_CORE = 64, 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Startable:
-    """A manifest that was checked for this machine, and what its launcher must know.
+    """A manifest that was checked for this machine, and the launcher's settings.
 
     Args:
         manifest: Path or shipped name.
@@ -102,7 +102,7 @@ def run(
     on_problems: Callable[[Sequence[Problem]], None] = lambda problems: None,
     report: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
-    """Train what a manifest describes; what `composer3d run` does.
+    """Train the run of a manifest, as `composer3d run` does.
 
     Under torchrun, srun, mpirun or another launcher this process is a rank. Otherwise ranks are started on this
     machine, by fork on a CPU and by spawn on CUDA, and this process waits for them.
@@ -260,7 +260,7 @@ def _join(
 def _look(
     source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
 ) -> dict[str, Any]:
-    """Find every problem, and what the launcher must know; JSON values."""
+    """Return every problem and the launcher's settings, as JSON values."""
     from composer3d.runner.local_world import groups_of
 
     try:
@@ -344,7 +344,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     try:
         hooks = Hooks(manifest.plugins)
         stated = layout_of(manifest, hooks, world_size=None).num_ranks
-    except ComposerError:  # the inspection tells it
+    except ComposerError:  # the inspection reports it
         return None
     if device.type == "cpu":
         return stated
@@ -363,7 +363,7 @@ def output_of(manifest: Manifest) -> Path:
 
 
 def _machine_problems(manifest: Manifest, device: torch.device, num_ranks: int) -> list[Problem]:
-    """Compare what the manifest wants with what this machine has."""
+    """Compare the manifest's requirements with this machine."""
     import torch
 
     if device.type == "cpu":

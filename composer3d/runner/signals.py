@@ -34,12 +34,12 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Return whether this process was asked to stop."""
+        """Return whether this process was requested to stop."""
         return self._received is not None
 
     @property
     def received(self) -> signal.Signals | None:
-        """Return the first signal that asked, None if none did."""
+        """Return the first signal that requested a stop; None if there was none."""
         return self._received
 
     def install(self) -> Preemption:
@@ -95,7 +95,7 @@ class ParentSignals:
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def restore(self) -> None:
-        """Give all signals back to whoever had them."""
+        """Restore all previous signal handlers."""
         for number, handler in self._before.items():
             if handler is not None:  # None: installed by something other than Python, which cannot be put back
                 signal.signal(number, handler)

@@ -66,7 +66,7 @@ def output_folder(manifest: Manifest) -> Path:
 
 
 def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False, until: int | None = None) -> Outcome:
-    """Train what a manifest describes, as one rank of its world.
+    """Train the run of a manifest, as one rank of its world.
 
     The run's folder gets `metrics.jsonl`, `manifest.toml` (resolved), `environment.json` and `checkpoints/step-N`.
     SIGTERM and SIGUSR1 end the run after the step in which they arrive, with a checkpoint.
@@ -79,7 +79,7 @@ def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False, unt
         until: Steps after which to stop, before those that the manifest states.
 
     Raises:
-        ComposerError: What the user can mend.
+        ComposerError: A fault that the user can fix.
 
     Memory: the model in its layout, the optimizer's state, and with `[ema]` another copy. Collectives: those of the
     composition, and one all-reduce of three numbers a step.
@@ -186,7 +186,7 @@ class Trainer:
         )
 
     def _record(self) -> dict[str, Any]:
-        """Return what must be the same when the run goes on."""
+        """Return the values that must be equal when the run resumes."""
         tables = self.manifest.tables
         return {
             "model": self.factory.record(),
@@ -334,7 +334,7 @@ class Trainer:
             self.run.replicas.finish(done, save)
 
     def _step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Run one optimizer step and return what is known of it."""
+        """Run one optimizer step and return its metrics."""
         seed_step(self.manifest.train.seed, step)
         with self.run.step(step) as state:
             lr = self.schedule.apply(step)

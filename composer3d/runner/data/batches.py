@@ -30,7 +30,7 @@ def can_be_ignored(targets: object) -> bool:
 
 
 class MapBatches:
-    """Makes the batch of any step; holds no place, so it may be asked from several processes.
+    """Builds the batch of any step; it has no position, so that several processes may use it.
 
     Padding to the longest sample is to that of the *global* batch, so that rows are equal in every layout. Lengths come
     from the source's `lengths`; without them, samples are read for their length alone: the other ranks' samples of

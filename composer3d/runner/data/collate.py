@@ -36,12 +36,12 @@ class Batch:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What the model is given by position."""
+        """Positional arguments of the model."""
         return call_of(self.inputs)[0]
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """What the model is given by name."""
+        """Keyword arguments of the model."""
         return call_of(self.inputs)[1]
 
     @property
@@ -80,7 +80,7 @@ def collate(
         step: Number of the batch.
         indices: Number of each sample in the source.
         width: Tokens of every row; None stacks as they are.
-        table: Says with which token to fill up.
+        table: Has the token for padding.
 
     Raises:
         DataError: Shapes differ and there is no padding, or a sample is longer than seq_len.

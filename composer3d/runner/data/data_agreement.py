@@ -1,4 +1,4 @@
-"""Comparison of the ranks' data: all must read the same samples, from whatever path."""
+"""Comparison of the ranks' data: all must read the same samples, from any path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACES = ("text", "tokens")
 
 
 def agree_on_data(context: RunContext, record: Mapping[str, Any]) -> None:
-    """Compare what the ranks found where `[data] use` points to: digests and counts.
+    """Compare the data that ranks found at `[data] use`: digests and counts.
 
     Args:
         context: Of the run.

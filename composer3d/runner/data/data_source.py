@@ -34,7 +34,7 @@ class Source(ABC):
 
     @property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Return the tokens of each sample, None where a sample has to be read to know."""
+        """Return the number of tokens of each sample; None if samples must be read to count them."""
         return None
 
     @property
@@ -57,7 +57,7 @@ class Source(ABC):
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Return what the run's record keeps: kind, sha256, counts, tokenizer; JSON values."""
+        """Return the source's entry in the run's record: kind, sha256, counts, tokenizer; JSON values."""
 
 
 def num_held_out(num_samples: int, fraction: float) -> int:

@@ -12,7 +12,7 @@ from composer3d.manifest import table
 __all__ = ["DataTable"]
 
 _MOST_TOKENS = 1 << 30  # of one sample
-# Keys that mean something for one kind of source only, with the value that says nothing.
+# Keys that apply to one kind of source only, with the value that means unset.
 _OF_USER: tuple[tuple[str, Any], ...] = (
     ("args", {}),
     ("padding", "none"),
@@ -26,7 +26,7 @@ _FIXED_WHY = "every sequence has seq_len tokens already"
 
 @table
 class DataTable:
-    """What a run trains on, and in which order.
+    """Training data of a run, and its order.
 
     Args:
         use: `python_docs` (reference text that ships inside Python), `synthetic`, a file or folder of text (UTF-8) or

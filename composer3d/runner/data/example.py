@@ -25,7 +25,7 @@ from composer3d.runner.data.user_data import call_user, seeded
 __all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen_example"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-# With one sample alone, a model's shapes tell less: a dim of 1 is not known from one that is broadcast.
+# Not one sample: in a model's shapes, a dim of 1 cannot be distinguished from one that is broadcast.
 _LEAST_SAMPLES = 2
 # How much of token files is read for the largest token: this many tokens, in parts that are spread over each file.
 _SEARCHED_TOKENS, _SEARCHED_PARTS = 1 << 24, 64

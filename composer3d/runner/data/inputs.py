@@ -31,7 +31,7 @@ def call_of(inputs: Tensor | Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def num_rows(inputs: Tensor | Inputs) -> int:
-    """Return the length of one row of tokens; 1 for whatever is no such row."""
+    """Return the length of one row of tokens; 1 for anything else."""
     return len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else 1
 
 

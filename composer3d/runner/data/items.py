@@ -53,7 +53,7 @@ def is_row(item: Any) -> bool:
 
 
 class _Wrong(Exception):
-    """What is wrong with an item, without its name."""
+    """Fault of an item, without its name."""
 
 
 def _from_row(item: Any) -> Sample:
@@ -71,7 +71,7 @@ def _from_mapping(item: Mapping[Any, Any]) -> Sample:
     if len(targets) > 1:
         raise _Wrong(f"has the keys {shown}; only one of {', '.join(targets)} can be its target")
     if "labels" in targets and "input_ids" in item:
-        # A model of transformers shifts labels by one itself; here nobody would, and it would learn to copy.
+        # A model of transformers shifts labels by one itself; without a shift, the model would learn to copy.
         raise _Wrong(
             'has "input_ids" and "labels", which transformers shifts by one and this does not; give "tokens" and '
             '"targets", the token that follows each one, or one row of tokens'
@@ -114,6 +114,6 @@ def _tensor(value: Any, name: str) -> Tensor:
             f"has a value of type {type(value).__name__} as {name}, which is no tensor and no number; convert it in "
             "the data set"
         ) from None
-    # Embeddings and losses want int64; images and other rows of more dims stay what they are.
+    # Embeddings and losses require int64; images and other rows of more dims keep their dtype.
     is_index = tensor.dim() <= 1 and not tensor.is_floating_point() and not tensor.is_complex()
     return tensor.to(torch.int64) if is_index and tensor.dtype is not torch.bool else tensor

@@ -31,13 +31,13 @@ class Loader:
     """Gives `batch(step)`: a function of seed and step alone, the same for any number of workers and ranks.
 
     Workers make whole batches, each every workers-th step, ahead of the training; they are started at the first batch
-    and again when another step than the next one is asked for. A stream is read here and gives its steps in order.
+    and again when a step other than the next one is requested. A stream is read here and yields its steps in order.
 
     Args:
         source: From `open_source`.
         table: The manifest's `[data]`.
         seed: Of the run.
-        rank: Data-parallel rank; ranks that share it get the same batches.
+        rank: Data-parallel rank; ranks with the same one receive the same batches.
         degree: Data-parallel degree.
         batch_size_of: The global batch of a step, in samples.
         position_of: Samples before a step: the sum of the batches of all steps before it.
@@ -46,7 +46,7 @@ class Loader:
         vocab_size: Of the model; the first 16 batches are checked against it. None checks nothing.
 
     Raises:
-        DataError: The tokenizer has more tokens than the model, or pin_memory is asked for without an accelerator.
+        DataError: The tokenizer has more tokens than the model, or pin_memory is set without an accelerator.
 
     Memory: (prefetch x workers + 1) batches. Collectives: none.
     """
@@ -142,7 +142,7 @@ class Loader:
             yield batches.assemble(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step that comes next, what the order depends on, and the place of a stream."""
+        """Return the next step, the values that the order depends on, and the position of a stream."""
         state: dict[str, Any] = {"step": self._next_step, **self._dependencies()}
         state |= {"modified": modified} if (modified := self._modified()) else {}
         if isinstance(self._batches, StreamBatches):

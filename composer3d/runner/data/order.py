@@ -24,7 +24,7 @@ class Order:
 
     Args:
         size: Samples of the source.
-        table: Says the order and the windows.
+        table: Has the order and the windows.
         seed: Of the run.
         batch_size_of: The global batch of a step.
         position_of: The stream position of a step's first sample: the sum of the batches before it.

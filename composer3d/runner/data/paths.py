@@ -28,7 +28,7 @@ _CHOICES = '"python_docs", "synthetic", a file or folder, or "module:callable"'
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """The files that a path of a manifest stands for.
+    """Return the files that a path of a manifest matches.
 
     Args:
         kind: Text to be tokenised, or tokens.
@@ -67,7 +67,7 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
     try:
         found = [Path(file) for file in sorted(_files_below(path), key=lambda file: file.split(os.sep))]
-    except OSError as error:  # something in it goes away while it is listed
+    except OSError as error:  # an entry is removed while the folder is listed
         raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
     tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
     text = tuple(file for file in found if file.suffix.lower() in TEXT_SUFFIXES)
@@ -114,7 +114,7 @@ def _missing(use: str, folder: Path) -> str:
     shown = there.relative_to(folder) if there.is_relative_to(folder) else there
     try:
         names = sorted(entry.name for entry in there.iterdir()) if there.is_dir() else []
-    except OSError:  # a folder of somebody else's
+    except OSError:  # a folder of another user
         names = []
     choices = names + (["python_docs", "synthetic"] if there == folder else [])
     near = get_close_matches(part, choices, n=1, cutoff=0.6)

@@ -28,9 +28,9 @@ def prepare_once(
 
     Args:
         work: What to do; it must leave a state in which `done` is true.
-        done: Tells whether there is nothing to do.
-        lock_path: On a disk that the ranks of a node share; its folder is made.
-        what: What the messages call it.
+        done: Returns whether the work is already done.
+        lock_path: Path of the lock, on a disk common to the ranks of a node; its folder is created.
+        what: Name of the work in messages.
         report: Takes the messages.
         rank: Of this process, for the messages.
     """

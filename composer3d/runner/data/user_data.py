@@ -52,7 +52,7 @@ class UserSource(Source):
 
     @property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Return what the data set's `lengths` say."""
+        """Return the data set's `lengths`."""
         return self._lengths
 
     @property
@@ -108,7 +108,7 @@ def seeded(seed: int, position: int) -> Iterator[None]:
 def open_user(
     table: DataTable, *, folder: Path, cache: Path, report: Report, rank: int = 0
 ) -> UserSource | StreamSource:
-    """Call the user's callable and make a source of what it returns.
+    """Call the user's callable and return a source over its result.
 
     A data set with a method `prepare` has it called first, on one rank of each node and once per launch.
 
@@ -147,7 +147,7 @@ def _not_a_map(dataset: Any, table: DataTable) -> str:
 
 
 def call_user(table: DataTable, folder: Path) -> Any:
-    """Call the user's callable and return what it makes.
+    """Call the user's callable and return its result.
 
     Raises:
         DataError: The reference leads nowhere, or the call fails.

@@ -1,4 +1,4 @@
-"""Codecs that lose most of a gradient, and send the rest later by error feedback: the largest elements, and signs.
+"""Biased codecs, used with error feedback: the largest elements, and signs.
 
 Shapes: R rows; N elements of a row; K blocks of a row, of B elements; T elements of a block that are sent; P bytes of a
 payload.

@@ -1,4 +1,4 @@
-"""Adam whose second moment stands still after a warm-up, for gradients that are signs from then on: 1-bit Adam."""
+"""Adam whose second moment is frozen after a warm-up, for gradients that are then compressed to signs: 1-bit Adam."""
 
 from __future__ import annotations
 

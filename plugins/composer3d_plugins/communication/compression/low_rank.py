@@ -1,4 +1,4 @@
-"""PowerSGD: the mean of gradients as a product of two thin matrices, and what it leaves over.
+"""PowerSGD: the mean of gradients as a product of two thin matrices, and its residual.
 
 Shapes: W replicas; a rank's shard of a parameter as a matrix of A rows and B columns; R the rank of the product; N all
 elements that travel together.

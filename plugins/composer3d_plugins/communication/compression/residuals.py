@@ -1,4 +1,4 @@
-"""Residuals of error feedback, by parameter: what exchanges have left over, in steps, checkpoints and other worlds.
+"""Residuals of error feedback, by parameter: kept over steps, saved, and resharded for other numbers of replicas.
 
 Shapes: W replicas; N elements of a rank's shards of the parameters that are reduced together.
 """
@@ -23,16 +23,16 @@ KINDS = ("sender", "owner")  # as in `Owed`
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """Where a parameter's residuals lie: one for each replica, along a first dim of W, each sharded as the parameter.
+    """Placement of a parameter's W residuals, one per replica, stacked in a first dim and sharded like the parameter.
 
     Args:
-        fqn: Of the parameter, marked where it is a copy of another stage's.
-        parameter: This rank's.
-        mesh: Its own, or one of the replicas alone.
-        stacked: Placements of W residuals.
-        single: Placements of one.
+        fqn: FQN of the parameter, marked if it is a replica of another stage's.
+        parameter: Parameter of this rank.
+        mesh: The parameter's mesh, or one of the replicas alone.
+        stacked: Placements of the W stacked residuals.
+        single: Placements of one residual.
         num_replicas: W.
-        shape: Of the whole parameter.
+        shape: Shape of the full parameter.
     """
 
     fqn: str

@@ -1,4 +1,4 @@
-"""Methods of a run by what travels and over which axes, when they are in use, and what they leave over."""
+"""Compression methods of a run: tensors and axes that they apply to, steps in which they are active, and residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Execution of stages: torch's schedules for training, forward after forward for evaluation."""
+"""Execution of stages: torch's schedules for training, forwards alone for evaluation.
+
+Shape suffixes: B micro-batch, S sequence, D hidden dim.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Stages of a model that was written without them: each runs the parent's own forward.
 
-Blocks of other stages are not in the module tree: where the parent looks for them it finds objects that hand the hidden
-state on, the last one before this stage's first block hands on what was received. Behind the stage's last block the
-parent's forward is left. Absent tensors without memory stand for parameters that the stage does not need, or these lie
-in modules that are not in the tree either; so every name that is left is the name in the whole model.
+Blocks of other stages are replaced by objects outside the module tree that return their input; the last one before this
+stage's first block returns the received hidden state. After the stage's last block the parent's forward is left.
+Parameters that the stage does not need are absent tensors without memory, or belong to modules that are not in the tree
+either, so that every remaining FQN is that of the whole model.
+
+Shape suffixes: B micro-batch, S sequence, D hidden dim.
 """
 
 from __future__ import annotations

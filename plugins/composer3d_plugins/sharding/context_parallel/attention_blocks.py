@@ -1,8 +1,8 @@
-"""Blocks of one rank's queries and one rank's keys: which there are, and what is visible in each.
+"""Blocks of one rank's queries and one rank's keys, and the part of each that is visible.
 
-Which blocks there are follows from positions alone and is known to all ranks, so ranks agree on messages without
-exchanging anything. A mask with values is looked at once an attention: blocks in which it hides everything are left
-out, and those in which it hides nothing are computed without it.
+Blocks follow from positions alone, so that all ranks agree on messages without communicating. A mask with values is
+read once per attention: blocks that it hides completely are skipped, and those in which it hides nothing are computed
+without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Visibility by position alone: causal, sliding window, or all; what a run of queries sees of a run of keys."""
+"""Visibility by position: causal, sliding window, or full; the part of a run of keys that a run of queries sees."""
 
 from __future__ import annotations
 

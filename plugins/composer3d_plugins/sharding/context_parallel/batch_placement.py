@@ -1,7 +1,9 @@
-"""Batches whose sequence is sharded: arguments that become activations token by token, and padding of their length.
+"""Sharding of batches along their sequence: which arguments are sharded, and padding of their length.
 
-A length that does not divide is padded at its end where the model is causal: no token sees what follows it. Outputs of
-padding are dropped before the loss sees them, so that losses, counts and gradients are those of the batch as it was.
+A length that the degree does not divide is padded at the end if the model is causal: no token attends to later ones.
+Outputs of padding are dropped before the loss, so that losses, counts and gradients are those of the unpadded batch.
+
+Shapes: an argument [B, S, ...], with the sequence in `dim`, becomes [B, local length, ...].
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import Posi
 
 __all__ = ["Placement", "Sequences", "sharded_inputs"]
 
-# Names of arguments that become activations, beside the first tensor. Masks, positions, documents and images stay
-# whole: their positions are taken where they meet sharded activations.
+# Names of arguments that are sharded, besides the first tensor. Masks, positions, documents and images are not: they
+# are indexed where they are combined with sharded activations.
 LABELS = frozenset("labels shift_labels targets target".split())
 NAMES = LABELS | frozenset("input_ids inputs_embeds decoder_input_ids decoder_inputs_embeds tokens".split())
-# Of a label that losses leave out.
+# Label that losses ignore.
 IGNORED = -100
 
 
@@ -37,12 +39,12 @@ def sharded_inputs(
         args: Positional arguments.
         kwargs: Keyword arguments.
         names: Names of the model's parameters, in order.
-        dim: The one that is the sequence.
+        dim: The sequence dim.
     """
     called = list(_named(args, kwargs, names))
     tensors = [(at, name, value) for at, name, value in called if isinstance(value, Tensor) and value.ndim > dim]
     stated = [at for at, name, _ in tensors if name in NAMES]
-    # Of an image's dims none is a sequence: it begins inside of the model.
+    # An image has no sequence dim; the model creates its sequence.
     sequences = [(at, value) for at, _, value in tensors if not (value.is_floating_point() and value.ndim > dim + 2)]
     first: int | str | None = next((at for at, _ in sequences if isinstance(at, int) and at == 0), None)
     if first is None and not stated and sequences and len(sequences) == len(tensors):
@@ -62,12 +64,12 @@ def _named(
 
 @dataclass(kw_only=True)
 class Sequences:
-    """Lengths of the batch at work.
+    """Sequence lengths of the current batch.
 
     Attributes:
-        lengths: Lengths of its tokens by those that ranks share equally.
-        is_own_forward: Whether its outputs are to be whole again.
-        positions: Of lengths whose positions are others than for all batches.
+        lengths: Number of tokens, by padded length.
+        is_own_forward: Whether outputs are gathered.
+        positions: Positions by length, where they differ from those of all batches.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
@@ -81,17 +83,17 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How batches are sharded.
+    """Sharding of batches.
 
     Args:
         names: Names of the model's parameters.
-        dim: The dim of inputs and targets that is the sequence.
-        unit: What lengths have to be multiples of.
-        shares_target: Whether the model's output is sharded, so that its targets are.
-        unpadded: Why lengths are not padded; empty where they are.
+        dim: Sequence dim of inputs and targets.
+        unit: Lengths are padded to a multiple of it.
+        shares_target: Whether targets are sharded, as the model's output is.
+        unpadded: Reason why lengths are not padded; empty if they are.
         positions: Returns the positions of every rank of a sequence of a length.
-        rank: This rank's place.
-        by_document: Whether positions are balanced by the documents that inputs show.
+        rank: This rank's index along the axis.
+        by_document: Whether positions are balanced by the documents in the inputs.
     """
 
     names: Sequence[str]
@@ -104,7 +106,7 @@ class Placement:
     by_document: bool = False
 
     def place(self, batch: Batch) -> tuple[Batch, Sequences]:
-        """Return a batch of which this rank's positions are taken, and its lengths.
+        """Return the batch sliced to this rank's positions, and its lengths.
 
         Raises:
             BatchError: A length is no multiple of the unit, and is not padded.
@@ -152,7 +154,7 @@ class Placement:
         )
 
     def _taken(self, x: Tensor, dim: int, is_label: bool, positions: Callable[[int], Positions]) -> Tensor:
-        """Return this rank's positions; padding repeats the last token, and has labels that losses leave out."""
+        """Return this rank's positions of x_BS...; padding repeats the last token, with labels that losses ignore."""
         length = x.shape[dim]
         index = positions(self._padded(length)).index(self.rank).to(x.device)
         taken = x.index_select(dim, index.clamp(max=length - 1))
@@ -165,10 +167,10 @@ class Placement:
         return taken.masked_fill((index >= length).view(shape), IGNORED)
 
     def _extended(self, x: Tensor, name: str, padded: Mapping[int, int]) -> Tensor:
-        """Return a mask, positions or documents of the padded length, whose last column is repeated."""
+        """Pad a mask, positions or documents to the padded length by repeating the last column."""
         dims = [at for at in range(1, x.ndim) if x.shape[at] in padded]
         if not dims or x.is_floating_point() and len(dims) == 1:
-            return x  # the sizes of images are none of tokens
+            return x  # sizes of images are not numbers of tokens
         length = x.shape[dims[0]]
         if len(dims) > 1:
             self._refuse(length, f'"{name}" of {list(x.shape)} has a row and a column a token')
@@ -176,7 +178,7 @@ class Placement:
         return x.index_select(dims[0], index)
 
     def _target(self, leaf: Any, lengths: set[int], positions: Callable[[int], Positions]) -> Any:
-        """Return this rank's positions of a target, without padding."""
+        """Return this rank's positions of a target [B, S, ...], without padding."""
         if not isinstance(leaf, Tensor) or leaf.ndim <= self.dim or leaf.shape[self.dim] not in lengths:
             return leaf
         length = leaf.shape[self.dim]

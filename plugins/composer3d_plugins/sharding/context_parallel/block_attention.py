@@ -1,11 +1,14 @@
-"""Attention of one rank's queries with all keys, block by block: keys gathered at once, or received around the ring.
+"""Attention of one rank's queries with all keys, block by block: keys all-gathered, or received around a ring.
 
-Ring: keys and values of the rank before arrive while the block with the last ones is computed, so each message is
-posted before the block that it hides behind, and waited for after it. Gradients of keys and values travel on with
-them, one step later, and go home from the last rank. Accumulated in float32 or better, and sent so.
+Ring: the next keys and values are received while the block with the current ones is computed: each message is posted
+before that block and waited for after it. Gradients of keys and values follow one step later, and return to their rank
+from the last one. They are accumulated and sent in float32 or wider.
 
-Memory: gather all keys and values, and in the backward their gradients in float32; ring two shards of keys and values
-besides the rank's own, and in the backward three of gradients.
+Memory: all-gather: all keys and values, and in the backward their gradients in float32. Ring: two shards of keys and
+values besides the rank's own, and in the backward three shards of gradients.
+
+Shape suffixes: B batch, H heads of queries, K heads of keys and values (H is a multiple), L queries and M keys of this
+rank or of a block, E head dim of queries and keys, F head dim of values.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889.
 """
@@ -54,7 +57,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sharded:
-    """An attention whose queries lie on several ranks.
+    """Attention whose queries are sharded over ranks.
 
     Args:
         rows: Positions of the queries.
@@ -62,8 +65,8 @@ class Sharded:
         rank: This rank's place in both.
         pattern: Visibility by position.
         scale: Factor of scores.
-        softcap: Of scores; 0 for none.
-        group: Name of the process group; empty where all keys are here.
+        softcap: c of c * tanh(score / c); 0 for none.
+        group: Name of the process group; empty if this rank has all keys.
     """
 
     rows: Positions
@@ -89,7 +92,7 @@ def forward_gathered(
 ) -> Result:
     """Return output [B, H, L, F] and log-sum-exp [B, H, L] of this rank's queries.
 
-    Collectives: one all-gather of keys and values, unless all are here.
+    Collectives: one all-gather of keys and values, unless this rank has all of them.
     """
     rows = _Forward(q_BHLE, v_BKMF.shape[-1], mask, call)
     rows.add(_all_keys((k_BKME, v_BKMF), call), ((0, call.columns.length),))
@@ -102,8 +105,8 @@ def backward_gathered(
 ) -> Gradients:  # fmt: skip
     """Return this rank's gradients.
 
-    Collectives: one all-gather of keys and values, rather than keeping them since the forward, and one reduce-scatter
-    of their gradients, unless all keys are here: then their gradients are this rank's part.
+    Collectives: one all-gather of keys and values, which are not kept from the forward, and one reduce-scatter of their
+    gradients. None if this rank has all keys: their gradients are then this rank's summand.
     """
     q_BHLE, *shards = inputs
     rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)

@@ -1,12 +1,12 @@
 """Attention of one block with the log-sum-exp of its scores, and its gradients from the whole sequence's results.
 
 torch's own kernels where they fit: on CPU flash with an additive mask, on CUDA flash without one and the
-memory-efficient one with it; scores written out where none does (soft-capping, float64 on CUDA, wide heads). A
+memory-efficient one with it; explicit scores where none does (soft-capping, float64 on CUDA, wide heads). A
 backward of a block needs the output and the log-sum-exp of the *whole* row of scores, not of the block: then the
 block's gradients add up to those of the row.
 
-Letters: B batch, H heads of queries, K heads of keys and values (H is a multiple), L queries, M keys, E head dim of
-queries and keys, F head dim of values.
+Shape suffixes: B batch, H heads of queries, K heads of keys and values (H is a multiple), G = H / K, L queries, M keys,
+E head dim of queries and keys, F head dim of values.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135, appendix B; Liu et al., Ring Attention, arXiv:2310.01889.
 """

@@ -1,6 +1,6 @@
-"""FlexAttention over a sharded sequence: the user's functions of scores and masks are given positions of the whole one.
+"""FlexAttention over a sharded sequence: the user's score and mask functions receive positions in the full sequence.
 
-Letters as in `sequence_attention`.
+Shape suffixes as in `sequence_attention`.
 
 Source: Dong et al., Flex Attention, arXiv:2412.05496.
 """

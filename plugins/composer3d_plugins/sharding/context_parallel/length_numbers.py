@@ -1,8 +1,8 @@
-"""Numbers that a model's code makes of its sequence's length: with padding they would be those of another length.
+"""Detection of numbers that a model's code derives from the sequence length, which padding would change.
 
-Sizes, ends of ranges and of slices follow a padded length, and what lies in the padding is dropped. A number that is
-computed with, such as a base of rotations that grows with the length, or log(length), is another one for real tokens
-too. So the model is run on meta for two lengths, and the functions of both runs are compared.
+Sizes, ends of ranges and of slices may follow the padded length: results in the padding are dropped. A number that
+enters arithmetic, such as a rotary base that grows with the length, or log(length), would change results of real tokens
+too. Therefore the model runs on meta for two lengths, and the traced functions of both runs are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention kernels that are called past torch's operators, so that nobody sees which positions they mix."""
+"""Detection of attention kernels that bypass torch's operators, so that propagation cannot see which positions mix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention of a sequence that is sharded over ranks: one function for every method.
 
-Letters: B batch, H heads of queries, K heads of keys and values (H is a multiple), L queries and M keys of this rank,
-S and T queries and keys of the whole sequence, E head dim, F head dim of values.
+Shape suffixes: B batch, H heads of queries, K heads of keys and values (H is a multiple), L queries and M keys of this
+rank, S and T queries and keys of the whole sequence, E head dim, F head dim of values.
 
 Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Fang and Zhao, USP, arXiv:2405.07719.
 """

@@ -1,8 +1,8 @@
-"""Exchanges of sequence shards: messages around the ring, all-gathers, reduce-scatters, all-to-alls.
+"""Exchanges of sequence shards: ring messages, all-gathers, reduce-scatters, all-to-alls.
 
-Shards may differ in length; what each rank holds is known to all, so no sizes are exchanged. Every call is issued by
-all ranks of the group in the same order, which is what pairs messages of gloo and of NCCL: a rank that sends to an
-offset receives from the opposite one in the same batch, also where both are the same rank.
+Shards may differ in length; every rank derives all lengths from `Positions`, so no sizes are exchanged. All ranks of
+the group issue every call in the same order, by which gloo and NCCL pair messages: a rank that sends to an offset
+receives from the opposite one in the same batch, also where both are the same rank.
 """
 
 from __future__ import annotations

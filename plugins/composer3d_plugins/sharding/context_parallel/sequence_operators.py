@@ -6,6 +6,8 @@ Every exchange has its adjoint as backward, so that the losses of all ranks add 
     composer3d::exchange_heads    all-to-all between shards of positions and shards of heads
     composer3d::gather_sequence   all-gather in order of positions; backward composer3d::scatter_sequence
     composer3d::take_windows      neighbours' positions, by all-to-all; backward composer3d::return_windows
+
+Shape suffixes as in `block_attention`; S is the length of the full sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Outputs of a model whose sequence is sharded: without padding, and whole for a loop that calls the model itself."""
+"""Outputs of a model whose sequence is sharded: without padding, and gathered for a loop that calls the model itself.
+
+Shapes: an output [B, local length, ...], sharded along `placed.dim`, becomes [B, local tokens, ...] or [B, S, ...],
+with S tokens of the sequence without padding.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,25 @@ __all__ = ["Outputs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Returns of each tensor that the model returns what the loss takes.
+    """Converts each output tensor of the model to the one that the loss takes.
 
-    A loss of whole outputs is computed on every rank, and counted as often as its tokens are.
+    A loss of gathered outputs is computed on every rank, and counted as often as its tokens are.
 
     Args:
-        rules: Exchanges.
-        found: What is known of the model and of the batch at work.
+        rules: Rules that all-gather shards.
+        found: Findings about the model and the current batch.
     """
 
     rules: EngineRules
     found: Found
 
     def __call__(self, output: Tensor, spec: ShardSpec | None) -> Tensor:
-        """Return this rank's tokens of a sequence that is the batch's, and all of another one.
+        """Return this rank's tokens if the sequence is the batch's, and all tokens of any other sequence.
 
-        Targets are sharded as the batch is; those of lengths that the model makes itself are whole. All tokens are
-        returned to a loop that calls the model itself, too.
+        Targets are sharded like the batch; those of lengths that the model creates itself are not. A loop that calls
+        the model itself always receives all tokens.
 
-        Collectives: where all are, or were sharded otherwise, 1 all-gather, backward 1 reduce-scatter.
+        Collectives: where all tokens are returned, or shards are reordered: 1 all-gather, backward 1 reduce-scatter.
         """
         if spec is None:
             return output

@@ -1,7 +1,7 @@
 """Tensor parallelism of `nn.MultiheadAttention`, whose projections are parameters passed to one function.
 
-That function knows the whole model's sizes only. The module therefore gets a forward that does the same on this rank's
-heads, with the same arguments and results.
+That function takes the sizes of the whole model only. The module's forward is therefore replaced by one that computes
+this rank's heads, with the same arguments and results.
 
 Shapes: B batch, S queries, L keys, D model dim, E head dim, T degree of tp, H heads of this rank, which are the model's
 divided by T: q_BHSE, k_BHLE, v_BHLE.
