@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.checking.called import schedule_callable_problems
 from composer3d.errors import ManifestError, ReferenceFailure
-from composer3d.manifest import read_text, type_manifest
+from composer3d.manifest import read, read_text, type_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.lr_schedule_table import LRScheduleTable
+from composer3d.verification.manifest_run import subject_of
 
 WITHOUT = "warmup_start, warmup_shape and warmup_delay are of a warm-up"
 
@@ -189,3 +191,38 @@ def test_keys_that_would_be_ignored_are_refused(text, message):
 def test_name_is_another_name_for_use():
     document = read_text("composer3d = 1\ntrain.steps = 1\n", overrides=["lr_schedule.name=constant"])
     assert type_manifest(document, tables=TABLES).tables["lr_schedule"].kind == "constant"
+
+
+MANIFEST = """composer3d = 1
+[model]
+use = "composer3d.models:llama"
+args = { dim = 16, num_layers = 1, num_heads = 2 }
+[data]
+use = "synthetic"
+seq_len = 8
+vocab_size = 32
+[train]
+steps = 8
+[lr_schedule]
+"""
+
+
+def test_a_proof_of_steps_begins_at_the_first_that_has_a_rate(tmp_path):
+    text = 'use = "constant"\nwarmup = 4\nwarmup_start = 0.0\nwarmup_delay = 1\n'
+    (tmp_path / "run.toml").write_text(MANIFEST + text)
+    subject = subject_of(str(tmp_path / "run.toml"), (), None, "cpu", scratch=tmp_path)
+    assert subject.make_schedule is not None
+    schedule = subject.make_schedule(None, Groups(1.0))
+    assert [schedule.apply(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_check_calls_a_schedule_with_its_arguments(tmp_path):
+    (tmp_path / "own_rates.py").write_text("def falls(step, steps, *, base):\n    return base**-step\n")
+
+    def problems(arguments):
+        text = f'use = "own_rates:falls"\nargs = {arguments}\n'
+        (tmp_path / "run.toml").write_text(MANIFEST + text)
+        return schedule_callable_problems(type_manifest(read(tmp_path / "run.toml"), tables=TABLES))
+
+    assert problems("{ base = 2 }") == []
+    assert "unexpected keyword argument 'bas'" in problems("{ bas = 2 }")[0].message
