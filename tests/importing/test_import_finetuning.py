@@ -210,6 +210,16 @@ def test_shapes_of_axolotls_cosine(tmp_path):
     assert (verdicts["lr_quadratic_warmup"], verdicts["cosine_min_lr_ratio"]) == ("carried", "ignored-there")
 
 
+def test_a_fraction_of_warmup_is_rounded_as_axolotl_does(tmp_path):
+    text = AXOLOTL.replace("warmup_steps: 5\n", "warmup_ratio: 0.15\n")
+    translation = translated(tmp_path, "run.yaml", text)
+    assert manifest_of(translation)["lr_schedule"]["warmup"] == 7  # of 50 steps
+    assert verdicts_of(translation)["warmup_ratio"] == "carried"
+    translation = translated(tmp_path, "run.yaml", text.replace("max_steps: 50\n", ""))
+    assert manifest_of(translation)["lr_schedule"]["warmup"] == 0.15
+    assert verdicts_of(translation)["warmup_ratio"] == "carried"
+
+
 def test_automodels_warmup_and_the_end_of_its_fall(tmp_path):
     text = AUTOMODEL.replace("max_steps: 500", "max_steps: 20")
     text = text.replace("min_lr: 1.0e-6}", "min_lr: 1.0e-6, init_lr: 5.0e-6, lr_warmup_steps: 4, lr_decay_steps: 16}")

@@ -48,7 +48,8 @@ def _put(t: Translation, name: str, ratio: str, formula: dict[str, Any]) -> None
             t.put(f"lr_schedule.{key}", value, reason=f"the Trainer's {name}")
     t.judge(_KEY, "carried", to="lr_schedule.use")
     if name != "constant":
-        note = "a fraction is rounded up to a step there, down here" if isinstance(warmup, float) else ""
+        is_rounded = isinstance(warmup, float) and t.table.name != "axolotl"  # which rounds down too
+        note = "a fraction is rounded up to a step there, down here" if is_rounded else ""
         t.judge(ratio, "changed" if note else "carried", note, to="lr_schedule.warmup")
     for argument in _TAKEN.get(name, ()):
         t.judge(f"{_ARGUMENTS}.{argument}", "derived", "of the formula", to="lr_schedule.use")
