@@ -122,6 +122,9 @@ class SequenceWholes(Propagation):
         if is_in_place(name) and self._spec_of(first) is not None:
             return self._written(func, name, args, options)
         given, others = self._gathered(name, args, options, is_summed=False)
+        if name in INDEXING:
+            # A mask's dims are none of the result's.
+            specs = [each for each in specs if each.shadow.dtype is not torch.bool]
         if name in INDEXING and isinstance(first, Tensor) and (spec := self._spec_of(first)) is not None:
             self._operands.keep(first, given[0], spec.placed)
         return self._narrowed(name, func(*given, **others), specs)

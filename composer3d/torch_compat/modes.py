@@ -17,6 +17,7 @@ __all__ = [
     "dispatch_mode",
     "function_mode",
     "function_modes",
+    "hidden_from",
     "hide_compiler_warnings",
     "hide_profiler_warnings",
     "import_torchao",
@@ -114,6 +115,29 @@ def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> An
     try:
         with torch._C._EnableTorchFunction():
             return func(*args, **options)
+    finally:
+        for _ in others:
+            overrides._pop_mode()
+        for mode in stack:
+            overrides._push_mode(mode)
+
+
+@contextmanager
+def hidden_from(kind: type) -> Iterator[None]:
+    """Hide what runs inside from the modes of one class that are on; modes that are entered inside see it.
+
+    The stack of modes is private, as for `call_beside`.
+    """
+    from torch import overrides
+
+    stack = function_modes()
+    others = [mode for mode in stack if not isinstance(mode, kind)]
+    for _ in stack:
+        overrides._pop_mode()
+    for mode in others:
+        overrides._push_mode(mode)
+    try:
+        yield
     finally:
         for _ in others:
             overrides._pop_mode()

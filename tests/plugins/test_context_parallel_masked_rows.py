@@ -11,7 +11,13 @@ from support.sequence_steps import context, padded_batch, sequence_steps
 from composer3d.testing import run_ranks
 
 TENSOR = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\nsequence_parallel = true\n"
-LAYOUTS = {"gather": context(), "ring": context("ring", more="balanced = false\n"), "tensor": TENSOR}
+EXPERTS = context(mesh="ep = 2", more='[sharding.expert_parallel]\nexperts = ["layers.*.mixture.experts"]\n')
+LAYOUTS = {
+    "experts": EXPERTS,
+    "gather": context(),
+    "ring": context("ring", more="balanced = false\n"),
+    "tensor": TENSOR,
+}
 
 
 def assert_equal_to_one_device(ways, text, degree=2):

@@ -227,6 +227,12 @@ def test_modes_of_others_see_what_is_called_beside_one_kind_of_them():
     with Own(), Other(), Own():
         assert (call(Own), call(TorchFunctionMode)) == (["other"], [])
         seen.clear()
+        with torch_compat.hidden_from(Own):
+            tensor.add(1)
+            with Own():
+                tensor.add(1)
+        assert seen == ["other", "own", "other"]
+        seen.clear()
         tensor.add(1)
     assert seen == ["own", "other", "own"]
 

@@ -8,13 +8,12 @@ is the block's own code both times, so routing, weights and the order of sums ar
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import DataDependent, PluginError, propagation, torch_compat
+from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
     exchange_counts,
@@ -23,14 +22,13 @@ from composer3d_plugins.sharding.expert_parallel.token_exchange import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["local_experts", "shard_listed"]
 
-# A call of an expert: its index, and the rows that it is given.
-_Call = tuple[int, "Tensor"]
+# A call of an expert: its index, the rows that it is given, and what it returned in the first run.
+_Call = tuple[int, "Tensor", "Tensor"]
 
 
 def local_experts(num_experts: int, *, degree: int, rank: int) -> range:
@@ -203,8 +201,8 @@ class _Exchange:
         def replayed(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
             versions = [leaf._version for leaf in given]
-            states = _random_states(given)
-            state = _State(self._block)
+            states = random_states(given)
+            state = BlockState(self._block)
             self._calls, self._results = [], None
             self._run(forward, args, kwargs)
             if [leaf._version for leaf in given] != versions:
@@ -212,10 +210,12 @@ class _Exchange:
                     f'expert_parallel: the forward of "{self.fqn}" changes its input in place, and runs twice, around '
                     f'the exchange of rows for "{self._list_name}"; write `x = x + y` for `x += y` there'
                 )
-            _restore(states)
+            restore_random_states(states)
             state.restore()
             calls, self._calls = self._calls, []
-            self._results, tie = self._exchanged(calls, given)
+            # Rows are of this rank alone: a plugin that propagates a sequence would take them for one of all ranks.
+            with torch_compat.hidden_from(propagation.SequencePropagation):
+                self._results, tie = self._exchanged(calls, given)
             self._recorded, self._place, self._differs = calls, 0, []
             try:
                 output = self._run(forward, args, kwargs)
@@ -245,9 +245,10 @@ class _Exchange:
         if not isinstance(x, torch.Tensor) or x.ndim == 0:
             raise PluginError(f"{self._of(index)} is called with something else than one tensor of rows")
         if self._results is None:
-            self._calls.append((index, x))
             zeros, width = torch.zeros_like(x), self._widths.get(x.shape[-1], x.shape[-1])
-            return zeros if width == x.shape[-1] else zeros[..., :1].repeat(*[1] * (x.ndim - 1), width)
+            zeros = zeros if width == x.shape[-1] else zeros[..., :1].repeat(*[1] * (x.ndim - 1), width)
+            self._calls.append((index, x, zeros))
+            return zeros
         place, recorded = self._place, self._recorded
         self._place += 1
         if place >= len(recorded) or recorded[place][0] != index or recorded[place][1].shape != x.shape:
@@ -282,12 +283,17 @@ class _Exchange:
         """Return what the experts make of the rows that were recorded, by call, and the rows that came back."""
         import torch
 
-        like = calls[0][1] if calls else next(x for x in given if x.is_floating_point())
+        # Of shards of a sequence, this rank's positions; results are marked as those of the first run were.
+        are_shards = [propagation.spec_of(x) is None for _, x, _ in calls]
+        rows_of = [
+            propagation.strip(x) if is_shard else x for (_, x, _), is_shard in zip(calls, are_shards, strict=True)
+        ]
+        like = rows_of[0] if calls else next(x for x in given if x.is_floating_point())
         # An expert that is called several times has the rows of its calls one after the other.
         order = sorted(range(len(calls)), key=lambda place: calls[place][0])
-        flat = [x.flatten(0, -2) if x.ndim > 1 else x[None] for _, x in calls]
+        flat = [x.flatten(0, -2) if x.ndim > 1 else x[None] for x in rows_of]
         sizes, called = [0] * len(self.stand_ins), [False] * len(self.stand_ins)
-        for (index, _), rows_RD in zip(calls, flat, strict=True):
+        for (index, _, _), rows_RD in zip(calls, flat, strict=True):
             sizes[index], called[index] = sizes[index] + rows_RD.shape[0], True
         told = [size if is_called else -1 for size, is_called in zip(sizes, called, strict=True)]
         counts_E = torch.tensor(told, device=like.device, dtype=torch.int64)
@@ -315,7 +321,10 @@ class _Exchange:
             pieces[place::local] = out.split([piece.shape[0] for piece in mine])
         came = send_rows(torch.cat(pieces), rows, group=self._group, back=True)
         back = came.split([flat[place].shape[0] for place in order])
-        results = {place: back[at].view(*calls[place][1].shape[:-1], came.shape[-1]) for at, place in enumerate(order)}
+        results = {place: back[at].view(*rows_of[place].shape[:-1], came.shape[-1]) for at, place in enumerate(order)}
+        for place, (_, _, first) in enumerate(calls):
+            if are_shards[place]:
+                propagation.copy_mark(first, results[place])
         return [results[place] for place in range(len(calls))], came
 
     def _computed(self, index: int, rows_RD: Tensor) -> Tensor:
@@ -344,45 +353,6 @@ def _tied(output: Any, tie: Tensor) -> Any:
     return map_tensors(lambda leaf: leaf + tie.sum().to(leaf.dtype) if leaf.is_floating_point() else leaf, output)
 
 
-def _random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
-    import torch
-
-    devices = {x.device for x in given if x.device.type == "cuda"}
-    return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
-
-
-class _State:
-    """What a block's modules keep beside parameters: buffers, and attributes such as a list of losses."""
-
-    def __init__(self, block: nn.Module) -> None:
-        from torch import nn
-
-        self._of_torch = vars(nn.Module()).keys()  # hooks, parameters and modules among them
-        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
-        self._attributes = [
-            (vars(module), {name: value for name, value in vars(module).items() if name not in self._of_torch})
-            for module in block.modules()
-        ]
-        kept = [value for _, before in self._attributes for value in before.values()]
-        self._containers = [(each, copy.copy(each)) for each in kept if isinstance(each, list | dict | set | deque)]
-
-    def restore(self) -> None:
-        """Take back what a first run has changed of them."""
-        import torch
-
-        with torch.no_grad():
-            for buffer, version, before in self._buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-        for held, before_by_name in self._attributes:
-            for name in held.keys() - before_by_name.keys() - self._of_torch:
-                del held[name]
-            held.update(before_by_name)
-        for value, content in self._containers:
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
-
-
 def _differ(x: Tensor, recorded: Tensor) -> Tensor:
     """Return whether two runs' rows differ: by more than rounding, where an accelerator adds in no fixed order."""
     if x.device.type == "cpu":
@@ -391,10 +361,3 @@ def _differ(x: Tensor, recorded: Tensor) -> Tensor:
 
     scale = recorded.abs().amax() if recorded.numel() else recorded.new_zeros(())
     return ((x - recorded).abs() > 16 * torch.finfo(x.dtype).eps * scale).any()
-
-
-def _restore(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:
-    import torch
-
-    for device, state in states:
-        torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,62 @@
+"""State that a forward changes, taken back before it runs again: buffers, attributes and random generators."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["BlockState", "random_states", "restore_random_states"]
+
+
+def random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
+    """Return the states of the generators that a block may draw from."""
+    import torch
+
+    devices = {x.device for x in given if x.device.type == "cuda"}
+    return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
+
+
+class BlockState:
+    """What a block's modules keep beside parameters: buffers, and attributes such as a list of losses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        from torch import nn
+
+        self._of_torch = vars(nn.Module()).keys()  # hooks, parameters and modules among them
+        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
+        self._attributes = [
+            (vars(module), {name: value for name, value in vars(module).items() if name not in self._of_torch})
+            for module in block.modules()
+        ]
+        kept = [value for _, before in self._attributes for value in before.values()]
+        self._containers = [(each, copy.copy(each)) for each in kept if isinstance(each, list | dict | set | deque)]
+
+    def restore(self) -> None:
+        """Take back what a first run has changed of them."""
+        import torch
+
+        with torch.no_grad():
+            for buffer, version, before in self._buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+        for held, before_by_name in self._attributes:
+            for name in held.keys() - before_by_name.keys() - self._of_torch:
+                del held[name]
+            held.update(before_by_name)
+        for value, content in self._containers:
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+
+
+def restore_random_states(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:
+    """Set the generators back."""
+    import torch
+
+    for device, state in states:
+        torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
