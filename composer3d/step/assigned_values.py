@@ -47,7 +47,7 @@ class _Source:
 
 @dataclass(frozen=True, kw_only=True)
 class _Assigned:
-    """A run's sharded parameters by identity, with their units, and what was assigned to them.
+    """A run's sharded parameters by identity, with their units, and values assigned to them.
 
     Args:
         units: None for parameters that no unit has.
@@ -113,7 +113,7 @@ def refuse_late_writes(context: RunContext) -> None:
 
 
 def record_gathered(fqn: str, parameter: DTensor, whole: Tensor) -> None:
-    """Record what was written into a parameter while a unit had it gathered, before its shard gets it.
+    """Record a write into a gathered parameter, before its shard is updated.
 
     Args:
         fqn: Of the parameter.
@@ -143,7 +143,7 @@ def _assigned(context: RunContext) -> _Assigned:
 
 
 def _remember(assigned: _Assigned, tensor: DTensor, value: Tensor | None) -> None:
-    """Remember what was assigned, unless the parameter shares memory with it.
+    """Record an assigned tensor, unless it is a view of the parameter.
 
     Raises:
         StepError: It was assigned before: on one device the parameter is that tensor, and training has changed it.

@@ -94,7 +94,7 @@ def refuse_groups(loss: Tensor, num_samples: int) -> None:
 
     Args:
         loss: Of a rank.
-        num_samples: Of its forward; 0 where it is not known.
+        num_samples: Number of samples in its forward; 0 if unknown.
 
     Raises:
         LossError: With what its graph shows.
@@ -112,7 +112,7 @@ def refuse_groups(loss: Tensor, num_samples: int) -> None:
 
 
 def _is_count(node: Any, divisor: float) -> bool:
-    """Return whether a divisor may be the number of what a sum adds up."""
+    """Return whether a divisor may be the number of a sum's summands."""
     summed = past_multiples(past_views(node.next_functions[0][0]))
     sizes = getattr(summed, "_saved_self_sym_sizes", None)
     if sizes is None and not type(summed).__name__.startswith("NllLoss"):
@@ -145,7 +145,7 @@ def _with_padding(node: Any, numel: int) -> int:
 
 
 def _masks(node: Any, numel: int) -> list[Tensor] | None:
-    """Return counts of a node's elements that are no padding; None where it does not say."""
+    """Return counts of a node's elements that are no padding; None if the node does not show them."""
     import torch
 
     node = past_multiples(past_views(node))

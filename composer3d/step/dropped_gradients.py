@@ -1,4 +1,4 @@
-"""Gradients that a loop has used itself, and dropped: its next backward begins anew, as on one device."""
+"""Gradients that a loop has used and dropped: its next backward starts from none, as on one device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DroppedGradients:
         self._versions = _versions(_gradients(self._parameters))
 
     def are_gone(self, own: OwnForward | None, state: StepState | None) -> bool:
-        """Return whether a backward had completed gradients, and all of them are gone, or zeros now.
+        """Return whether a backward had completed gradients, and all of them are now None or zeros.
 
         Only where something has written into gradients since are their values looked at.
 
@@ -57,6 +57,6 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _versions(found: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Return numbers that change with what is written; a DTensor counts by itself, beside its local tensor."""
+    """Return version counters; a DTensor has its own, besides that of its local tensor."""
     pieces = [local(gradient.detach()) for gradient in found]
     return tuple((p.data_ptr(), p._version, gradient._version) for p, gradient in zip(pieces, found, strict=True))

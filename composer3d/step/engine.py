@@ -273,7 +273,7 @@ class StepEngine:
         return mean
 
     def _begin_anew(self) -> None:
-        """Forget what this step's backwards have counted, whose gradients are gone."""
+        """Drop the counts of this step's backwards, whose gradients were dropped."""
         self.ledger.clear()
         self._dropped.forget()
         self.scaling.begin()
@@ -307,7 +307,7 @@ class StepEngine:
         return list(state.parameters()) if self._used else self._finish_gradients(state, call)
 
     def _leave_gathered(self, state: StepState) -> None:
-        """Reshard what a forward has gathered that had no backward."""
+        """Reshard units that a forward without a backward has gathered."""
         if self._gathered:
             self._gathered = False
             let_go(state.parts)
@@ -317,10 +317,10 @@ class StepEngine:
         refuse_incomplete(call, step=state.step, is_pending=bool(self.ledger.pending), is_foreign=is_foreign)
         self._used = True
         parameters = list(state.parameters())
-        if self.stepper is not None:  # nothing is left to do to gradients, which are gone
+        if self.stepper is not None:  # no gradients are left
             self.stepper.finish(self.ledger.correction)
             return parameters
-        self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
+        self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
         if self._context.claimants("moved_gradients"):
             self.units.drop_unused()
         gradients.refuse_none(parameters, step=state.step)

@@ -18,7 +18,7 @@ __all__ = ["make_unit"]
 
 
 def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: RunContext, **options: Any) -> None:
-    """Make a module a unit, in the dtypes that plugins ask for, and add it to `context.stash(Units)`.
+    """Make a module a unit, in the dtypes that plugins answer, and add it to `context.stash(Units)`.
 
     Its all-reduce over replicas, where it has one, is added to `context.stash(ReplicaReductions)`.
     Inner units are made first: a unit takes the parameters that none inside of it has taken.

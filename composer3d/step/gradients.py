@@ -122,7 +122,7 @@ def _average(trained: Sequence[nn.Parameter], dims: Sequence[tuple[str, Any]], c
     there = torch.tensor([float(p.grad is not None) for p in trained], device=local(trained[0]).device)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    # Beside a rank that adds zeros, nobody could settle them later.
+    # With a rank that adds zeros, they could not be reduced later.
     settle_partial(trained)
     grads = [local(parameter.grad) for parameter in trained if parameter.grad is not None]  # all have one by now
     # Sums of few digits lose more than they carry.
@@ -180,7 +180,7 @@ def total_norm(
         parameters: Of all this rank's parts, each tensor once; any shapes and placements.
         layout: Axes and degrees, for the number of replicas.
         norm_type: 2, or infinity, where a NaN counts as infinite.
-        group: Process group of the ranks that share one global batch.
+        group: Process group of the ranks of one global batch.
         device: Of the reduced number.
         apart: From `apart`.
 
@@ -241,7 +241,7 @@ def clip_norm_(
 def _alike(
     parameters: Iterable[nn.Parameter], layout: Layout | None = None, apart: Apart | None = None
 ) -> dict[tuple[Any, ...], list[Tensor]]:
-    """Group local gradients by weight, device and dtype, as foreach kernels want them."""
+    """Group local gradients by weight, device and dtype, as foreach kernels require."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -271,7 +271,7 @@ def weight(grad: Tensor, layout: Layout, *, apart: Sequence[str] = ()) -> float:
     Args:
         grad: The gradient.
         layout: Axes and degrees.
-        apart: Axes of experts along which ranks hold other parameters, whatever the gradient's own mesh.
+        apart: Expert axes along which ranks hold different parameters, independent of the gradient's mesh.
     """
     from torch.distributed.tensor import DTensor
 

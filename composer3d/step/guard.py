@@ -60,7 +60,7 @@ def control_device(device: torch.device) -> torch.device:
 
 
 def contract_group(layout: Layout, views: MeshViews) -> Any:
-    """Return the process group that shares one global batch: all axes but independent ones; None for the world."""
+    """Return the process group of one global batch: all axes but independent ones; None for the world."""
     if layout.degree(Role.INDEPENDENT) == 1:
         return None
     names = tuple(axis.name for axis in layout.dense_axes if axis.role is not Role.INDEPENDENT)
@@ -73,7 +73,7 @@ class Guard:
     Args:
         layout: Axes and degrees.
         rank: This rank.
-        group: The process group that shares one global batch, None for the world.
+        group: Process group of one global batch; None for the world.
         device: Device of the reduced vector.
         plan: Fingerprint of the plan; its lower 40 bits are compared.
         compares: False only counts tokens: the vector has three integers, and ranks are not compared.

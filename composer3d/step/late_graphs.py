@@ -1,4 +1,4 @@
-"""A refusal of backwards of what a loop computed from gathered parameters, once they are gathered no longer."""
+"""Refusal of backwards through gathered parameters that have been resharded since."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Ledger:
     Args:
         averages: Product of the degrees over which data-parallel plugins average gradients.
         contributes: Whether this rank's losses count; ranks along tp compute the same loss.
-        group: Process group of the ranks that share one global batch.
+        group: Process group of the ranks of one global batch.
         device: For the reduced numbers.
         spread: Weight of this rank's losses in a sum that is zero if ranks along tp compute the same ones; 0 where that
             is not looked at.
@@ -110,7 +110,7 @@ class Ledger:
         return loss.sum if auxiliary is None else loss.sum + auxiliary
 
     def forget(self) -> None:
-        """Drop what was recorded since the last `settle`."""
+        """Drop the records since the last `settle`."""
         self._entries.clear()
 
     @property
@@ -141,7 +141,7 @@ class Ledger:
         import torch.distributed as dist
 
         entries, self._entries = self._entries[-num_microbatches:], []
-        # The fourth tells ranks without losses (other stages) that the loss is of double precision.
+        # The fourth informs ranks without losses (other stages) that the loss is float64.
         compares = own and self._spread != 0.0
         numbers = [0.0] * _NUMBERS + list(also) + [0.0] * compares
         own_entries = entries if self._contributes else []

@@ -39,7 +39,7 @@ class Decided:
         state: A number that ranks of the same stage have in common.
         weights: Two of 31 bits: of all parameters, which replicas have in common; and of those that tensor axes leave
             whole, which ranks along them have in common.
-        described: Returns by name what a number is made of.
+        described: Returns the components of a number, by name.
     """
 
     state: int = 0
@@ -82,7 +82,7 @@ class LoopState:
         )
 
     def stepped(self) -> None:
-        """Take what plain parameters hold now for what the optimizer has made of them."""
+        """Treat the current values of plain parameters as results of the optimizer."""
         if self._modules is not None:
             self._version = self._versions()
 
@@ -117,7 +117,7 @@ class LoopState:
         return replicas << 31 | shared
 
     def described(self, optimizer: torch.optim.Optimizer | None, compared: Compared) -> dict[str, Any]:
-        """Return in JSON, by what a user would call it, everything that a number is made of.
+        """Return all components of a number as JSON, by names that users know.
 
         Args:
             optimizer: Once there is one.

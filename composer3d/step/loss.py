@@ -149,7 +149,7 @@ def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: 
 
 
 def divided_loss(mean: Tensor, divisor: Tensor | int) -> DividedLoss:
-    """Return a scalar mean as a sum, given what it was divided by; a mean over nothing is 0, of the count 0."""
+    """Return a scalar mean as a sum, given its divisor; a mean over nothing is 0, with count 0."""
     import torch
 
     plain: Tensor = mean.full_tensor() if hasattr(mean, "full_tensor") else mean

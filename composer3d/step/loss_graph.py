@@ -97,7 +97,7 @@ def _is_sum_or_multiple(node: Any) -> bool:
 
 
 def _summands(node: Any) -> list[Any]:
-    """Return what a node adds up, losses that are stacked before included; constants are left out."""
+    """Return the summands of a node, including losses that are stacked first, without constants."""
     name = type(node).__name__
     if name.startswith(("SumBackward", "MeanBackward")):
         stack, num_dims = node.next_functions[0][0], len(node._saved_self_sym_sizes)
@@ -120,7 +120,7 @@ def _summands(node: Any) -> list[Any]:
 
 
 def _terms(node: Any) -> tuple[Any, ...]:
-    """Return what a node adds up, past constant factors: the two parts of cross entropy with label smoothing.
+    """Return the summands of a node, through constant factors: the two parts of cross entropy with label smoothing.
 
     Terms of parameters alone, as penalties, are left out: they are no means or sums over samples.
     """
@@ -139,13 +139,13 @@ def _all_terms(node: Any) -> list[Any]:
 
 
 def has_parameter_terms(loss: Any) -> bool:
-    """Return whether a loss adds terms of parameters alone; every rank has them whole, whatever its samples."""
+    """Return whether a loss adds terms of parameters alone, which are equal on all ranks."""
     node = getattr(loss, "grad_fn", None)
     return any(_is_of_parameters(term) for term in _all_terms(_past_factors(past_views(node))[1]))
 
 
 def is_of_parameters(loss: Any) -> bool:
-    """Return whether a loss is made of parameters alone, or of gradients of the global batch: alike on all ranks."""
+    """Return whether a loss depends on parameters alone, or on gradients of the global batch: equal on all ranks."""
     node = _past_factors(past_views(loss.grad_fn))[1]
     return all(_is_of_parameters(term) for term in _all_terms(past_multiples(node)) or [node])
 
@@ -191,13 +191,13 @@ def refuse_unknown_terms(loss: Tensor) -> None:
 
 
 def terms_of(loss: Tensor) -> tuple[Any, ...]:
-    """Return the nodes of what a loss adds up, past constant factors: itself, where it adds nothing up."""
+    """Return the nodes of a loss' summands, through constant factors; the loss itself if it is no sum."""
     node = _past_factors(past_views(loss.grad_fn))[1]
     return _terms(node) or (node,)
 
 
 def unknown_mean(seen: str) -> LossError:
-    """Return an error that states how a loss is to be told from others, given what its graph shows."""
+    """Return an error that explains how to state a loss' reduction, given its graph."""
     return LossError(_LAST_OPERATION.format(seen))
 
 
@@ -236,7 +236,7 @@ def _reduction_at(node: Any) -> Reduction:
 
 
 def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
-    """Return what a mean was divided by, from its autograd graph: means of micro-batches are combined by these.
+    """Return the divisor of a mean from its autograd graph, by which means of micro-batches are combined.
 
     Cross entropy divides by its valid targets, whatever stands for padding, or by the sum of their class weights;
     `(losses * mask).sum() / mask.sum()` by its mask; other means by their elements.
@@ -282,7 +282,7 @@ def _mean_of_terms(node: Any) -> int | None:
 
 
 def constant_divisor(node: Any) -> float | None:
-    """Return the number by which a node divides; None for other nodes, and for one that a device would be asked for."""
+    """Return the number by which a node divides; None for other nodes, and where reading it synchronises a device."""
     if not type(node).__name__.startswith("DivBackward") or any(each for each, _ in node.next_functions[1:]):
         return None
     divisor = node._saved_other
@@ -328,7 +328,7 @@ def _is_other(node: Any) -> bool:
 
 
 def _selects(node: Any) -> bool:
-    """Return whether elements are selected from the model's, as many as a mask says, before they make a mean."""
+    """Return whether a mask selects elements of the model's output before their mean is taken."""
     seen, pending = set(), [past_views(node)]
     while pending:
         each = pending.pop()

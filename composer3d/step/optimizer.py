@@ -34,7 +34,7 @@ def make_optimizer(
         The plugin that answered the hook, empty if none did, and the optimizer.
 
     Raises:
-        StepError: The class steps shards otherwise than whole parameters.
+        StepError: The class updates shards differently from full parameters.
     """
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
@@ -111,8 +111,8 @@ def compose_step(
 ) -> torch.optim.Optimizer:
     """Give an optimizer a subclass whose `step` is run by the composition, and whose `zero_grad` may wait.
 
-    A subclass, because learning-rate schedulers want a real Optimizer with a bound `step`, and isinstance checks want
-    the class that was asked for.
+    A subclass, because learning-rate schedulers require a real Optimizer with a bound `step`, and isinstance checks
+    the requested class.
 
     Args:
         optimizer: Made, not yet stepped.

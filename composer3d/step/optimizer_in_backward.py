@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BackwardStepper", "exclusions"]
 
-# Modules of optimizers whose step of a parameter takes no collective; others may say `is_elementwise = True`.
+# Modules of optimizers whose step of a parameter issues no collective; others may set `is_elementwise = True`.
 _ELEMENTWISE = {f"torch.optim.{name}" for name in "adadelta adagrad adam adamax adamw asgd nadam radam".split()}
 _ELEMENTWISE |= {"torch.optim.rmsprop", "torch.optim.rprop", "torch.optim.sgd"}
 
 
 def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
-    """Yield reasons why a composition cannot step in the backward, as far as is known once plugins are configured.
+    """Yield reasons why a composition cannot step in the backward that are known once plugins are configured.
 
     Args:
         context: Configured.
@@ -55,7 +55,7 @@ class BackwardStepper:
     Args:
         optimizer: Its parameters are those that are stepped.
         context: With mesh and parts.
-        units: Knows what ranks used.
+        units: Record of the parameters that ranks used.
         actions: Step actions of all plugins, by point.
         has_schedule: Whether a plugin schedules micro-batches.
 
@@ -208,7 +208,7 @@ class BackwardStepper:
         Args:
             max_norm: Infinity; anything else would clip.
             norm_type: 2; no other is measured.
-            group: Process group of the ranks that share one global batch.
+            group: Process group of the ranks of one global batch.
             device: Of the reduced number.
 
         Raises:

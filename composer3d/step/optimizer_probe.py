@@ -50,7 +50,7 @@ def probe_optimizer(
         defaults: Hyperparameters.
 
     Raises:
-        StepError: It raises on DTensors alone, or steps otherwise.
+        StepError: It raises only on DTensors, or updates them differently.
 
     Memory: a few small tensors. Collectives: those of two steps of a parameter, and two all-gathers.
     """
@@ -106,7 +106,7 @@ def _stepped(cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any], valu
     """Return how far two steps move a value; None where the class cannot step it."""
     try:
         return _steps(cls, defaults, value)
-    except Exception:  # the real one says so itself
+    except Exception:  # the real one reports it itself
         return None
 
 
@@ -132,7 +132,7 @@ def _on_shards(
         value = value.chunk(mesh.size())[mesh.get_local_rank()].clone()
     try:
         return _steps(cls, defaults, DTensor.from_local(value, mesh, [placement], run_check=False))
-    except Exception as error:  # whatever an operator says of DTensors
+    except Exception as error:  # any error of an operator on DTensors
         raise StepError(
             f"{cls.__name__} steps plain tensors and no DTensors, as sharded parameters are: "
             f"{type(error).__name__}: {error}"

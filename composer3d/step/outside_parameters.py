@@ -97,7 +97,7 @@ class OutsideParameters:
 
 
 def _parameters_of(context: RunContext) -> set[int]:
-    """Return the `id` of a run's parameters, sharded ones and what they are gathered into."""
+    """Return the `id` of a run's parameters, sharded and gathered ones."""
     found: set[int] = set()
     for part in context.parts:
         found |= {id(parameter) for parameter in part.module.parameters()}
@@ -109,7 +109,7 @@ def _parameters_of(context: RunContext) -> set[int]:
 
 
 def _leaves(root: Any, known: set[int]) -> list[nn.Parameter]:
-    """Return parameters in a graph that are not known, each once."""
+    """Return the parameters in a graph that are not the run's, each once."""
     from torch import nn
 
     todo, seen, found = [root], {root}, []

@@ -85,7 +85,7 @@ class OwnForward:
         return self._is_scaled or not (self.is_told or self._is_parted or self._has_counts)
 
     def handed(self) -> float:
-        """Return what the mean of the losses since the last call is times to be what the loop passed, summed up."""
+        """Return the factor between the mean of the losses since the last call and the sum that the loop passed."""
         factors, self._factors = self._factors, 0.0
         return factors if self._is_scaled else 1.0
 
@@ -97,7 +97,7 @@ class OwnForward:
             last: Whether it completes a backward.
             equal: Whether all ranks have as many valid tokens.
             reduction: As it was stated; None reads it from the graph.
-            num_samples: Of this rank's forward; 0 where it is not known.
+            num_samples: Number of samples in this rank's forward; 0 if unknown.
         """
         import torch
 
@@ -111,7 +111,7 @@ class OwnForward:
         factor, known = without_factors(value)
         if not self.is_told:
             if value.numel() != 1:
-                return as_loss(value, count=1, equal=True, reduction="sum")  # which says what is wrong
+                return as_loss(value, count=1, equal=True, reduction="sum")  # which reports the fault
             return self._weighted(value, reduction, known, factor)
         is_nothing = is_times_zero(value)
         if factor != 1.0 and (is_nothing or (reduction or known) == "mean") and self._num_ranks > 1:

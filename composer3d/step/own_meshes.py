@@ -37,7 +37,7 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
     for module_fqn, module in model.named_modules():
         inside = [fqn for fqn in meshes if f"{fqn}.".startswith(f"{module_fqn}." if module_fqn else "")]
         alike = {meshes[fqn] for fqn in inside}
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # nobody calls one
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if len(alike) == 1 and None not in alike and not is_list and not _is_inside(module_fqn, found):
             found[module_fqn] = inside[0]
     lost = [fqn for fqn, mesh in meshes.items() if mesh is not None and not _is_inside(fqn, found)]

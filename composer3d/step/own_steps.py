@@ -15,9 +15,9 @@ class OwnSteps:
     """Opens and closes steps for a loop that only calls the optimizer's step.
 
     Attributes:
-        next: The number of the next step; it goes on after those that the loop numbered, and after a load.
-        num_backwards: Of the open step, whoever opened it.
-        num_samples: Of the forward that had no backward yet; 0 where none is known.
+        next: Number of the next step; continues after steps that the loop numbered, and after a load.
+        num_backwards: Number of backwards in the open step.
+        num_samples: Number of samples in the forward without a backward yet; 0 if unknown.
 
     Args:
         step: Returns the context manager of a step, given its number.

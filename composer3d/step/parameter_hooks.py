@@ -145,7 +145,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _pass(parameter: nn.Parameter, hooks: Iterable[Any]) -> None:
-    """Replace a gradient by what hooks make of it; what they keep of it is not changed later."""
+    """Replace a gradient by the hooks' result; tensors that hooks keep are not changed later."""
     from torch.distributed.tensor import DTensor
 
     grad: Any = parameter.grad

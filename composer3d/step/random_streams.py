@@ -130,7 +130,7 @@ class Streams:
         self._marked: list[Tensor] | None = None
         self.begin()
 
-    # ---- where a forward stands --------------------------------------------------------------------------------------
+    # ---- position of a forward ---------------------------------------------------------------------------------------
 
     def begin(self, step: int = 0) -> None:
         """Begin a step: its samples are counted from the first."""
@@ -147,7 +147,7 @@ class Streams:
         return functools.partial(setattr, self, "_num_samples", self._num_samples)
 
     def announce(self, microbatches: Sequence[Batch], *, evaluates: bool = False) -> None:
-        """Learn which samples this rank has: data-parallel ranks have equal parts, one after the other."""
+        """Record which samples this rank has: data-parallel ranks have equal, consecutive parts."""
         sizes = [num_samples((each.args, each.kwargs, each.target)) for each in microbatches]
         local = sum(size or 0 for size in sizes)
         whole, before, _ = (local, 0, 0) if self.piece is None or evaluates else self.piece
@@ -176,7 +176,7 @@ class Streams:
 
         Args:
             step: Its number.
-            microbatch: Tells the forwards of a step apart.
+            microbatch: Index of the forward within the step.
             stage: Of several on this rank.
             index: Of those that were announced; None draws by rank.
         """
@@ -238,7 +238,7 @@ class Streams:
         repeats its draws.
 
         Args:
-            site: Tells the places of one micro-batch apart.
+            site: Identifies the place within one micro-batch.
             dim: Of what is drawn inside, the one that is sharded over tp. Samples then draw for the whole of it, and
                 every rank takes its share.
             parts: Sizes in the whole tensor of what stands one after another in that dim, each sharded over all ranks.

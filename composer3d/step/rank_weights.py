@@ -67,7 +67,7 @@ class RankWeights:
 
     Attributes:
         num_ranks: Ranks that have other samples or positions.
-        num_samples: Of this rank's forward; 0 where it is not known.
+        num_samples: Number of samples in this rank's forward; 0 if unknown.
 
     Args:
         num_ranks: The same.

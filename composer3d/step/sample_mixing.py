@@ -84,7 +84,7 @@ def _base(node: Any) -> str:
 
 
 def _is_of_samples(node: Any) -> bool:
-    """Return whether a reduction goes along a first dim of several entries."""
+    """Return whether a reduction is over a first dim of several entries."""
     found = _dims(node)
     return found is not None and 0 in found[0] and found[1] > 1
 

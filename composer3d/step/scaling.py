@@ -35,7 +35,7 @@ class Scaling:
         self.applied, self.overflow = 1.0, False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return what a backward starts from: scaled as the gradients are that it adds to."""
+        """Return the initial gradient of a backward, scaled like the gradients that it accumulates into."""
         loss = loss if self.applied == 1.0 else loss * self.applied
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -59,6 +59,6 @@ class Scaling:
         self.overflow = self.scaler.unscale_(optimizer)
 
     def update(self, vetoes: Sequence[str]) -> None:
-        """End a step: the scaler learns whether its veto held."""
+        """End a step: the scaler is updated by whether its veto held."""
         if self.scaler is not None:
             self.scaler.update("grad_scaler" in vetoes)

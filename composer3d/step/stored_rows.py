@@ -63,7 +63,7 @@ def whole_rows(tensor: DTensor) -> Tensor:
 
 
 def record_write(target: DTensor, whole: Tensor) -> None:
-    """Record what a rank writes into a DTensor, or computes with it, for the comparison that opens the next step."""
+    """Record writes into a DTensor, and computations with it, for the comparison at the start of the next step."""
     for context in owners_of(target.device_mesh):
         own = context.layout.names(Role.EXPERT)  # ranks along such an axis hold other modules
         if is_compared(context) and not any(name in own for name in target.device_mesh.mesh_dim_names or ()):

@@ -36,7 +36,7 @@ class Part:
     """A sum of a rank's micro-batch, which was divided.
 
     Args:
-        divisor: What it was divided by.
+        divisor: Divisor of the loss.
         count: Targets that it adds up, None where its graph does not say.
         is_zero: Whether the loss is 0.
         numel: Elements that it adds up, padding included.
@@ -54,7 +54,7 @@ class Part:
 
 
 def total_divisor(parts: Sequence[Part]) -> float:
-    """Return what one device divides the sum of all parts by.
+    """Return the divisor that one device applies to the sum of all parts.
 
     Args:
         parts: Of all ranks and micro-batches that make one mean.

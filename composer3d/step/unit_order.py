@@ -69,7 +69,7 @@ class UnitOrder:
         questions.state = self._state
 
     def begin(self, step: int, kind: str = "step") -> None:
-        """Begin a step, or another kind of pass over the model."""
+        """Begin a step, or another pass over the model."""
         self.close()
         if self._announced and self._rank == min(self._ranks):
             self._questions.forget(self._announced)

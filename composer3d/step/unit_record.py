@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["UnitRecord"]
 
 _PART = 1 << 24  # collectives of a part, at most
-_TIMEOUT_S = 1800.0  # where the backend does not say
+_TIMEOUT_S = 1800.0  # where the backend does not report it
 
 
 class UnitRecord:
@@ -41,8 +41,8 @@ class UnitRecord:
 
     Args:
         context: Complete.
-        guard: Knows the ranks of this stage.
-        flight: Carries questions to other ranks; None where nobody answers.
+        guard: Has the ranks of this stage.
+        flight: Sends requests to other ranks; None without any.
         left: Called after a forward that the loop ran itself from within the model.
 
     Attributes:

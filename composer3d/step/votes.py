@@ -13,7 +13,7 @@ __all__ = ["vetoes_of"]
 
 
 def vetoes_of(state: StepState, actions: Iterable[StepAction], *, scaling: Scaling, guard: Guard) -> tuple[str, ...]:
-    """Ask every action of DECIDE, and return the names of those that any rank's vetoes.
+    """Run every action of DECIDE, and return the names of those that veto on any rank.
 
     Collectives: one all-reduce, if any can veto.
 

@@ -1,4 +1,4 @@
-"""Gradients of the global batch for losses that are made of gradients, and a refusal of a rank's own in their place."""
+"""Gradients of the global batch for losses of gradients, and a refusal of local gradients in their place."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _mean_over_ranks(gradient: Tensor, num_ranks: int, context: RunContext) -> T
 
 
 def refuse_rank_gradients(output: Any, context: RunContext, is_meant: Callable[[], bool]) -> None:
-    """Have a backward of an output raise that was asked for gradients of parameters.
+    """Make a backward of an output raise if it requests gradients of parameters.
 
     Args:
         output: Of the model's forward.

@@ -44,7 +44,7 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     Those over meshes of runs that are open; other DTensors of the process are torch's.
 
     Args:
-        context: Knows the order of rows of its parameters.
+        context: Has the order of rows of its parameters.
 
     Returns:
         A function that ends it for this run.
@@ -99,7 +99,7 @@ def _compute_of_data(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _compute_read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read what plain indices say of whole tensors; with gradients torch says what it lacks."""
+    """Read whole tensors by plain indices; with gradients, torch reports what it does not support."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -119,7 +119,7 @@ def _place() -> str:
 
 
 def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator on whole tensors, and shard what it returns as its first DTensor of that shape.
+    """Compute an operator on whole tensors, and shard its result like the first DTensor of that shape.
 
     Memory: the whole tensors. Collectives: those of `full_tensor` of each.
     """

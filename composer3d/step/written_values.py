@@ -1,4 +1,4 @@
-"""Digests of values that loops write into sharded parameters, each rank from what it has, as whole tensors.
+"""Digests of full values that loops write into sharded parameters.
 
 Ranks keep a shard each of what they were given: of two files they make one model that neither of them holds, and no
 rank notices. What was written since the last step is therefore part of what ranks compare when the next one begins.
@@ -25,12 +25,12 @@ _KEPT = 1 << 12
 
 
 def is_compared(context: RunContext) -> bool:
-    """Return whether there are ranks that compare what they wrote."""
+    """Return whether ranks compare their writes."""
     return context.purpose == "run" and context.world_size > 1
 
 
 class WrittenValues:
-    """What was written since the last step; each value costs one pass over it, and is kept as one number.
+    """Writes since the last step, each kept as one number, computed in one pass over the value.
 
     Without steps, as in a process that only evaluates, the last few thousand are kept.
     """
@@ -43,7 +43,7 @@ class WrittenValues:
         """Record a value.
 
         Args:
-            name: Of the parameter, or what finds it; asked where ranks differ.
+            name: Name of the parameter, or a function that finds it, called where ranks differ.
             value: Whole.
         """
         import torch
@@ -66,7 +66,7 @@ class WrittenValues:
         return zlib.crc32(repr([value for _, value in self._found]).encode()) or 1
 
     def described(self) -> Mapping[str, int]:
-        """Return what the last digest was made of, by what a user would call it."""
+        """Return the components of the last digest, by names that users know."""
         found: dict[str, int] = {}
         for name, value in self._found:
             fqn = name()

@@ -37,7 +37,7 @@ def compute_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def remember_views(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Remember how copies were made of a sharded tensor, or of another copy; returns them."""
+    """Record how copies of a sharded tensor, or of another copy, were made; return them."""
     root, steps = _COPIES.get(args[0], (args[0], ()))
     is_one = not isinstance(result, list | tuple)
     for index, view in enumerate((result,) if is_one else result):
