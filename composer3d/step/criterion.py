@@ -9,10 +9,10 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
-from composer3d.step.divided_sums import is_times_zero
+from composer3d.step.divided_sums import is_times_zero, refuse_groups
 from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
 from composer3d.step.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
-from composer3d.step.microbatches import tensors
+from composer3d.step.microbatches import num_samples, tensors
 
 __all__ = ["Criterion"]
 
@@ -83,7 +83,7 @@ class Criterion:
             LossError: Its normalisation is unknown.
         """
         value = self._loss_fn(output, target)
-        self._learn(value)
+        self._learn(value, output, target)
         return self._as_loss(value, target, equal)
 
     def loss_of_evaluation(self, output: Any, target: Any, *, equal: bool) -> Loss:
@@ -99,7 +99,7 @@ class Criterion:
             return self._as_loss(self._loss_fn(output, target), target, equal)
         with torch.enable_grad():
             value = self._loss_fn(torch_compat.tree_map(_with_graph, output), target)
-            self._learn(value)
+            self._learn(value, output, target)
             loss = self._as_loss(value, target, equal)
         return replace(loss, sum=_detached(loss.sum), auxiliary=_detached(loss.auxiliary))
 
@@ -116,7 +116,7 @@ class Criterion:
         count = self.count(target) if count is None else count
         return as_loss(value, count=count, equal=equal, reduction=self._reduction)
 
-    def _learn(self, value: Any) -> None:
+    def _learn(self, value: Any, output: Any, target: Any) -> None:
         import torch
 
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -126,6 +126,7 @@ class Criterion:
             return
         if self._reduction is None:
             self._reduction = reduction_of(value)
+            refuse_groups(value, num_samples((target, output)) or 0, (self.count(target),))
         if self._says_divisor is None:
             self._says_divisor = self._reduction == "mean" and divisor_of_mean(value) is not None
             self._has_other_divisor = self._says_divisor and has_other_divisor(value)

@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.loss_graph import (
+from composer3d.step.loss_factors import (
     constant_divisor,
-    divisions_of,
+    is_python_number,
     number,
     past_multiples,
     past_views,
+    seen_counts,
+    uncounted,
+)
+from composer3d.step.loss_graph import (
+    all_terms,
+    divisions_of,
+    known_reduction,
     terms_of,
     unknown_mean,
 )
@@ -89,37 +96,44 @@ def divided_sum(loss: Tensor) -> DividedSum | None:
     return DividedSum(divisor=divisor, counts=counts, numel=numel, is_zero=whole.detach().reshape(()) == 0)
 
 
-def refuse_groups(loss: Tensor, num_samples: int) -> None:
+def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -> None:
     """Refuse a loss of means of groups of samples, and one whose divisor is no number of samples or targets.
 
     Args:
         loss: Of a rank.
         num_samples: Number of samples in its forward; 0 if unknown.
+        known: Other numbers by which a mean may be divided.
 
     Raises:
         LossError: With what its graph shows.
     """
-    for term in terms_of(loss):
+    if torch_compat.active_fake_mode() is not None:
+        return
+    for term in {*terms_of(loss), past_views(loss.grad_fn)}:
         name = type(term).__name__
         if name.startswith("SumBackward") and means_groups(term, num_samples):
             raise unknown_mean(f"it adds up fewer means than this rank has samples, which are {num_samples}")
         divisor = constant_divisor(term)
-        if divisor is not None and 1 < divisor < num_samples and not _is_count(term, divisor):
-            raise unknown_mean(
-                f"it divides a sum by {divisor:g}, and neither are so many targets seen in it, nor has this rank so "
-                f"many samples, but {num_samples}"
-            )
+        if divisor is None or divisor in (num_samples, *known) or _is_count(term, divisor):
+            continue
+        if is_python_number(term) or 1 < divisor < num_samples:
+            raise unknown_mean(uncounted(divisor, "divides"))
 
 
 def _is_count(node: Any, divisor: float) -> bool:
-    """Return whether a divisor may be the number of a sum's summands."""
+    """Return whether a divisor may be the number of a sum's summands, or divides what is a mean already."""
     summed = past_multiples(past_views(node.next_functions[0][0]))
-    sizes = getattr(summed, "_saved_self_sym_sizes", None)
-    if sizes is None and not type(summed).__name__.startswith("NllLoss"):
-        return True  # a sum of several, which may be as many
-    counts, _ = _counts(summed)
-    found = [*map(float, counts), *(sizes or ())[:1], *([] if sizes is None else [math.prod(sizes)])]
-    return any(math.isclose(each, divisor, rel_tol=1e-6) for each in found) or (bool(counts) and divisor == 1)
+    if known_reduction(summed) == "mean":
+        return True
+    terms = all_terms(summed) or [summed]
+    found: list[float] = [len(terms)] if len(terms) > 1 else []
+    for term in terms:
+        counts, numel = _counts(past_multiples(term))
+        found += [*map(float, counts), *seen_counts(past_multiples(term)), numel]
+    # Beside small constants that are added, and the bound 1 of a count of none.
+    return any(math.isclose(each, divisor, rel_tol=1e-6, abs_tol=1e-3) for each in found) or (
+        divisor == 1 and any(each == 0 for each in found)
+    )
 
 
 def _counts(node: Any) -> tuple[tuple[Tensor, ...], int]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
+from composer3d.step.loss_factors import (
+    constant_divisor,
+    constant_factor,
+    multiple_of,
+    number,
+    past_multiples,
+    past_views,
+    reciprocal,
+    seen_counts,
+    uncounted,
+)
+from composer3d.step.parameter_terms import ELEMENTARY, node_is_of_parameters
 from composer3d.step.sample_mixing import summands
 
 if TYPE_CHECKING:
@@ -15,16 +28,15 @@ if TYPE_CHECKING:
 __all__ = [
     "RETURN_A_SUM",
     "Reduction",
-    "constant_divisor",
+    "all_terms",
     "divisions_of",
     "divisor_of_mean",
+    "divisor_of_multiple",
     "divisors_of_terms",
     "has_other_divisor",
     "has_parameter_terms",
     "is_of_parameters",
-    "number",
-    "past_multiples",
-    "past_views",
+    "known_reduction",
     "reduction_of",
     "refuse_unknown_terms",
     "terms_of",
@@ -41,14 +53,7 @@ RETURN_A_SUM = (
     "F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum'), (target != -100).sum()"
 )
 
-# What changes neither a loss nor its reduction but for its form and sign.
-_VIEWS = ("ToCopy", "View", "Squeeze", "Reshape", "Alias", "Clone", "Neg", "NanToNum")
-# Of what penalties are made.
-_ELEMENTARY = frozenset(
-    "Abs Add Alias Clamp ClampMin Clone Div Exp Expand LinalgVectorNorm Log Mean Mul Neg Norm Pow Reshape Select "
-    "Sigmoid Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Unsqueeze UnsafeView View".split()
-)
-_OF_ELEMENTS = _ELEMENTARY | {"Gather", "HuberLoss", "LogSigmoid", "LogSoftmax", "MseLoss", "Relu", "SmoothL1Loss"}
+_OF_ELEMENTS = ELEMENTARY | {"Gather", "HuberLoss", "LogSigmoid", "LogSoftmax", "MseLoss", "Relu", "SmoothL1Loss"}
 _LAST_OPERATION = (
     "cannot tell whether the loss is a mean over this rank's samples: {}. Ranks average means, which is no loss of the "
     "global batch where samples are mixed before (a root, a maximum, a ratio of sums); if it is a mean, or is meant to "
@@ -65,17 +70,11 @@ def reduction_of(loss: Tensor) -> Reduction:
     return _reduction_at(past_views(loss.grad_fn))
 
 
-def past_views(node: Any) -> Any:
-    """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
-    while node is not None and type(node).__name__.startswith(_VIEWS):
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
-
-
-def _known_reduction(node: Any) -> Reduction | None:
+def known_reduction(node: Any) -> Reduction | None:
+    """Return the reduction of a node, None where it is neither or unknown."""
     if terms := _terms(node):
-        reductions = {_known_reduction(term) for term in terms}
-        if "sum" in reductions and None in reductions and all(_is_sum_or_multiple(term) for term in terms):
+        reductions = {known_reduction(term) for term in terms}
+        if "sum" in reductions and len(reductions) > 1 and all(_is_sum_or_multiple(term) for term in terms):
             return "sum"
         if len(reductions) != 1 or (any(_is_other(term) for term in terms) and _divisor(node) is None):
             return None
@@ -83,7 +82,11 @@ def _known_reduction(node: Any) -> Reduction | None:
     name = type(node).__name__
     # 1 and 2 are torch's numbers of the reductions mean and sum.
     saved = getattr(node, "_saved_reduction", None)
-    if saved == 1 or name.startswith(("MeanBackward", "DivBackward")):
+    if name.startswith("DivBackward"):
+        return _of_quotient(node)
+    if name.startswith("MulBackward"):
+        return _of_multiple(node)
+    if saved == 1 or name.startswith("MeanBackward"):
         return "mean"
     if saved != 2 and not name.startswith(("SumBackward", "NansumBackward")):
         return None
@@ -91,9 +94,34 @@ def _known_reduction(node: Any) -> Reduction | None:
     return None if of_what == "mixed" else "mean" if of_what == "means" else "sum"
 
 
+def _of_quotient(node: Any) -> Reduction | None:
+    divided, divisor = (*node.next_functions, (None, 0))[:2]
+    if divisor[0] is None:
+        return "mean"
+    # Of two sums it is a ratio, which is no mean of ratios; a loss may be divided by a learned number.
+    return known_reduction(past_views(divided[0])) if node_is_of_parameters(divisor[0]) else None
+
+
+def _of_multiple(node: Any) -> Reduction | None:
+    """Return the reduction of a sum times numbers: a mean where these divide by as many samples as it shows."""
+    if constant_factor(node) is None or known_reduction(past_multiples(node)) != "sum":
+        return None
+    if divisor_of_multiple(node) is not None:
+        return "mean"
+    return None if reciprocal(multiple_of(node)) else "sum"
+
+
+def divisor_of_multiple(node: Any) -> int | None:
+    """Return by what a sum is divided that is multiplied by 1 / n, of n samples or elements; None for others."""
+    if not type(node).__name__.startswith("MulBackward") or constant_factor(node) is None:
+        return None
+    divisor = reciprocal(multiple_of(node))
+    return divisor if divisor is not None and divisor in seen_counts(past_multiples(node)) else None
+
+
 def _is_sum_or_multiple(node: Any) -> bool:
     """Return whether a term is a sum, or one times a number, as beside a sum it is no mean: the usual loss of VAEs."""
-    return _known_reduction(past_multiples(node)) == "sum"
+    return known_reduction(past_multiples(node)) == "sum"
 
 
 def _summands(node: Any) -> list[Any]:
@@ -109,9 +137,7 @@ def _summands(node: Any) -> list[Any]:
         if not type(stack).__name__.startswith("StackBackward") or num_dims != 1:
             return []
         stacked = [operand for operand, _ in stack.next_functions if operand is not None]
-        if name.startswith("Mean") and any(
-            _known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in stacked
-        ):
+        if name.startswith("Mean") and any(known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in stacked):
             return []  # a mean over them, as over samples
         node = stack
     elif not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
@@ -124,10 +150,11 @@ def _terms(node: Any) -> tuple[Any, ...]:
 
     Terms of parameters alone, as penalties, are left out: they are no means or sums over samples.
     """
-    return tuple(term for term in _all_terms(node) if not _is_of_parameters(term))
+    return tuple(term for term in all_terms(node) if not node_is_of_parameters(term))
 
 
-def _all_terms(node: Any) -> list[Any]:
+def all_terms(node: Any) -> list[Any]:
+    """Return what a node adds up, past constant factors, parameters included; nothing where it adds nothing up."""
     found, pending = [], _summands(node)
     while pending:
         term = _past_factors(past_views(pending.pop()))[1]
@@ -141,37 +168,13 @@ def _all_terms(node: Any) -> list[Any]:
 def has_parameter_terms(loss: Any) -> bool:
     """Return whether a loss adds terms of parameters alone, which are equal on all ranks."""
     node = getattr(loss, "grad_fn", None)
-    return any(_is_of_parameters(term) for term in _all_terms(_past_factors(past_views(node))[1]))
+    return any(node_is_of_parameters(term) for term in all_terms(_past_factors(past_views(node))[1]))
 
 
 def is_of_parameters(loss: Any) -> bool:
     """Return whether a loss depends on parameters alone, or on gradients of the global batch: equal on all ranks."""
     node = _past_factors(past_views(loss.grad_fn))[1]
-    return all(_is_of_parameters(term) for term in _all_terms(past_multiples(node)) or [node])
-
-
-def _is_of_parameters(node: Any) -> bool:
-    from torch import nn
-
-    seen, pending = set(), [node]
-    has_leaf = has_constant = is_sharded = False
-    while pending:
-        each = pending.pop()
-        if each is None:
-            has_constant = True
-        elif type(each).__name__ == "AccumulateGrad":
-            if not isinstance(each.variable, nn.Parameter):
-                return False
-            has_leaf, is_sharded = True, is_sharded or hasattr(each.variable, "full_tensor")
-        elif type(each).__name__ == "WholeGradientBackward":
-            has_leaf = is_sharded = True
-        elif type(each).__name__.partition("Backward")[0] not in _ELEMENTARY:
-            return False
-        elif each not in seen:
-            seen.add(each)
-            factor = _constant_factor(each)
-            pending += [operand for operand, _ in each.next_functions] if factor is None else [factor[1]]
-    return has_leaf and (is_sharded or not has_constant)  # a constant beside a plain parameter may be data
+    return all(node_is_of_parameters(term, beside=False) for term in all_terms(past_multiples(node)) or [node])
 
 
 def refuse_unknown_terms(loss: Tensor) -> None:
@@ -180,13 +183,13 @@ def refuse_unknown_terms(loss: Tensor) -> None:
     Raises:
         LossError: With the operation.
     """
-    if _known_reduction(_past_factors(past_views(loss.grad_fn))[1]) == "sum":
+    if known_reduction(_past_factors(past_views(loss.grad_fn))[1]) == "sum":
         return
     terms = terms_of(loss)
     for term in terms:
         if not _is_known(term):
             raise unknown_mean(_seen(term))
-    if len({_known_reduction(term) or "mean" for term in terms}) > 1:
+    if len({known_reduction(term) or "mean" for term in terms}) > 1:
         raise unknown_mean("some of its terms are sums")
 
 
@@ -203,6 +206,9 @@ def unknown_mean(seen: str) -> LossError:
 
 def _seen(node: Any) -> str:
     name = _name(node)
+    if name.startswith("MulBackward") and constant_factor(node) is not None:
+        if known_reduction(past_multiples(node)) == "sum":
+            return uncounted(multiple_of(node), "multiplies")
     if name.startswith(("SumBackward", "NansumBackward")) or getattr(node, "_saved_reduction", None) == 2:
         return "it is a sum, and what it adds up is made of several samples, or weighted by weights whose sum is 1"
     return f"its last operation is {name}"
@@ -217,14 +223,14 @@ def _is_known(node: Any) -> bool:
     operands = [operand for operand, _ in node.next_functions if operand is not None]
     if name.startswith(("MulBackward", "DivBackward")) and len(operands) == 2:
         first, second = (_past_factors(past_views(operand))[1] for operand in operands)
-        if _is_of_parameters(second):
+        if node_is_of_parameters(second):
             return _is_known(first)
-        return name.startswith("Mul") and _is_of_parameters(first) and _is_known(second)
-    return _known_reduction(node) is not None
+        return name.startswith("Mul") and node_is_of_parameters(first) and _is_known(second)
+    return known_reduction(node) is not None
 
 
 def _reduction_at(node: Any) -> Reduction:
-    known = _known_reduction(node)
+    known = known_reduction(node)
     if known is not None:
         return known
     seen = "it has no graph" if node is None else _seen(node)
@@ -250,22 +256,25 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
 def _divisor(node: Any) -> Tensor | int | None:
     name = type(node).__name__
     if terms := _terms(node):
-        first, *others = (_divisor(term) for term in terms)
-        if first is None or any(other is None for other in others):
+        divisors = [found for term in terms if (found := _divisor(term)) is not None]
+        if len(divisors) < len(terms):
             return None
-        are_alike = torch_compat.active_fake_mode() is not None or all(bool(first == other) for other in others)
+        first, *others = divisors
+        are_alike = torch_compat.active_fake_mode() is not None or all(
+            math.isclose(first, other, rel_tol=1e-6 if float(first) % 1 else 0.0) for other in others
+        )  # sums of class weights are rounded
         return first if are_alike else None
     if name.startswith("MeanBackward"):
         return int(node._saved_self_sym_numel)
-    if (num := _mean_of_terms(node)) is not None:
+    if (num := _mean_of_terms(node)) is not None or (num := divisor_of_multiple(node)) is not None:
         return num
     if name.startswith("DivBackward"):
         divided, *divisors = (operand for operand, _ in node.next_functions)
-        is_sum = not any(divisors) and _known_reduction(past_multiples(past_views(divided))) == "sum"
+        is_sum = not any(divisors) and known_reduction(past_multiples(past_views(divided))) == "sum"
         if is_sum and not divisors:
             return int(node._saved_other)
         return number(node._saved_other) if is_sum else None
-    if _known_reduction(node) != "mean":
+    if known_reduction(node) != "mean":
         return None
     if name.startswith("NllLoss"):
         return number(node._saved_total_weight)
@@ -276,19 +285,9 @@ def _mean_of_terms(node: Any) -> int | None:
     """Return the number of terms of `sum(losses) / len(losses)`, whose terms are neither all sums nor all means."""
     if (divisor := constant_divisor(node)) is None:
         return None
-    terms = _all_terms(past_views(node.next_functions[0][0]))
+    terms = all_terms(past_views(node.next_functions[0][0]))
     is_theirs = len(terms) > 1 and divisor == len(terms)
-    return len(terms) if is_theirs and any(_known_reduction(term) is None for term in terms) else None
-
-
-def constant_divisor(node: Any) -> float | None:
-    """Return the number by which a node divides; None for other nodes, and where reading it synchronises a device."""
-    if not type(node).__name__.startswith("DivBackward") or any(each for each, _ in node.next_functions[1:]):
-        return None
-    divisor = node._saved_other
-    if hasattr(divisor, "dim") and (divisor.dim() or divisor.device.type != "cpu" or hasattr(divisor, "full_tensor")):
-        return None
-    return float(divisor)
+    return len(terms) if is_theirs and any(known_reduction(term) is None for term in terms) else None
 
 
 def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
@@ -324,7 +323,7 @@ def _is_other(node: Any) -> bool:
         return node._saved_weight is not None
     if name.startswith(("MeanBackward", *_ELEMENTWISE)):
         return any(_selects(operand) for operand, _ in node.next_functions)
-    return name.startswith("DivBackward") and _divisor(node) is not None
+    return name.startswith(("DivBackward", "MulBackward")) and _divisor(node) is not None
 
 
 def _selects(node: Any) -> bool:
@@ -341,16 +340,6 @@ def _selects(node: Any) -> bool:
     return False
 
 
-def number(value: Any) -> Tensor | None:
-    """Return a tensor of one element as a scalar without a gradient; None for anything else."""
-    import torch
-
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        return None
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().reshape(())
-
-
 def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     """Return the factor by which a loop has scaled its loss, and the reduction before it: None if unknown.
 
@@ -358,43 +347,14 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     then, is a mean.
     """
     factor, node = _past_factors(past_views(loss.grad_fn))
-    return factor, _known_reduction(node)
+    return factor, known_reduction(node)
 
 
 def _past_factors(node: Any) -> tuple[float, Any]:
     factor = 1.0
-    while (found := _constant_factor(node)) is not None:
+    while (found := constant_factor(node)) is not None:
         is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")
-        if is_own and (_known_reduction(past_multiples(found[1])) == "sum" or _mean_of_terms(node) is not None):
+        if is_own and (known_reduction(past_multiples(found[1])) == "sum" or _mean_of_terms(node) is not None):
             break  # the loop's own factor may make it a mean, and torch divides sums over soft targets
         factor, node = factor * found[0], found[1]
     return factor, node
-
-
-def past_multiples(node: Any) -> Any:
-    """Return the node before products with constant scalars."""
-    while type(node).__name__.startswith("MulBackward") and (found := _constant_factor(node)) is not None:
-        node = found[1]
-    return node
-
-
-def _constant_factor(node: Any) -> tuple[float, Any] | None:
-    """Return a node's constant factor and the node of its operand; None for nodes without one."""
-    import torch
-
-    name = type(node).__name__
-    if not name.startswith(("MulBackward", "DivBackward")):
-        return None
-    if len(node.next_functions) == 1:  # torch's own, by a number
-        value = float(node._saved_other)
-        return (value if name.startswith("Mul") else 1.0 / value), past_views(node.next_functions[0][0])
-    (first, _), (second, _) = node.next_functions
-    if (first is None) == (second is None) or (first is None and name.startswith("Div")):
-        return None
-    constant = node._saved_other if second is None else node._saved_self
-    if not isinstance(constant, torch.Tensor) or constant.dim():
-        return None
-    value = float(constant)
-    if not value:
-        return None
-    return (value if name.startswith("Mul") else 1.0 / value), past_views(first if second is None else second)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.step.divided_sums import is_times_zero
+from composer3d.step.divided_sums import is_times_zero, refuse_groups
 from composer3d.step.loss import PENALTY, DividedLoss, Nothing, as_loss, divided_loss
 from composer3d.step.loss_graph import (
     Reduction,
@@ -114,6 +114,8 @@ class OwnForward:
                 return as_loss(value, count=1, equal=True, reduction="sum")  # which reports the fault
             return self._weighted(value, reduction, known, factor)
         is_nothing = is_times_zero(value)
+        if reduction is None and not is_nothing and value.numel() == 1 and value.requires_grad:
+            refuse_groups(value, num_samples, (self.count,))
         if factor != 1.0 and (is_nothing or (reduction or known) == "mean") and self._num_ranks > 1:
             return self._weighted(value, reduction, known, factor)  # of each backward by itself, as written
         if is_nothing:

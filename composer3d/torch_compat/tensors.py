@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
-    "weak_tensor_dictionary",
-    "record_memory_history",
-    "dump_memory_history",
     "allocate",
+    "dump_memory_history",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
@@ -17,9 +15,11 @@ __all__ = [
     "has_argument",
     "is_wrapper_subclass",
     "neg_view",
+    "node_shape",
     "num_flops",
     "orthogonalised",
     "plain_tensors",
+    "record_memory_history",
     "set_gradient_hooks",
     "storage_key",
     "take_memory",
@@ -28,6 +28,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unviewed",
+    "weak_tensor_dictionary",
     "with_attributes_of",
     "written_tensors",
 ]
@@ -275,3 +276,12 @@ def weak_tensor_dictionary() -> Any:
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()
+
+
+def node_shape(node: Any) -> tuple[int, ...] | None:
+    """Return the shape of the tensor that an autograd node made, None where it says none or made several.
+
+    Torch shows it under a private name alone (torch 2.11-2.15).
+    """
+    made: Any = getattr(node, "_input_metadata", ())
+    return tuple(int(size) for size in made[0].shape) if len(made) == 1 else None

@@ -74,7 +74,12 @@ def test_these_are_means(loss):
     ("loss", "seen"),
     [
         (lambda x: x.sum() + x.mean(), "its last operation is AddBackward"),
-        (lambda x: 0.5 * x.sum(), "its last operation is MulBackward"),
+        (
+            lambda x: 0.5 * x.sum(),
+            "it multiplies a sum by 0.5, and what it adds up does not show so many samples or targets; as a sum "
+            'times a constant it is taken with reduction="sum"',
+        ),
+        (lambda x: x.sum() / x.square().sum(), "its last operation is DivBackward"),
         (lambda x: x.sum() / x.detach().sum() + x.mean(), "its last operation is AddBackward"),
         (lambda x: x.logsumexp(0), "its last operation is LogsumexpBackward"),
         (lambda x: x.sum().detach(), "it has no graph"),

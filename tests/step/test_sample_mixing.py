@@ -9,6 +9,7 @@ from support.models import composed, mine
 from torch import nn
 
 from composer3d import LossError
+from composer3d.step.criterion import Criterion
 from composer3d.step.loss_graph import reduction_of
 from composer3d.testing import full, run_ranks
 
@@ -21,6 +22,7 @@ SUMS = {
     "soft targets": lambda o, y: -(y.softmax(1) * o.log_softmax(1)).sum(),
     "logsumexp of rows": lambda o, y: (o.logsumexp(1) - (o * y).sum(1)).sum(),
     "a variational bound": lambda o, y: F.mse_loss(o, y, reduction="sum") - 0.5 * torch.sum(1 + o - o.pow(2) - o.exp()),
+    "times a number": lambda o, y: 0.3 * ((o - y) ** 2).sum(),
     "one sample selected": lambda o, y: (torch.eye(len(o))[0] * ((o - y) ** 2).sum(1)).sum(),
     "a python sum": lambda o, y: sum(((a - b) ** 2).sum() for a, b in zip(o, y, strict=True)),
 }
@@ -33,6 +35,7 @@ MEANS = {
     "a list over its length": lambda o, y: sum((a[0] - b[0]) ** 2 for a, b in zip(o, y, strict=True)) / len(o),
     "weighted tasks": lambda o, y: (torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)]) * torch.tensor([0.3, 0.7])).sum(),
     "tasks": lambda o, y: torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)]).mean(),
+    "times one over its samples": lambda o, y: ((o - y) ** 2).sum() * (1 / len(o)),
     "pairs": lambda o, y: ((o[::2] - o[1::2]) ** 2).sum(1).sum() / (len(o) // 2),
 }
 MIXED = {
@@ -43,10 +46,14 @@ MIXED = {
     "deviations": lambda o, y: F.relu(1 - o.std(0)).sum(),
     "centred": lambda o, y: (o - o.mean(0)).pow(2).sum(),
     "cosines over samples": lambda o, y: (1 - F.cosine_similarity(o, y, dim=0)).sum(),
+    "a cosine": lambda o, y: -F.cosine_similarity(o.flatten(), y.flatten(), dim=0).mean(),
 }
 GROUPED = {
     "means of groups": lambda o, y: (o - y).pow(2).sum(1).view(2, -1).mean(1).sum(),
+    "one minus a cosine": lambda o, y: 1 - F.cosine_similarity(o.flatten(), y.flatten(), dim=0),
     "half a sum": lambda o, y: ((o - y) ** 2).sum() / 2,
+    "over a constant": lambda o, y: ((o - y) ** 2).sum() / 1000,
+    "times a small constant": lambda o, y: ((o - y) ** 2).sum() * 0.001,
 }
 
 
@@ -92,6 +99,41 @@ def errors_and_refusals():
             found[name] = max(float((full(p.grad) - own).abs().max()) for p, own in pairs)
         run.close()
     return found, refused
+
+
+@pytest.mark.parametrize("number", [1000, 2.5])
+def test_a_sum_over_a_constant_is_refused_as_a_loss_function_and_taken_as_what_it_is_said_to_be(number):
+    x, y = pair()
+    output = x.requires_grad_() * 1.0
+    loss_fn = lambda o, t: ((o - t) ** 2).sum() / number  # noqa: E731
+    with pytest.raises(LossError, match=f"it divides a sum by {number}, and what it adds up does not show so many"):
+        Criterion(loss_fn).loss(output, y, equal=True)
+    wanted = loss_fn(output, y).detach()
+    assert float(Criterion(loss_fn, reduction="sum").loss(output, y, equal=True).sum.detach()) == float(wanted)
+    mean = Criterion(loss_fn, reduction="mean").loss(output, y, equal=True)
+    assert abs(float(mean.sum.detach() / mean.count) - float(wanted)) < TIGHT
+
+
+def stated_sums():
+    """Return errors of gradients of sums times a constant, which the loop states to be sums."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for name in ("over a constant", "times a small constant"):
+        run, reference = composed("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n", model=model()), model()
+        run.optimizer(torch.optim.SGD, lr=0.1)
+        x, y = pair()
+        GROUPED[name](reference(x), y).backward()
+        run.backward(GROUPED[name](run.model(mine(run, x)), mine(run, y)), reduction="sum")
+        pairs = zip(run.model.parameters(), reference.parameters(), strict=True)
+        found.append(max(float((full(p.grad) - own.grad).abs().max()) for p, own in pairs))
+        run.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_sum_over_a_constant_is_added_up_where_it_is_stated():
+    for errors in run_ranks(stated_sums, 2):
+        assert max(errors) < TIGHT
 
 
 def test_sums_and_means_are_one_devices_and_others_are_refused_on_all_ranks():

@@ -391,3 +391,10 @@ def test_a_tensor_on_meta_takes_memory_and_stays_what_it_is():
     assert seen == [6.0, 9.0, 12.0, 18.0] and torch_compat.gradient_hooks(torch.ones(2)) == (None, None)
     assert torch_compat.with_attributes_of(parameter, torch.ones(1)).scale == 2.0
     assert not torch_compat.take_memory(parameter, torch.ones(3))
+
+
+def test_nodes_say_the_shape_of_what_they_made():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch_compat.node_shape((x * torch.ones(4, 1, 3)).grad_fn) == (4, 2, 3)
+    assert torch_compat.node_shape(x.sum().grad_fn) == ()
+    assert torch_compat.node_shape(x.unbind()[0].grad_fn) is None
