@@ -83,7 +83,12 @@ _IN_TABLE = {
     "optimizer": {"learning_rate": "write lr", "name": "write use", "type": "write use", "beta1": "write betas"},
     "model": {"name": "write use", "path": "write use", "class": "write use", "type": "write use"},
     "data": {"path": "write use", "name": "write use", "file": "write use", "files": "write use"},
-    "lr_schedule": {"type": "write use", "min_lr": "write min_ratio, a fraction of optimizer.lr"},
+    "lr_schedule": {
+        "type": "write use",
+        "min_lr": "write min_ratio, a fraction of optimizer.lr",
+        "warmup_steps": "write warmup",
+        "warmup_ratio": "write warmup",
+    },
     "checkpoint": {"interval": "write every", "steps": "write every", "dir": "checkpoints lie in run.output"},
     "run": {"name": "write output", "dir": "write output"},
 }

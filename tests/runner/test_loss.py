@@ -35,7 +35,7 @@ def test_elements_are_compared_with_such_logits(tmp_path, logits):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_manifest_says_what_a_scaled_scalar_is(tmp_path, logits, reduction):
-    plain = make_loss(LossTable(use="support.scaled_losses:scaled"), tmp_path)
+    plain = make_loss(LossTable(use="support.scaled_losses:bent"), tmp_path)
     with pytest.raises(
         LossError, match=r'in a manifest \[train\] loss = { use = "module:callable", reduction = "sum" }'
     ):

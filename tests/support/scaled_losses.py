@@ -9,5 +9,9 @@ def scaled(logits, target, k=2.0):
     return k * cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+def bent(logits, target):
+    return scaled(logits, target).square().sqrt()
+
+
 def pair(logits, target):
     return logits.sum(), 1
