@@ -21,7 +21,7 @@ RETURNED = {
     "InAction": 'the step action "odd" of odd',
 }
 # What a run calls with batches, weights or a checkpoint.
-LATER = ("load_parameter", "place_batch", "observe_batch", "measure", "metrics", "close")
+LATER = ("load_parameter", "place_batch", "observe_batch", "measure", "metrics", "close", "replicas")
 QUICKLY = ("actions", "layout", "split", "step_actions", "dtypes", "state")
 IN_CHECK = [
     pytest.param(hook, marks=() if hook.removeprefix("composer3d_") in QUICKLY else pytest.mark.slow)

@@ -174,6 +174,6 @@ def unplanned():
 
 def test_a_module_that_the_plan_does_not_mention():
     """Over all features a norm cannot work on a share of them; over a group of them it can, its gradient added up."""
-    assert on_one_rank(unplanned, 2).startswith(
+    assert run_ranks(unplanned, 2)[0].startswith(
         'the plan does not fit the model\'s code: "Normed": layer_norm does not work on sharded features (Given '
     )
