@@ -37,6 +37,7 @@ ABOVE_COMPOSITION = (
     "diagnostics",
     "importing",
     "scaffolding",
+    "examples",
     "cli",
 )
 RESULT, README = ROOT / "benchmarks" / "results" / "house.json", ROOT / "benchmarks" / "README.md"

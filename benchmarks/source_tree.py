@@ -26,6 +26,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE, PLUGINS = ROOT / "composer3d", ROOT / "plugins" / "composer3d_plugins"
+EXAMPLES = CORE / "examples"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Import:
 
 
 def sources(*folders: Path) -> list[Path]:
-    """Return the Python files in folders."""
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+    """Return the Python files in folders, but those of shipped examples: programs of their own, which `init` copies."""
+    found = (path for folder in folders for path in folder.rglob("*.py"))
+    return sorted(path for path in found if EXAMPLES not in path.parents or path.parent == EXAMPLES)
 
 
 @cache

@@ -51,7 +51,7 @@ LAYERS = (
     ("composer3d",),
     ("models", "huggingface"),
     ("runner", "checking", "verification", "planning", "testing"),
-    ("diagnostics", "importing", "jobs", "scaffolding"),
+    ("diagnostics", "examples", "importing", "jobs", "scaffolding"),
     ("cli",),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}

@@ -1,8 +1,9 @@
-"""`composer3d init`: a shipped manifest, copied to be edited."""
+"""`composer3d init`: a shipped manifest or example, copied to be edited."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from composer3d.cli.options import Subparsers
@@ -20,34 +21,46 @@ def add(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "init",
-        help="copy a shipped manifest; without a name, list them",
-        description="Copy a shipped manifest to a file of your own. Without a name, list the shipped manifests.",
+        help="copy a shipped manifest or example; without a name, list them",
+        description="Copy a shipped manifest to a file of your own, or a shipped example, a complete small program, to "
+        "a folder. Without a name, list both.",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the shipped manifest")
-    parser.add_argument("--to", metavar="FILE", type=Path, help="where to; default: ./NAME.toml")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the shipped manifest or example")
+    parser.add_argument("--to", metavar="PATH", type=Path, help="where to; default: ./NAME.toml, or the folder ./NAME")
     parser.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Copy one, or list all; never overwrites."""
+    from composer3d.examples import shipped_examples, summary_of
     from composer3d.manifest import shipped
 
     manifests = {name: content.read_text(encoding="utf-8") for name, content in shipped().items()}
+    examples = shipped_examples()
+    names = [*manifests, *examples]
     if arguments.name is None and arguments.to is None:
-        print_table(("manifest", "what it is"), [(name, _summary(text)) for name, text in manifests.items()])
+        print_table(("manifest", "what it is"), [(name, summary_of(text)) for name, text in manifests.items()])
+        say("")
+        print_table(("example", "what it is"), [(name, example.summary) for name, example in examples.items()])
         return 0
     if arguments.name is None:
-        complain(f"--to {arguments.to} needs the NAME of a shipped manifest; one of: {', '.join(manifests)}")
+        complain(f"--to {arguments.to} needs the NAME of a shipped manifest or example; one of: {', '.join(names)}")
         return 2
+    if arguments.name in examples:
+        return _example(arguments.name, arguments.to)
     if arguments.name not in manifests:
-        hint = did_you_mean(arguments.name, list(manifests))
-        complain(f'there is no shipped manifest "{arguments.name}"' + (f"; {hint}" if hint else ""))
+        hint = did_you_mean(arguments.name, names)
+        complain(f'there is no shipped manifest or example "{arguments.name}"' + (f"; {hint}" if hint else ""))
         return 2
-    target = arguments.to or Path(f"{arguments.name}.toml")
+    return _manifest(manifests[arguments.name], arguments.to or Path(f"{arguments.name}.toml"))
+
+
+def _manifest(text: str, target: Path) -> int:
+    """Write a manifest, and the schema beside it."""
     schema = target.with_name(SCHEMA)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(f"#:schema {SCHEMA}\n{manifests[arguments.name]}")
+            file.write(f"#:schema {SCHEMA}\n{text}")
         schema.write_text(f"{schema_text()}\n", encoding="utf-8")
     except FileExistsError:
         complain(f"{target} exists and is not overwritten; name another file with --to FILE")
@@ -59,7 +72,14 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(text: str) -> str:
-    """Return the comment on the manifest's first line."""
-    first = text.partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+def _example(name: str, folder: Path | None) -> int:
+    """Write an example's folder, and print the commands that start it."""
+    from composer3d.examples import copy_example, shipped_examples
+
+    example, target = shipped_examples()[name], folder or Path(name)
+    written = copy_example(example, target, first_lines=f"#:schema {SCHEMA}\n")
+    schema = target / SCHEMA
+    schema.write_text(f"{schema_text()}\n", encoding="utf-8")
+    say("\n".join(f"wrote {file}" for file in [*written, schema]))
+    say("next:\n" + textwrap.indent("\n".join([f"cd {target}", *example.start]), "  "))
+    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from composer3d.examples import shipped_examples
 from composer3d.manifest import shipped
 
 
@@ -38,7 +39,7 @@ def test_init_never_overwrites(folder, command):
 
 
 def test_init_refuses_what_is_not_there(folder, command):
-    told = 'there is no shipped manifest "quikstart"; did you mean "quickstart"?\n'
+    told = 'there is no shipped manifest or example "quikstart"; did you mean "quickstart"?\n'
     assert command("init", "quikstart") == (2, "", told)
     assert command("init", "quickstart", "--to", "no/such/folder.toml") == (
         2,
@@ -46,11 +47,13 @@ def test_init_refuses_what_is_not_there(folder, command):
         "no/such/folder.toml cannot be written: no such file or directory\n",
     )
     code, _, err = command("init", "--to", "x.toml")
-    assert code == 2 and err.startswith("--to x.toml needs the NAME of a shipped manifest; one of: ")
+    assert code == 2 and err.startswith("--to x.toml needs the NAME of a shipped manifest or example; one of: ")
 
 
 def test_init_alone_lists_what_is_shipped(command):
     code, out, _ = command("init")
     assert code == 0
-    assert {line.split()[0] for line in out.splitlines()[1:]} == set(shipped())
+    manifests, examples = out.split("\n\n")
+    assert {line.split()[0] for line in manifests.splitlines()[1:]} == set(shipped())
+    assert {line.split()[0] for line in examples.splitlines()[1:]} == set(shipped_examples())
     assert re.search(r"^quickstart +A small Llama on the text that ships inside Python itself", out, re.MULTILINE)
