@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
-from composer3d.hooks.answers import Fault, fault_of, mismatch, predicate_of, returned_by
+from composer3d.hooks.answers import Fault, fault_finder, mismatch, predicate_of, returned_by
 from composer3d.initialisation.source_lines import is_torch, place_of_error
 from composer3d.observation import lost_a_peer
 from composer3d.transform import StepPoint
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from composer3d.registry import Registered
     from composer3d.transform import StepAction
 
-__all__ = ["Acting", "Returned", "blamed", "blamed_action", "blamed_listing", "checked"]
+__all__ = ["Acting", "BlamedAction", "Returned", "blamed", "blamed_listing", "checked", "in_turn"]
+
+_fits_veto = predicate_of(str | None)
 
 
 def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +27,8 @@ def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> 
 
     A lost peer, exhausted memory and Ctrl-C are not the plugin's fault and are raised unchanged.
     """
+
+    find_fault = fault_finder(hook)
 
     @functools.wraps(function)
     def answer(**arguments: Any) -> Any:
@@ -34,8 +38,8 @@ def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> 
             if (found := _hook_error(error, registered, hook)) is None:
                 raise
             raise found from error
-        if value is not None:
-            _refuse(registered, hook, fault_of(hook, value, arguments))
+        if value is not None and (fault := find_fault(value, arguments)) is not None:
+            _refuse(registered, hook, fault)
         return value
 
     return answer
@@ -70,37 +74,68 @@ def blamed(
     return call
 
 
-def blamed_action(
-    registered: Registered, action: StepAction, acting: Acting | None = None
-) -> Callable[[Any], str | None]:
-    """Wrap a step action of one argument as `blamed` does, in a single call, since steps run many of them.
+class BlamedAction:
+    """The function of a plugin's step action: exceptions and invalid vetoes become a `HookError`, as in `blamed`.
 
     Args:
         registered: Plugin of the action.
-        action: The action's function.
+        action: The action as the plugin returned it.
         acting: Records the plugin while the action runs; None records nothing.
     """
-    run, name, plugin = action.run, f'the step action "{action.name}"', registered.name
-    decides, fits = action.point is StepPoint.DECIDE, predicate_of(str | None)
+
+    def __init__(self, registered: Registered, action: StepAction, acting: Acting | None = None) -> None:
+        self.registered, self.plain, self.acting = registered, action.run, acting
+        self._name, self._decides = f'the step action "{action.name}"', action.point is StepPoint.DECIDE
+        self._in_turn = in_turn([self])
+
+    def __call__(self, state: Any) -> str | None:
+        """Run the action alone."""
+        value = self._in_turn(state)
+        if self._decides and not _fits_veto(value):
+            _refuse(self.registered, self._name, mismatch(value, str | None))
+        return value
+
+    def error(self, error: BaseException) -> HookError | None:
+        """Return the error to raise instead of the action's exception; None if that is raised unchanged."""
+        return _hook_error(error, self.registered, self._name)
+
+
+def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], str | None]:
+    """Return a function of a step's state that calls several, in order, and returns the last result.
+
+    Those of plugins are called as they are, inside one handler of exceptions, since steps run many of them.
+
+    Args:
+        runs: Functions of step actions: `BlamedAction` where they are a plugin's. All of these have one `acting`.
+    """
+    if not runs:
+        return _nothing
+    calls = [
+        (run.registered.name, run.plain, run) if isinstance(run, BlamedAction) else (None, run, None) for run in runs
+    ]
+    acting = next((owned.acting for *_, owned in calls if owned is not None), None)
     unnoted: dict[str, Any] = {"plugin": None}
 
-    @functools.wraps(run)
     def call(state: Any) -> str | None:
         own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
-        before, own["plugin"] = own["plugin"], plugin
+        before, value, owned = own["plugin"], None, None
         try:
-            value = run(state)
+            for plugin, run, owned in calls:  # noqa: B007
+                own["plugin"] = plugin
+                value = run(state)
         except BaseException as error:
-            if (found := _hook_error(error, registered, name)) is None:
+            if owned is None or (found := owned.error(error)) is None:
                 raise
             raise found from error
         finally:
             own["plugin"] = before
-        if decides and not fits(value):
-            _refuse(registered, name, mismatch(value, str | None))
         return value
 
     return call
+
+
+def _nothing(state: Any) -> None:
+    """Do nothing: no action runs at a point."""
 
 
 def blamed_listing(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from composer3d.errors import PluginError, QueryError
-from composer3d.hooks.blame import Acting, Returned, blamed_action, checked
+from composer3d.hooks.blame import Acting, BlamedAction, Returned, checked
 from composer3d.hookspecs import HookSpecs
 from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
 from composer3d.registry import GROUP, Registered
@@ -97,7 +97,7 @@ class Hooks:
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
             for action in answer if isinstance(answer, Sequence) else (answer,):
-                found.append((registered, replace(action, run=blamed_action(registered, action, acting))))
+                found.append((registered, replace(action, run=BlamedAction(registered, action, acting))))
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
+from composer3d.hooks.blame import in_turn
 from composer3d.interfaces import Batch
 from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
@@ -61,6 +62,7 @@ class StepEngine:
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
+        self._in_turn = {point: in_turn([action.run for action in found]) for point, found in self.actions.items()}
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
@@ -111,8 +113,7 @@ class StepEngine:
         return self.own_steps.open() if self.state is None else self.state
 
     def _at(self, point: StepPoint) -> None:
-        for action in self.actions[point]:
-            action.run(self.state)
+        self._in_turn[point](self.state)
 
     def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
         """Start a micro-batch: its random stream, then the actions."""
