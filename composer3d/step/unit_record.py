@@ -15,6 +15,7 @@ from composer3d.step.assigned_values import record_gathered
 from composer3d.step.late_graphs import LateGraphs
 from composer3d.step.passed_parameters import refuse_passed
 from composer3d.step.unit_order import END, UnitOrder
+from composer3d.step.whole_constants import forget_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class UnitRecord:
                 self._order.passes(END)
         finally:
             self._is_open = False
+            forget_constants()
             if self._order is not None:
                 self._order.close()
 

@@ -19,6 +19,7 @@ from composer3d.step.assigned_values import assign_values
 from composer3d.step.call_sites import caller
 from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
 from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
+from composer3d.step.whole_constants import are_whole_constants, record_constants, record_sharded
 from composer3d.step.whole_draws import draw_whole
 from composer3d.step.written_views import Handler, compute_by_torch, compute_view, compute_write, remember_views
 
@@ -196,6 +197,8 @@ def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if len(sharded) == len(tensors) and len({tensor.device_mesh for tensor in sharded}) == 1:
+        if len(tensors) > 1 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            record_sharded(_place, tensors)
         return _by_torch(operator, args, kwargs)
     writes = torch_compat.is_in_place(operator)
     target = args[0] if writes else next((tensor for tensor in sharded if tensor.dim()), None)
@@ -206,8 +209,11 @@ def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             if isinstance(target, DTensor) and writes:
                 _refuse_mixed(operator)
             target = None  # constants, of which a rank's data meets the whole
+            record_constants(_place, tensors)
         elif any(t.dim() for t in tensors) and _has_gradient_of_data(tensors, target):
             _refuse_mixed(operator)
+    elif not writes and are_whole_constants(tensors):
+        target = None
     if not isinstance(target, DTensor):  # a plain tensor is written, or numbers of shards, such as norms, are read
         return operator(*map(_whole, args), **kwargs)
     fits = target if writes else _summed(target)

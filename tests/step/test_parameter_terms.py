@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.models import composed, mine
 from torch import nn
 
+from composer3d import StepError
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
@@ -32,19 +35,20 @@ def attenuated(model, *_):
     return 0.5 * sum(((p - p.detach() * 0.9).pow(2) * p.detach().abs()).sum() for p in model.parameters())
 
 
-def trained(model, optimizer, backward, x, y, penalty):
+def trained(model, optimizer, backward, x, y, penalty, follows=False):
     backward(F.mse_loss(model(x), y))
     importance = {name: p.grad.detach().clone().pow(2) for name, p in model.named_parameters()}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
     for _ in range(2):
         optimizer.zero_grad()
-        term = penalty(model, importance, before)
-        backward(F.mse_loss(model(x), y) + term)
+        term = None if follows else penalty(model, importance, before)
+        loss = F.mse_loss(model(x), y)
+        backward(loss + (penalty(model, importance, before) if follows else term))
         optimizer.step()
 
 
-def errors(layout):
+def errors(layout, follows=False):
     torch.set_default_dtype(torch.float64)
     found = []
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0)).unbind()
@@ -55,7 +59,7 @@ def errors(layout):
         run = composed(LAYOUTS[layout], model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
         optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
         trained(reference, torch.optim.SGD(reference.parameters(), lr=0.1), lambda loss: loss.backward(), x, y, penalty)
-        trained(run.model, optimizer, run.backward, mine(run, x), mine(run, y), penalty)
+        trained(run.model, optimizer, run.backward, mine(run, x), mine(run, y), penalty, follows)
         pairs = zip(run.model.parameters(), reference.parameters(), strict=True)
         found.append(max(float((full(p.detach()) - own.detach()).abs().max()) for p, own in pairs))
         run.close()
@@ -68,3 +72,42 @@ def errors(layout):
 def test_penalties_with_constants_train_as_on_one_device(layout):
     for found in run_ranks(errors, 2, layout):
         assert max(found) < TIGHT, found
+
+
+@pytest.mark.parametrize(
+    "layout", [each if each == "fsdp2" else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
+)
+def test_penalties_that_follow_the_forward_train_as_on_one_device(layout):
+    for found in run_ranks(errors, 2, layout, True):  # parameters are read while a unit has gathered them
+        assert max(found) < TIGHT, found
+
+
+def refused():
+    """Return what is said to a constant in two forms, and to one beside a parameter that was rounded."""
+    found = []
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    for text in (LAYOUTS["fsdp2"], LAYOUTS["fsdp2"] + "[precision.mixed]\n"):
+        run = composed(text, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
+        run.optimizer(torch.optim.SGD, lr=0.1)
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        term = sum((p * before[name]).sum() for name, p in run.model.named_parameters()) * (text == LAYOUTS["fsdp2"])
+        loss = F.mse_loss(run.model(x), y)
+        with pytest.raises(StepError) as caught:
+            run.backward(loss + term + sum((p * before[name]).sum() for name, p in run.model.named_parameters()))
+        found.append(str(caught.value))
+        run.close()
+    return found
+
+
+def test_constants_that_would_be_wrong_after_a_forward_are_refused_with_their_line():
+    for twice, rounded in run_ranks(refused, 2):
+        assert re.sub(r"py:\d+", "py", twice) == (
+            "test_parameter_terms.py: a constant is computed with beside a sharded parameter, and in the same step "
+            "beside the one that the forward has gathered, and its gradients would be of one kind; give one of the "
+            "terms constant.clone()"
+        )
+        assert re.sub(r"py:\d+", "py", rounded) == (
+            "test_parameter_terms.py: a parameter that the forward has gathered in torch.bfloat16 is computed with "
+            "beside a constant in torch.float32, in which one device has both, and their difference would be one of "
+            "roundings; compute the term before the forward, or after run.backward(loss) in a backward of its own"
+        )
