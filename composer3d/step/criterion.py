@@ -84,7 +84,7 @@ class Criterion:
         """
         value = self._loss_fn(output, target)
         self._learn(value, output, target)
-        return self._as_loss(value, target, equal)
+        return self._as_loss(value, output, target, equal)
 
     def loss_of_evaluation(self, output: Any, target: Any, *, equal: bool) -> Loss:
         """Compute the loss of one micro-batch without gradients.
@@ -96,14 +96,14 @@ class Criterion:
 
         is_plain = equal and self._padding is None and not self._has_other_divisor
         if self._reduction is not None and self._says_divisor is not None and (is_plain or not self._says_divisor):
-            return self._as_loss(self._loss_fn(output, target), target, equal)
+            return self._as_loss(self._loss_fn(output, target), output, target, equal)
         with torch.enable_grad():
             value = self._loss_fn(torch_compat.tree_map(_with_graph, output), target)
             self._learn(value, output, target)
-            loss = self._as_loss(value, target, equal)
+            loss = self._as_loss(value, output, target, equal)
         return replace(loss, sum=_detached(loss.sum), auxiliary=_detached(loss.auxiliary))
 
-    def _as_loss(self, value: Any, target: Any, equal: bool) -> Loss:
+    def _as_loss(self, value: Any, output: Any, target: Any, equal: bool) -> Loss:
         import torch
 
         if self._padding is not None and isinstance(value, torch.Tensor) and not is_times_zero(value):
@@ -114,7 +114,10 @@ class Criterion:
             count_valid(target)  # a scalar says no count, so the target has to
         count = self._counts.get(id(target))
         count = self.count(target) if count is None else count
-        return as_loss(value, count=count, equal=equal, reduction=self._reduction)
+        known = None  # any number, where the loss is stated to be a mean
+        if self.told is None:
+            known = (count, (num_samples((target, output)) or 0) if self._has_other_divisor or not equal else 0)
+        return as_loss(value, count=count, equal=equal, reduction=self._reduction, known=known)
 
     def _learn(self, value: Any, output: Any, target: Any) -> None:
         import torch

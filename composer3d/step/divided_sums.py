@@ -7,6 +7,7 @@ does: the mask that losses were multiplied by, what was selected, and targets th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,15 @@ class DividedSum:
     Args:
         divisor: Scalar without a gradient.
         counts: Scalars, any of which may be the number of targets that the sum adds up; none where it is not seen.
+        seen: Other numbers of samples or elements that its graph shows; None where the divisor is stated to be a
+            count, or divides a mean.
         numel: Elements that it adds up, padding included.
         is_zero: Scalar, whether the loss is 0.
     """
 
     divisor: Tensor
     counts: tuple[Tensor, ...]
+    seen: tuple[float, ...] | None
     numel: int
     is_zero: Tensor
 
@@ -64,6 +68,7 @@ class DividedSum:
         import torch
 
         divisor, is_zero, *counts = torch.stack([each.double() for each in self._scalars()]).tolist()
+        is_counted = self.seen is None or _is_among(divisor, [*counts, *self.seen, self.numel])
         found = min(counts, key=lambda count: (abs(count - divisor), -count)) if counts else None
         if self.numel == divisor and (found is None or divisor > 1):
             found = divisor
@@ -72,6 +77,7 @@ class DividedSum:
             count=None if found is None else found * factor,
             is_zero=bool(is_zero),
             numel=self.numel,
+            is_counted=is_counted,
         )
 
     def _scalars(self) -> tuple[Tensor, ...]:
@@ -79,8 +85,12 @@ class DividedSum:
         return (self.divisor, *(each.to(device) for each in (self.is_zero, *self.counts)))
 
 
-def divided_sum(loss: Tensor) -> DividedSum | None:
+def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum | None:
     """Return the sum that a mean divides itself; None for torch's own means, whose divisor is their count.
+
+    Args:
+        loss: A mean.
+        known: Numbers that may be its divisor, whatever the graph shows; None for any.
 
     Memory: none. The device is not waited for.
     """
@@ -93,7 +103,14 @@ def divided_sum(loss: Tensor) -> DividedSum | None:
     whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     summed = past_multiples(past_views(node.next_functions[0][0]))
     counts, numel = _counts(summed)
-    return DividedSum(divisor=divisor, counts=counts, numel=numel, is_zero=whole.detach().reshape(()) == 0)
+    numbers = None if known is None or known_reduction(summed) == "mean" else _numbers(summed)
+    return DividedSum(
+        divisor=divisor,
+        counts=counts,
+        seen=None if numbers is None else (*numbers, *(known or ())),
+        numel=numel,
+        is_zero=whole.detach().reshape(()) == 0,
+    )
 
 
 def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -> None:
@@ -125,12 +142,21 @@ def _is_count(node: Any, divisor: float) -> bool:
     summed = past_multiples(past_views(node.next_functions[0][0]))
     if known_reduction(summed) == "mean":
         return True
+    counts = [float(each) for term in all_terms(summed) or [summed] for each in _counts(past_multiples(term))[0]]
+    return _is_among(divisor, [*counts, *_numbers(summed)])
+
+
+def _numbers(summed: Any) -> list[float]:
+    """Return numbers of terms, samples and elements, padding included, of what a sum adds up."""
     terms = all_terms(summed) or [summed]
     found: list[float] = [len(terms)] if len(terms) > 1 else []
     for term in terms:
-        counts, numel = _counts(past_multiples(term))
-        found += [*map(float, counts), *seen_counts(past_multiples(term)), numel]
-    # Beside small constants that are added, and the bound 1 of a count of none.
+        found += [*seen_counts(past_multiples(term)), _counts(past_multiples(term))[1]]
+    return found
+
+
+def _is_among(divisor: float, found: Sequence[float]) -> bool:
+    """Return whether a divisor is one of some counts, beside small constants, and the bound 1 of a count of none."""
     return any(math.isclose(each, divisor, rel_tol=1e-6, abs_tol=1e-3) for each in found) or (
         divisor == 1 and any(each == 0 for each in found)
     )

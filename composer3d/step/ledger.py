@@ -12,6 +12,7 @@ from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step import gradients
 from composer3d.step.divided_sums import DividedSum
 from composer3d.step.loss import DividedLoss, Nothing
+from composer3d.step.loss_graph import unknown_mean, unknown_reduction
 from composer3d.step.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ class Ledger:
                 "what these return"
             )
         if is_divided:
-            count = total_divisor(self._gathered(own_entries, parts))
+            gathered = self._gathered(own_entries, parts)
+            count = total_divisor(gathered, unknown_mean if own else unknown_reduction)
         if has_gradient:
             self._count += count
             self.auxiliary = auxiliary_sum / count if count else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,14 @@ def loss_of_model(output: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output
 
 
-def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: Reduction | None) -> Loss:
+def as_loss(
+    value: Any,
+    *,
+    count: int | float | Tensor,
+    equal: bool,
+    reduction: Reduction | None,
+    known: Sequence[float] | None = None,
+) -> Loss:
     """Convert the result of a `loss_fn` to a sum and a count.
 
     Args:
@@ -138,6 +145,7 @@ def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: 
             divisor is in its graph: the mean of means weights tokens of short micro-batches higher (measured with
             padding: 39 % off).
         reduction: Of a scalar; None reads it from the graph.
+        known: Numbers of samples or targets by which a mean may be divided; None for any.
 
     Raises:
         LossError: A mean where counts differ, or something else altogether.
@@ -145,17 +153,23 @@ def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: 
     total = value.sum if isinstance(value, Loss) else value[0] if isinstance(value, tuple | list) and value else value
     if not equal and has_parameter_terms(total):
         raise LossError(PENALTY)
-    return _plain(_as_loss(value, count=count, equal=equal, reduction=reduction))
+    return _plain(_as_loss(value, count=count, equal=equal, reduction=reduction, known=known))
 
 
-def divided_loss(mean: Tensor, divisor: Tensor | int) -> DividedLoss:
-    """Return a scalar mean as a sum, given its divisor; a mean over nothing is 0, with count 0."""
+def divided_loss(mean: Tensor, divisor: Tensor | int, known: Sequence[float] | None = ()) -> DividedLoss:
+    """Return a scalar mean as a sum, given its divisor; a mean over nothing is 0, with count 0.
+
+    Args:
+        mean: Scalar.
+        divisor: As its graph shows it.
+        known: Numbers of samples or targets that it may be; None where the loss is stated to be a mean.
+    """
     import torch
 
     plain: Tensor = mean.full_tensor() if hasattr(mean, "full_tensor") else mean
     if isinstance(divisor, torch.Tensor) or not divisor:
         plain = without_nothing(plain, mean, torch.as_tensor(divisor))
-    return DividedLoss(sum=plain * divisor, count=divisor, divided=divided_sum(mean))
+    return DividedLoss(sum=plain * divisor, count=divisor, divided=divided_sum(mean, known))
 
 
 def _plain(loss: Loss) -> Loss:
@@ -169,7 +183,14 @@ def _plain(loss: Loss) -> Loss:
     return replace(loss, sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
 
 
-def _as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: Reduction | None) -> Loss:
+def _as_loss(
+    value: Any,
+    *,
+    count: int | float | Tensor,
+    equal: bool,
+    reduction: Reduction | None,
+    known: Sequence[float] | None,
+) -> Loss:
     import torch
 
     if isinstance(value, Loss):
@@ -192,7 +213,7 @@ def _as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction:
     if not equal or has_other_divisor(scalar):
         divisor = divisor_of_mean(scalar)
         if divisor is not None:
-            return divided_loss(scalar, divisor)
+            return divided_loss(scalar, divisor, known)
     if not equal:
         raise LossError(
             "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "

@@ -148,6 +148,7 @@ def multiple_of(node: Any) -> float:
 def uncounted(constant: float, verb: str) -> str:
     """Return what a loss shows whose sum is divided or multiplied by a constant, and what it may be otherwise."""
     return (
-        f"it {verb} a sum by {constant:g}, and what it adds up does not show so many samples or targets; as a sum "
-        'times a constant it is taken with reduction="sum"'
+        f"it {verb} a sum by {constant:g}, and what it adds up does not show so many samples or targets; where that "
+        'is counted over several backwards of this rank write reduction="mean", and where it is a constant, or counted '
+        'over all ranks, reduction="sum"'
     )

@@ -41,6 +41,7 @@ __all__ = [
     "refuse_unknown_terms",
     "terms_of",
     "unknown_mean",
+    "unknown_reduction",
     "without_factors",
 ]
 
@@ -233,8 +234,12 @@ def _reduction_at(node: Any) -> Reduction:
     known = known_reduction(node)
     if known is not None:
         return known
-    seen = "it has no graph" if node is None else _seen(node)
-    raise LossError(
+    raise unknown_reduction("it has no graph" if node is None else _seen(node))
+
+
+def unknown_reduction(seen: str) -> LossError:
+    """Return an error that explains how to state the reduction of a `loss_fn`, given its loss's graph."""
+    return LossError(
         f"cannot tell whether the loss is a sum or a mean ({seen}); "
         'pass compose(loss_reduction="mean") or "sum", in a manifest [train] loss = { use = "module:callable", '
         'reduction = "sum" }, or ' + RETURN_A_SUM

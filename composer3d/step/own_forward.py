@@ -128,7 +128,8 @@ class OwnForward:
         if divisor is not None:
             if self._num_ranks > 1 and has_parameter_terms(value):
                 raise LossError(PENALTY)
-            return self._scaled(divided_loss(value.reshape(()), divisor), factor)
+            known_numbers = None if reduction is not None else (self.count, num_samples)
+            return self._scaled(divided_loss(value.reshape(()), divisor, known_numbers), factor)
         if self._padded and (self.calls > 1 or not last):
             raise LossError(
                 "several means over parts of a padded target cannot be put together; "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankWeights", "Weighted"]
 
-_SLOTS = 7
+_SLOTS = 8
 _SAME = 1e-9
 
 
@@ -73,7 +73,7 @@ class RankWeights:
         num_ranks: The same.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis a backward, of seven numbers a rank.
+    Collectives: one all-reduce an axis a backward, of eight numbers a rank.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -112,7 +112,7 @@ class RankWeights:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         kind, refusal = self._kind(value, reduction, known)
-        own, divided = self._described(value, kind, factor)
+        own, divided = self._described(value, kind, factor, None if reduction is not None else (self.num_samples,))
         vector = torch.zeros(self.num_ranks, _SLOTS, dtype=torch.float64, device=value.device)
         vector[self._index] = own
         self._total(vector)
@@ -145,11 +145,13 @@ class RankWeights:
             return (_Kind.TERMS if divisors_of_terms(value) else _Kind.OTHER), None
         return (_Kind.TERMS if has_parameter_terms(value) else _Kind.MEAN), None
 
-    def _described(self, value: Tensor, kind: _Kind, factor: float) -> tuple[Tensor, DividedSum | None]:
+    def _described(
+        self, value: Tensor, kind: _Kind, factor: float, known: tuple[int, ...] | None
+    ) -> tuple[Tensor, DividedSum | None]:
         import torch
 
         own = torch.zeros(_SLOTS, dtype=torch.float64, device=value.device)
-        own[0], own[5] = float(kind), factor
+        own[0], own[5], own[7] = float(kind), factor, 1.0
         if kind not in (_Kind.MEAN, _Kind.TERMS):
             return own, None
         divisors = [
@@ -158,11 +160,12 @@ class RankWeights:
         own[1] = own[2] = divisors[0]
         # Alike where the terms' divisors are: a number that two different lists hardly share.
         own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
-        divided = divided_sum(value) if kind is _Kind.MEAN else None
+        divided = divided_sum(value, known) if kind is _Kind.MEAN else None
         if divided is not None:
             part = divided.part()
             count = float("nan") if part.count is None else part.count
             own[2:5] = torch.tensor([count, float(part.is_zero), float(part.numel)], dtype=torch.float64)
+            own[7] = float(part.is_counted)
         return own, divided
 
     def _by_divisors(self, value: Tensor, plain: Tensor, vector: Tensor) -> Tensor:
@@ -221,7 +224,7 @@ _NAMES = {
 
 def _part(rank: list[float]) -> Part:
     count = None if rank[2] != rank[2] else rank[2]
-    return Part(divisor=rank[1], count=count, is_zero=bool(rank[3]), numel=int(rank[4]))
+    return Part(divisor=rank[1], count=count, is_zero=bool(rank[3]), numel=int(rank[4]), is_counted=bool(rank[7]))
 
 
 def _uneven(own: float, whole: float) -> str:

@@ -7,10 +7,12 @@ the sum over all parts once, so a bound that a part without targets meets, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from composer3d.errors import LossError
+from composer3d.step.loss_factors import uncounted
+from composer3d.step.loss_graph import unknown_mean
 
 __all__ = ["Part", "total_divisor"]
 
@@ -40,12 +42,15 @@ class Part:
         count: Targets that it adds up, None where its graph does not say.
         is_zero: Whether the loss is 0.
         numel: Elements that it adds up, padding included.
+        is_counted: Whether the divisor is a number of samples, elements or targets that its graph shows, or is stated
+            to be one.
     """
 
     divisor: float
     count: float | None
     is_zero: bool = False
     numel: int = 0
+    is_counted: bool = True
 
     @property
     def is_exact(self) -> bool:
@@ -53,16 +58,18 @@ class Part:
         return self.count is not None and math.isclose(self.divisor, self.count, rel_tol=1e-12)
 
 
-def total_divisor(parts: Sequence[Part]) -> float:
+def total_divisor(parts: Sequence[Part], unknown: Callable[[str], LossError] = unknown_mean) -> float:
     """Return the divisor that one device applies to the sum of all parts.
 
     Args:
         parts: Of all ranks and micro-batches that make one mean.
+        unknown: Makes the error of a divisor that may be a constant.
 
     Raises:
         LossError: Two readings give different means.
     """
     added = sum(part.divisor for part in parts)
+    _refuse_constants(parts, unknown)
     if all(part.is_exact for part in parts) or all(part.is_zero for part in parts) or len(parts) == 1:
         return added
     if any(part.count is None for part in parts):
@@ -70,8 +77,15 @@ def total_divisor(parts: Sequence[Part]) -> float:
     constant = min(_excess(part) for part in parts)
     if 0 < constant < _CONSTANT:
         without = [_changed(part, part.divisor - constant) for part in parts]
-        return total_divisor(without) + constant
+        return total_divisor(without, unknown) + constant
     return _seen(parts, added)
+
+
+def _refuse_constants(parts: Sequence[Part], unknown: Callable[[str], LossError]) -> None:
+    """Refuse one divisor of all parts that counts nothing seen, which is no more a count than a constant."""
+    first = parts[0].divisor
+    if len(parts) > 1 and all(part.divisor == first and not part.is_counted for part in parts):
+        raise unknown(uncounted(first, "divides"))
 
 
 def _excess(part: Part) -> float:
@@ -82,7 +96,7 @@ def _changed(part: Part, divisor: float) -> Part:
     count = part.count
     if count is not None and math.isclose(divisor, count, rel_tol=1e-9, abs_tol=1e-12):
         divisor = count  # the constant was rounded when it was added
-    return Part(divisor=divisor, count=count, is_zero=part.is_zero, numel=part.numel)
+    return replace(part, divisor=divisor)
 
 
 def _unseen(parts: Sequence[Part], added: float) -> float:

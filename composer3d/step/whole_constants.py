@@ -41,8 +41,9 @@ def record_sharded(place: Callable[[], str], tensors: Sequence[Tensor]) -> None:
 def _refuse_both(place: Callable[[], str], constants: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> None:
     if any(number in others for number in constants):
         raise StepError(
-            f"{place()}a constant is computed with beside a sharded parameter, and in the same step beside the one that "
-            "the forward has gathered, and its gradients would be of one kind; give one of the terms constant.clone()"
+            f"{place()}a constant is computed with beside a sharded parameter, and in the same step beside the one "
+            "that the forward has gathered, and its gradients would be of one kind; give one of the terms "
+            "constant.clone()"
         )
 
 
@@ -71,7 +72,8 @@ def record_constants(place: Callable[[], str], tensors: Sequence[Tensor]) -> Non
             raise StepError(
                 f"{place()}a parameter that the forward has gathered in {tensor.dtype} is computed with beside a "
                 f"constant in {constants[0].dtype}, in which one device has both, and their difference would be one "
-                "of roundings; compute the term before the forward, or after run.backward(loss) in a backward of its own"
+                "of roundings; compute the term before the forward, or after run.backward(loss) in a backward of its "
+                "own"
             )
     found = {id(tensor): tensor for tensor in constants}
     _refuse_both(place, found, _SHARDED)

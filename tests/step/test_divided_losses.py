@@ -253,6 +253,15 @@ def test_zero_times_anything_is_nothing():
         assert not is_times_zero(something)
 
 
+def test_one_divisor_of_all_parts_that_counts_nothing_is_refused():
+    constant = Part(divisor=1000.0, count=None, is_counted=False)
+    other = Part(divisor=24.0, count=None, is_counted=False)
+    with pytest.raises(LossError, match="it divides a sum by 1000, and what it adds up does not show so many samples"):
+        total_divisor([constant, constant])
+    assert total_divisor([constant]) == 1000  # one device's
+    assert total_divisor([constant, other]) == 1024  # ranks' own counts
+
+
 def refused_unseen():
     """Return what is said to a loss of 0 of which nobody sees how many targets it has."""
     run = composer3d.compose(Net(), write_manifest(LAYOUTS["fsdp2"]))

@@ -76,8 +76,9 @@ def test_these_are_means(loss):
         (lambda x: x.sum() + x.mean(), "its last operation is AddBackward"),
         (
             lambda x: 0.5 * x.sum(),
-            "it multiplies a sum by 0.5, and what it adds up does not show so many samples or targets; as a sum "
-            'times a constant it is taken with reduction="sum"',
+            "it multiplies a sum by 0.5, and what it adds up does not show so many samples or targets; where "
+            'that is counted over several backwards of this rank write reduction="mean", and where it is a constant, '
+            'or counted over all ranks, reduction="sum"',
         ),
         (lambda x: x.sum() / x.square().sum(), "its last operation is DivBackward"),
         (lambda x: x.sum() / x.detach().sum() + x.mean(), "its last operation is AddBackward"),

@@ -53,6 +53,7 @@ GROUPED = {
     "one minus a cosine": lambda o, y: 1 - F.cosine_similarity(o.flatten(), y.flatten(), dim=0),
     "half a sum": lambda o, y: ((o - y) ** 2).sum() / 2,
     "over a constant": lambda o, y: ((o - y) ** 2).sum() / 1000,
+    "over a constant tensor": lambda o, y: ((o - y) ** 2).sum() / torch.tensor(1000.0),
     "times a small constant": lambda o, y: ((o - y) ** 2).sum() * 0.001,
 }
 
@@ -118,7 +119,7 @@ def stated_sums():
     """Return errors of gradients of sums times a constant, which the loop states to be sums."""
     torch.set_default_dtype(torch.float64)
     found = []
-    for name in ("over a constant", "times a small constant"):
+    for name in ("over a constant", "over a constant tensor", "times a small constant"):
         run, reference = composed("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n", model=model()), model()
         run.optimizer(torch.optim.SGD, lr=0.1)
         x, y = pair()
@@ -140,3 +141,53 @@ def test_sums_and_means_are_one_devices_and_others_are_refused_on_all_ranks():
     for found, refused in run_ranks(errors_and_refusals, 2):
         assert {name: error for name, error in found.items() if not error < TIGHT} == {}
         assert refused == {*MIXED, *GROUPED}
+
+
+def whole_counts(number):
+    """Return errors of gradients of sums over a number that is counted over both backwards of a rank's step."""
+    torch.set_default_dtype(torch.float64)
+    reference = model()
+    x, y = pair()
+    loss = lambda output, target, num: ((output - target) ** 2).sum() / number(num)  # noqa: E731
+    loss(reference(x), y, 48).backward()
+    run = composed("[sharding.fsdp2]\n", model=model())
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    own, wanted = mine(run, x), mine(run, y)
+    with pytest.raises(LossError) as caught, run.step(0):
+        run.backward(loss(run.model(own[:2]), wanted[:2], 24))
+    with run.step(0):
+        for rows in (slice(0, 2), slice(2, 4)):
+            run.backward(loss(run.model(own[rows]), wanted[rows], 24), reduction="mean")
+    pairs = zip(run.model.parameters(), reference.parameters(), strict=True)
+    error = max(float((full(p.grad) - own.grad).abs().max()) for p, own in pairs)
+    run.close()
+    return error, str(caught.value)
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_a_count_of_several_backwards_is_refused_with_what_to_write_which_is_one_devices(number):
+    for error, said in run_ranks(whole_counts, 2, number):
+        assert error < TIGHT
+        assert (
+            "it divides a sum by 24, and what it adds up does not show so many samples or targets; where that is "
+            'counted over several backwards of this rank write reduction="mean", and where it is a constant, or '
+            'counted over all ranks, reduction="sum"'
+        ) in said
+
+
+def constant_loss_function():
+    """Return what a loss function is refused with that divides by a constant tensor."""
+    run = composed(
+        "[sharding.fsdp2]\n", model=nn.Linear(6, 6), loss_fn=lambda o, y: (o - y).square().sum() / torch.tensor(1e3)
+    )
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (mine(run, each.float()) for each in pair())
+    with pytest.raises(LossError) as caught:
+        run.forward_backward(x, target=y)
+    return str(caught.value)
+
+
+def test_a_loss_function_over_a_constant_tensor_is_refused():
+    for said in run_ranks(constant_loss_function, 2):
+        assert said.startswith("cannot tell whether the loss is a sum or a mean (it divides a sum by 1000, and what")
+        assert 'pass compose(loss_reduction="mean") or "sum"' in said
