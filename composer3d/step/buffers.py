@@ -20,6 +20,9 @@ __all__ = ["average_buffers"]
 log = logging.getLogger(__name__)
 
 _SHOWN = 3  # names in a message
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # in which bits of neighbours differ; int64 wraps around
+_DIGEST_BITS = 2**40 - 1
 
 
 @dataclass
@@ -38,68 +41,99 @@ def average_buffers(context: RunContext) -> None:
     in float64, where summing equal float32 numbers and dividing is exact. Evaluation and checkpoints are then the same
     on every rank, and training is not changed by it, as batch-norm trains with the batch's statistics. Other buffers
     that differ, which training may use, are named in a warning, once: between two averages every rank has its own.
+    So are whole numbers that differ, which have no mean: a digest of each is compared.
 
-    Memory: one float64 copy of the buffers. Collectives: one all-reduce an axis of degree above 1.
+    Memory: one float64 copy of floating-point buffers, one int64 copy of the largest other one. Collectives: one
+    all-reduce an axis of degree above 1.
     """
     import torch
     import torch.distributed as dist
 
     axes = [name for name in context.layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[name] > 1]
-    buffers = _changeable(context)
-    if not axes or not buffers:
+    buffers, counts = _changeable(context)
+    if not axes or not (buffers or counts):
         return
-    flat = torch.cat([buffer.reshape(-1).to(torch.float64) for _, buffer in buffers])
+    flat = torch.cat([*(each.reshape(-1).to(torch.float64) for _, each in buffers), *(_digest(x) for _, x in counts)])
+    own = flat.clone() if counts else flat
     num_ranks = 1
     for axis in axes:
         with context.span("all_reduce", group="buffers", axis=axis, bytes=flat.nbytes):
             dist.all_reduce(flat, group=context.mesh.get_group(axis))
         num_ranks *= context.degrees[axis]
     flat /= num_ranks
-    means = flat.split([buffer.numel() for _, buffer in buffers])
-    if torch_compat.active_fake_mode() is None:
-        _warn(context, axes, [(fqn, buffer, mean) for (fqn, buffer), mean in zip(buffers, means, strict=True)])
+    means = flat.split([buffer.numel() for _, buffer in buffers] + [1] * len(counts))
+    if torch_compat.active_fake_mode() is None and not _is_reported(context, axes):
+        averaged = [(fqn, buffer, mean) for (fqn, buffer), mean in zip(buffers, means, strict=False)]
+        start = flat.numel() - len(counts)
+        differing = (flat[start:] != own[start:]).tolist()
+        _warn(context, averaged, [fqn for (fqn, _), differs in zip(counts, differing, strict=True) if differs])
     with torch.no_grad():
-        for (_, buffer), mean in zip(buffers, means, strict=True):
+        for (_, buffer), mean in zip(buffers, means, strict=False):
             buffer.copy_(mean.view_as(buffer))
 
 
-def _warn(context: RunContext, axes: list[str], found: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-    """Name buffers that are other ones than their mean and no batch norm's; on the first rank of those averaged."""
-    warned, others = context.stash(_Warned), [*axes, *context.layout.names(Role.TENSOR)]
-    if warned.is_done or any(context.coordinates[axis] for axis in others):
-        return
+def _digest(counts: Tensor) -> Tensor:
+    """Return a whole number below 2**40 of a buffer's values, of which float64 adds up thousands exactly."""
+    import torch
+
+    values = counts.reshape(-1).to(torch.int64)
+    weights = torch.arange(1, values.numel() + 1, device=values.device) * _ODD
+    return ((values * weights).sum() & _DIGEST_BITS).to(torch.float64).reshape(1)
+
+
+def _is_reported(context: RunContext, axes: list[str]) -> bool:
+    """Whether buffers that differ are another rank's to name, or were named already."""
+    others = [*axes, *context.layout.names(Role.TENSOR)]
+    return context.stash(_Warned).is_done or any(context.coordinates[axis] for axis in others)
+
+
+def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], differing: Sequence[str]) -> None:
+    """Name buffers that are other ones than their mean, and whole numbers that differ, but for batch norm's."""
     statistics = {
         f"{fqn}.{name}".removeprefix(".")
         for part in context.parts
         for fqn, module in part.module.named_modules()
-        if hasattr(module, "track_running_stats")
-        for name in ("running_mean", "running_var")
+        for name in (*_STATISTICS, *getattr(module, "summed_buffers", ()))
+        if hasattr(module, "track_running_stats") or name not in _STATISTICS
     }
     differ = [
         fqn
-        for fqn, buffer, mean in found
+        for fqn, buffer, mean in averaged
         if fqn not in statistics and bool((mean.view_as(buffer).to(buffer.dtype) != buffer).any())
     ]
+    counted = [fqn for fqn in differing if fqn not in statistics]
+    context.stash(_Warned).is_done = bool(differ or counted)
     if differ:
-        warned.is_done = True
-        names = ", ".join(differ[:_SHOWN]) + f" and {len(differ) - _SHOWN} more" * (len(differ) > _SHOWN)
         log.warning(
             "buffers that the model updates from a rank's own samples differ between data-parallel ranks: %s; they are "
             "averaged here, and between two averages a forward that uses them computes on every rank with its own; "
             "write run.sync_buffers() after every optimizer.step(), or reduce the batch's statistics over all ranks in "
             "the model, as torch.nn.SyncBatchNorm does",
-            names,
+            _names(differ),
+        )
+    if counted:
+        log.warning(
+            "buffers of whole numbers that the model updates from a rank's own samples differ between data-parallel "
+            "ranks: %s; they are not averaged, every rank goes on with its own, and a checkpoint holds one rank's; sum "
+            "what they count over all ranks in the model, or name them in the module's summed_buffers and use them in "
+            "its after_step()",
+            _names(counted),
         )
 
 
-def _changeable(context: RunContext) -> list[tuple[str, Tensor]]:
-    """Return the buffers that are saved: the others are recomputed from nothing, so they carry no statistics."""
+def _names(fqns: Sequence[str]) -> str:
+    return ", ".join(fqns[:_SHOWN]) + f" and {len(fqns) - _SHOWN} more" * (len(fqns) > _SHOWN)
+
+
+def _changeable(context: RunContext) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Return the buffers that are saved, floating-point ones and others; those not saved carry no statistics."""
     from torch.distributed.tensor import DTensor
 
-    found: dict[int, tuple[str, Tensor]] = {}
+    floats: dict[int, tuple[str, Tensor]] = {}
+    counts: dict[int, tuple[str, Tensor]] = {}
     for part in context.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
         for fqn, buffer in part.module.named_buffers():
-            if fqn in persistent and buffer.is_floating_point() and not isinstance(buffer, DTensor):
-                found[id(buffer)] = (fqn, buffer)
-    return list(found.values())
+            if fqn in persistent and not isinstance(buffer, DTensor) and not buffer.is_complex():
+                (floats if buffer.is_floating_point() else counts)[id(buffer)] = (fqn, buffer)
+    return list(floats.values()), list(counts.values())

@@ -334,11 +334,25 @@ class RunningNormaliser(nn.Module):
         return self.linear(self.norm(x) + (x - self.centre) * self.scale)
 
 
-def diverged():
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("positive", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x):
+        self.calls += 1
+        self.positive += (x > 0).sum(0)
+        self.seen |= (x > 2).any(0)
+        return super().forward(x)
+
+
+def diverged(make):
     """Return what is warned of after two averages of buffers that differ between ranks."""
     records = []
     logging.getLogger("composer3d.step.buffers").addFilter(lambda record: records.append(record.getMessage()))
-    run = composed("[sharding.ddp]\n", model=RunningNormaliser())
+    run = composed("[sharding.ddp]\n", model=make())
     for seed in range(2):
         torch.manual_seed(2 * seed + run.context.rank)
         run.model(torch.randn(6, 3))
@@ -347,9 +361,15 @@ def diverged():
 
 
 def test_buffers_that_differ_and_are_no_batch_norms_are_named_once():
-    (message,), none = run_ranks(diverged, 2)
+    (message,), none = run_ranks(diverged, 2, RunningNormaliser)
     assert "differ between data-parallel ranks: centre; they are averaged here" in message
     assert "run.sync_buffers() after every optimizer.step()" in message and not none
+
+
+def test_whole_numbers_that_differ_are_named_once():
+    (message,), none = run_ranks(diverged, 2, Counting)
+    assert "differ between data-parallel ranks: positive; they are not averaged, every rank goes on" in message
+    assert not none
 
 
 def late():
