@@ -1,4 +1,4 @@
-"""Models that cannot be composed as they are: compiled or wrapped before, sharded already, or composed before."""
+"""Models that cannot be composed as they are: unreadable, compiled or wrapped, sharded already, or composed before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from composer3d.errors import TransformError
+from composer3d.initialisation import unreadable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,8 @@ def refuse_unsuitable(model: nn.Module) -> None:
     Raises:
         TransformError: With the FQN at fault, and what to pass instead.
     """
+    if (what := unreadable(model)) is not None:
+        raise TransformError(what)
     _refuse_compiled(model)
     _refuse_replicated(model)
     _refuse_sharded(model)

@@ -15,6 +15,7 @@ from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.recipe import Recipe, TensorSpec
 from composer3d.initialisation.recorder import record
 from composer3d.initialisation.ties import named_tensors, restore_ties, ties
+from composer3d.initialisation.unreadable import unreadable
 
 __all__ = [
     "Attachments",
@@ -34,4 +35,5 @@ __all__ = [
     "restore_ties",
     "seed_of",
     "ties",
+    "unreadable",
 ]

@@ -16,6 +16,7 @@ from composer3d.initialisation.recipe import Recipe
 from composer3d.initialisation.sharing import refuse_shared_memory
 from composer3d.initialisation.source_lines import is_torch, place_of_error, user_place
 from composer3d.initialisation.ties import named_tensors, ties
+from composer3d.initialisation.unreadable import unreadable
 from composer3d.torch_compat import dispatch_mode, has_argument, storage_key, tree_leaves, tree_map, written_tensors
 
 if TYPE_CHECKING:
@@ -290,15 +291,13 @@ class _Recorder:
         Raises:
             InitialisationError: A tensor was made outside the factory, or cannot be reached from the model.
         """
-        from torch.nn.parameter import is_lazy
-
+        if (what := unreadable(module)) is not None:
+            raise InitialisationError(what)
         tensors = dict(named_tensors(module))
         attributes = _attributes(module, {id(tensor) for tensor in tensors.values()})
         loose = _loose(module, {id(tensor) for tensor in tensors.values()} | {id(t) for t in attributes.values()})
         everything = {**tensors, **attributes, **loose}
         for fqn, tensor in everything.items():
-            if is_lazy(tensor):
-                raise InitialisationError(f'"{fqn}" has no shape before a first forward; give its layer all sizes')
             if tensor.device.type != "meta" or storage_key(tensor) not in self._made:
                 raise InitialisationError(f'"{fqn}" was made outside of the factory; {_INSTEAD}')
         specs = {fqn: self._log.spec(tensor) for fqn, tensor in everything.items()}

@@ -17,6 +17,7 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
+from composer3d.initialisation import unreadable
 from composer3d.manifest import Manifest, hide, resolve_reference
 from composer3d.processes import running
 from composer3d.runner.loss_functions import make_loss
@@ -212,33 +213,8 @@ def _refuse_unreadable(model: nn.Module) -> None:
     Raises:
         ModelError: With the FQN at fault.
     """
-    from torch.nn.parameter import is_lazy
-
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, fqn: str, above: tuple[nn.Module, ...]) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        for name, child in module.named_children():
-            inner = f"{fqn}.{name}".removeprefix(".")
-            if child is module or child in above:
-                raise ModelError(
-                    f'the model contains itself: "{inner}" is a module that it is inside of; keep a reference that is '
-                    "no submodule, in a tuple or a weakref for example",
-                    key="use",
-                )
-            walk(child, inner, (*above, module))
-
-    walk(model, "", ())
-    lazy = next((fqn for fqn, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)), None)
-    if lazy is not None:
-        owner = type(model.get_submodule(lazy.rpartition(".")[0])).__name__
-        raise ModelError(
-            f'"{lazy}" of a {owner} has no shape before the first forward; write a module with its sizes, such as '
-            "nn.Linear(in_features, out_features)",
-            key="use",
-        )
+    if (what := unreadable(model)) is not None:
+        raise ModelError(what, key="use")
 
 
 def _hugging_face(manifest: Manifest) -> HuggingFaceModel:

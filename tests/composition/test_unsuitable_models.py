@@ -8,7 +8,7 @@ import pytest
 from support.models import composed, seeded, unpadded
 from torch import nn
 
-from composer3d import TransformError
+from composer3d import ComposerError, TransformError
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n"
@@ -117,3 +117,40 @@ def wrapped(how):
 )
 def test_what_another_library_did_before_is_refused(how, message):
     assert run_ranks(wrapped, 2, how) == [message] * 2
+
+
+def around(inner, name):
+    """Return a module of which a module inside has it as a submodule."""
+    inner.__setattr__(name, outer := nn.Sequential(nn.Linear(8, 8), inner))
+    return outer
+
+
+def unreadable(make, as_factory):
+    with pytest.raises(ComposerError) as caught:
+        composed(FSDP, make if as_factory else make())
+    return str(caught.value).rpartition("[model] ")[2]
+
+
+@pytest.mark.parametrize("as_factory", [False, True])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.LazyLinear(8))),
+            '"1.0.weight" of a LazyLinear has no shape before the first forward; write a module with its sizes, such '
+            "as nn.Linear(in_features, out_features)",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d()),
+            '"1.weight" of a LazyBatchNorm1d has no shape before the first forward; write a module with its sizes, '
+            "such as nn.Linear(in_features, out_features)",
+        ),
+        (
+            lambda: around(nn.Tanh(), "owner"),
+            'the model contains itself: "1.owner" is a module that it is inside of; keep a reference that is no '
+            "submodule, in a tuple or a weakref for example",
+        ),
+    ],
+)
+def test_models_without_shapes_or_an_end_are_refused_with_the_module(make, message, as_factory):
+    assert unreadable(make, as_factory) == message

@@ -362,7 +362,11 @@ def test_what_cannot_be_found_again_is_refused():
         (lambda: existing, outside),
         (lambda: nn.ParameterList([on_meta]), '"0" was made outside of the factory; ' + INSTEAD),
         (hidden, loose),
-        (lambda: nn.LazyLinear(2), '"weight" has no shape before a first forward; give its layer all sizes'),
+        (
+            lambda: nn.LazyLinear(2),
+            '"weight" of a LazyLinear has no shape before the first forward; write a module with its sizes, such as '
+            "nn.Linear(in_features, out_features)",
+        ),
         (lambda: 3, "the factory returned int, not a torch.nn.Module"),
     ]:
         with pytest.raises(InitialisationError) as caught:
