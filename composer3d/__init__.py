@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         Units,
     )
     from composer3d.jobs.job import Job, launch
-    from composer3d.linear_selection import Share, linear_layers, on_shares, share_of
+    from composer3d.linear_selection import LinearSharding, linear_layers, linear_sharding, on_local_shards
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, Layout, Role
@@ -154,7 +154,7 @@ _MODULES = {
     "step.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
     "step.own_meshes": ("own_meshes",),
-    "linear_selection": ("Share", "linear_layers", "on_shares", "share_of"),
+    "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
@@ -228,6 +228,7 @@ __all__ = [
     "Layout",
     "LayoutOffer",
     "LayoutTraits",
+    "LinearSharding",
     "Loss",
     "LossError",
     "Manifest",
@@ -261,7 +262,6 @@ __all__ = [
     "Secret",
     "SequenceProjection",
     "SequenceProjections",
-    "Share",
     "Split",
     "Stateful",
     "StepAction",
@@ -286,13 +286,14 @@ __all__ = [
     "has_stacked_experts",
     "hookimpl",
     "import_config",
-    "linear_layers",
     "launch",
+    "linear_layers",
+    "linear_sharding",
     "load_manifest",
     "make_unit",
-    "multiply_experts",
     "map_tensors",
-    "on_shares",
+    "multiply_experts",
+    "on_local_shards",
     "own_meshes",
     "place",
     "plan",
@@ -302,7 +303,6 @@ __all__ = [
     "run",
     "seed_of",
     "select_fqns",
-    "share_of",
     "stacked_layers",
     "standing_in",
     "suggest",

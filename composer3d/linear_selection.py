@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["Share", "linear_layers", "on_shares", "share_of"]
+__all__ = ["LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"]
 
 
 def linear_layers(
@@ -95,7 +95,7 @@ def _refuse_none_in_blocks(fqns: Sequence[str], context: RunContext, multiple: i
         )
 
 
-class Share(NamedTuple):
+class LinearSharding(NamedTuple):
     """The summed dim of a linear layer's products that is sharded over tp.
 
     Args:
@@ -121,8 +121,8 @@ class Share(NamedTuple):
         return found
 
 
-def share_of(x: Any, weight: Any) -> Share | None:
-    """Return the sharding that `on_shares` computes a layer with; None where the layer is whole.
+def linear_sharding(x: Any, weight: Any) -> LinearSharding | None:
+    """Return the sharding that `on_local_shards` computes a layer with; None where the layer is whole.
 
     A scale shared by many elements equals one device's only if ranks agree on it where the dim of these elements is
     sharded.
@@ -141,11 +141,11 @@ def share_of(x: Any, weight: Any) -> Share | None:
         return None
     (placement,), mesh = weight.placements, weight.device_mesh
     if placement.is_shard():
-        return Share("outputs" if placement.is_shard(0) else "inputs", mesh)
-    return Share("tokens", mesh) if isinstance(x, DTensor) and x.placements[0].is_shard() else None
+        return LinearSharding("outputs" if placement.is_shard(0) else "inputs", mesh)
+    return LinearSharding("tokens", mesh) if isinstance(x, DTensor) and x.placements[0].is_shard() else None
 
 
-def on_shares(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+def on_local_shards(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *others: Any) -> Any:
     """Compute a linear layer by `product(x, weight, bias, *others)` on local tensors, whether sharded or whole.
 
     Where the weight is a DTensor of tp, every rank computes on its shards: y_...(O/T) where w_(O/T)I is sharded along

@@ -39,8 +39,8 @@ from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.criterion import Criterion
 from composer3d.step.engine import StepEngine
 from composer3d.step.guard import Guard
-from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import replica_axes, shared_axes
+from composer3d.step.loss_totals import LossTotals
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_streams import Streams
 from composer3d.step.whole_operators import compute_whole_operators
@@ -232,8 +232,8 @@ def _guard(
     )
 
 
-def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
-    """Make the ledger of losses, with the degrees over which data-parallel plugins average."""
+def _loss_totals(preparation: Preparation, group: Any, device: torch.device) -> LossTotals:
+    """Make the loss_totals of losses, with the degrees over which data-parallel plugins average."""
     import torch.distributed as dist
 
     context = preparation.context
@@ -245,7 +245,7 @@ def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledge
     peers = context.layout.degree(Role.TENSOR) - 1
     compares = peers and context.purpose == "run" and dist.get_backend(group) != "fake"
     spread = (1.0 if contributes else -1.0 / peers) if compares else 0.0
-    return Ledger(averages=averages, contributes=contributes, group=group, device=device, spread=spread)
+    return LossTotals(averages=averages, contributes=contributes, group=group, device=device, spread=spread)
 
 
 def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
@@ -336,7 +336,7 @@ def freeze(
         actions=_actions(preparation, acting),
         guard=_guard(preparation, group, device, plan, make_guard),
         flight=flight,
-        ledger=_ledger(preparation, group, device),
+        loss_totals=_loss_totals(preparation, group, device),
         streams=streams,
         criterion=criterion,
     )

@@ -24,7 +24,7 @@ from composer3d.composition.unsaved_shards import refuse_saving
 from composer3d.errors import StepError
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
-from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, let_go
+from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, reshard_units
 from composer3d.step.full_tensors import full
 from composer3d.step.measurement import measure
 from composer3d.step.optimizer import compose_step, make_optimizer
@@ -248,7 +248,7 @@ class Composition(OwnLoop):
         """
         if self._optimizer is not None:
             raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
-        let_go(self.parts)
+        reshard_units(self.parts)
         hooks = self._assembled.hooks
         plugin, optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=hooks)
         acts: Any = functools.partial(self._assembled.acting.named, plugin) if plugin else lambda inner: inner
@@ -337,7 +337,7 @@ class Composition(OwnLoop):
         Raises:
             StepError: Inside a step.
         """
-        let_go(self.parts)
+        reshard_units(self.parts)
         with self._engine.explaining():
             self._engine.parameters_loaded()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.composition.unsaved_shards import Shards, are_sharded
 from composer3d.errors import StepError
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.stored_rows import know_copy
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def copy_composed(model: nn.Module, context: RunContext, memo: dict[int, Any]) -
 
     Memory: this rank's shards once more; during a forward of the copy twice. Collectives: those of the forward.
     """
-    let_go(context.parts)
+    reshard_units(context.parts)
     return _copy(model, _Source(model=model, context=context), memo)
 
 
@@ -73,12 +73,12 @@ class _Source:
         import torch
 
         _refuse_gradients(copied, args, kwargs)
-        let_go(self.context.parts)
+        reshard_units(self.context.parts)
         with torch.no_grad(), _modes(copied, original), _values(_pairs(copied, original)):
             try:
                 return original(*args, **kwargs)
             finally:
-                let_go(self.context.parts)
+                reshard_units(self.context.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class _Copied:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module: Any = self
         source, _ = vars(module)["_composer3d_copied"]
-        let_go(source.context.parts)
+        reshard_units(source.context.parts)
         return _copy(module, source, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

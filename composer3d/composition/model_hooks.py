@@ -17,7 +17,7 @@ from composer3d.composition.second_derivatives import exchanging_axes, refuse_se
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.mesh import Role
 from composer3d.step.assigned_values import refuse_late_writes
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.whole_gradients import refuse_rank_gradients
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
 
     def reading(owner: nn.Module, *_: Any) -> None:
         if owner is module:
-            let_go(context.parts)
+            reshard_units(context.parts)
 
     def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
         return Shards(state) if owner is module and not prefix and are_sharded(state.values()) else state
@@ -127,7 +127,7 @@ def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -
     def loading(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         if id(owner) in names and not prefix:
             called[:] = [owner]
-            let_go(context.parts)
+            reshard_units(context.parts)
             assigns = bool(metadata.get("assign_to_params_buffers"))
             refuse_replacing(owner, state, within=names[id(owner)], assigns=assigns)
             record_loaded(owner, state, within=names[id(owner)], context=context)

@@ -11,7 +11,7 @@ from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
 from composer3d.composition.stage_parameters import named_parameters
 from composer3d.errors import StepError, did_you_mean
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.whole_gradients import whole_gradients
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class OwnLoop:
         Args:
             of_all_stages: Of a pipeline yield those of other stages, too, as scratch tensors: for loops that draw.
         """
-        let_go(self.parts)
+        reshard_units(self.parts)
         if self._assembled.has_schedule:
             yield from named_parameters(self.context, of_all_stages=of_all_stages)
         else:

@@ -20,7 +20,7 @@ from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.interfaces import Exports, Stateful
 from composer3d.mesh import Role
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.gradients import local
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Persistence:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's tensors; see `Composition.full_state_dict`."""
         context, result = self._assembled.context, {}
-        let_go(context.parts)
+        reshard_units(context.parts)
         for fqn, tensor in context.parts[0].module.state_dict().items():
             full = context.in_model_order(fqn, _full(tensor)).cpu()
             if context.rank == 0:
@@ -234,7 +234,7 @@ class Persistence:
 
         A stage may hold only a later name of a tie; the checkpoint knows the tensor by its first.
         """
-        let_go(
+        reshard_units(
             self._assembled.context.parts
         )  # gathered parameters that a backward was to free have no storage of theirs
         first = {fqn: group[0] for group in self._assembled.context.ties for fqn in group}

@@ -251,7 +251,7 @@ class ReplicaSteps:
         """Return what undoes the batches that follow in the open step, but for their gradients."""
         engine = self._engine
         kept = engine.call, engine.scaling.applied, state.count
-        undone = engine.ledger.mark(), engine.streams.mark()
+        undone = engine.loss_totals.mark(), engine.streams.mark()
 
         def undo() -> None:
             engine.call, engine.scaling.applied, state.count = kept
@@ -269,7 +269,7 @@ class ReplicaSteps:
         return Before(
             gradients=held,
             total=0.0 if is_first else self._total,
-            count=0.0 if is_first else self._engine.ledger.count,
+            count=0.0 if is_first else self._engine.loss_totals.count,
             announced=state.count,
         )
 
@@ -297,7 +297,7 @@ class ReplicaSteps:
         try:
             with self._context.span("all_reduce", group="replicas", axis=axis):
                 return average_over_groups(
-                    state, loss, before, count=self._engine.ledger.count, exchange=self._exchange
+                    state, loss, before, count=self._engine.loss_totals.count, exchange=self._exchange
                 )
         except ExchangeError as error:
             log.debug("step %d: %s", state.step, error)

@@ -8,7 +8,7 @@ from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
     from composer3d.runner.batch_size import BatchSize
-    from composer3d.runner.blackbox import ASKED, accounts_folder
+    from composer3d.runner.blackbox import REPORT_REQUEST, accounts_folder
     from composer3d.runner.ema import EMA
     from composer3d.runner.failures import FailureReport
     from composer3d.runner.housekeeping import set_timeout
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "batch_size": ("BatchSize",),
-    "blackbox": ("ASKED", "accounts_folder"),
+    "blackbox": ("REPORT_REQUEST", "accounts_folder"),
     "ema": ("EMA",),
     "failures": ("FailureReport",),
     "housekeeping": ("set_timeout",),
@@ -57,7 +57,7 @@ _MODULES = {
 }
 
 __all__ = [
-    "ASKED",
+    "REPORT_REQUEST",
     "BatchSize",
     "EMA",
     "Exported",

@@ -16,9 +16,9 @@ from composer3d.runner.progress import attempt_folder
 if TYPE_CHECKING:
     from composer3d import RunContext
 
-__all__ = ["ASKED", "BlackBox", "accounts_folder"]
+__all__ = ["REPORT_REQUEST", "BlackBox", "accounts_folder"]
 
-ASKED = "asked"  # a file in the attempt's folder: ranks report their state when it changes
+REPORT_REQUEST = "asked"  # a file in the attempt's folder: ranks report their state when it changes
 _LOOK_S = 0.3
 _KEPT = 400  # collectives of each group in a rank's report
 
@@ -109,7 +109,7 @@ class BlackBox:
 
 
 def _is_question(name: str) -> bool:
-    return name == ASKED or (name.startswith("rank-") and name.endswith(".json"))
+    return name == REPORT_REQUEST or (name.startswith("rank-") and name.endswith(".json"))
 
 
 def _memory(device: Any) -> dict[str, int]:

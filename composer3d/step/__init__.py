@@ -5,7 +5,7 @@ from __future__ import annotations
 from composer3d.step.call_sites import caller
 from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.criterion import Criterion
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.full_tensors import full, gather_full
 from composer3d.step.gradients import local
 from composer3d.step.guard import Guard, Totals
@@ -39,7 +39,7 @@ __all__ = [
     "full",
     "gather_full",
     "exclusions",
-    "let_go",
+    "reshard_units",
     "local",
     "loss_of_model",
     "map_tensors",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.step.call_sites import caller
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.run_meshes import owners_of, owns, sharded_parameters
 from composer3d.step.stored_rows import record_write, sharded_like
 
@@ -87,7 +87,7 @@ def assign_values(tensor: DTensor, value: Any) -> bool:
         context, assigned = found
         unit = assigned.units[id(tensor)]
         if unit is not None and unit.is_gathered:
-            let_go(context.parts)
+            reshard_units(context.parts)
         own = shard if any(shard is p for p in sharded_parameters(context).values()) else None
         torch_compat.take_local(tensor, shard.detach() if own is not None else shard, unit)
         _remember(assigned, tensor, value if shard is not value else None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Rows", "Share", "fill", "row_seed"]
+__all__ = ["Rows", "DimShard", "fill", "row_seed"]
 
 _BITS = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -40,7 +40,7 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class DimShard:
     """The shard of a tensor that one of several ranks holds.
 
     Args:
@@ -86,7 +86,7 @@ def row_seed(key: int, row: int) -> int:
 
 
 def fill(
-    out: Tensor, kind: str, parameters: tuple[float, ...], *, key: int, rows: Rows, share: Share | None = None
+    out: Tensor, kind: str, parameters: tuple[float, ...], *, key: int, rows: Rows, shard: DimShard | None = None
 ) -> Tensor:
     """Fill a tensor in place, whose dim 0 holds the rows in order, and return it.
 
@@ -96,7 +96,7 @@ def fill(
         parameters: Its arguments.
         key: Of the draw.
         rows: Which.
-        share: `out` is the shard of a tensor that holds the rows.
+        shard: `out` is the shard of a tensor that holds the rows.
 
     Memory: 16 bytes a number where a row has at most 1024, else a copy where `out` is not contiguous; of a shard for
     the whole tensor.
@@ -104,7 +104,7 @@ def fill(
     import torch
 
     with torch.no_grad():
-        shape = tuple(out.shape) if share is None else share.whole(tuple(out.shape))
+        shape = tuple(out.shape) if shard is None else shard.whole(tuple(out.shape))
         is_direct = out.is_contiguous() and shape == tuple(out.shape)
         whole = out if is_direct else torch.empty(shape, dtype=out.dtype, device=out.device)
         flat = whole.view(rows.count, -1)
@@ -116,7 +116,7 @@ def fill(
                 generator.manual_seed(row_seed(key, rows.first + place))
                 getattr(flat[place], kind)(*parameters, generator=generator)
         if not is_direct:
-            out.copy_(whole if share is None or shape == tuple(out.shape) else share.local(whole))
+            out.copy_(whole if shard is None or shape == tuple(out.shape) else shard.local(whole))
     return out
 
 

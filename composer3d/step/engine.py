@@ -14,10 +14,10 @@ from composer3d.step import gradients
 from composer3d.step.accumulated_steps import AccumulatedSteps
 from composer3d.step.criterion import Criterion
 from composer3d.step.dropped_gradients import DroppedGradients
-from composer3d.step.evaluation import let_go
+from composer3d.step.evaluation import reshard_units
 from composer3d.step.guard import Guard
-from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import Decided, LoopState
+from composer3d.step.loss_totals import LossTotals
 from composer3d.step.microbatches import num_samples, split_batch
 from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.outside_parameters import OutsideParameters
@@ -51,11 +51,11 @@ class StepEngine:
         actions: Sequence[StepAction],
         guard: Guard,
         flight: Flight | None,
-        ledger: Ledger,
+        loss_totals: LossTotals,
         streams: Streams,
         criterion: Criterion,
     ) -> None:
-        self._context, self._guard, self.ledger, self.streams = context, guard, ledger, streams
+        self._context, self._guard, self.loss_totals, self.streams = context, guard, loss_totals, streams
         self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
             flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
         )
@@ -85,7 +85,7 @@ class StepEngine:
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
-        self.ledger.clear()
+        self.loss_totals.clear()
         self._dropped.forget()
         self.call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
         self._used, self.is_stepping, self._own = False, False, None
@@ -164,7 +164,7 @@ class StepEngine:
         self, batch: Batch, *, identity: int, size: int | None, number: int, evaluate: Callable[[Sequence[Batch]], None]
     ) -> tuple[Tensor, float]:
         """Run one batch without gradients; see `Composition.evaluate`."""
-        if self.ledger.pending:
+        if self.loss_totals.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = split_batch(batch, size)
         counts = self.criterion.count_all(microbatches)
@@ -175,22 +175,22 @@ class StepEngine:
             streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
             with streams, self.explaining(), self._context.span("evaluate"), units:
                 evaluate(microbatches)
-            return self.ledger.settle(len(microbatches), has_gradient=False)
+            return self.loss_totals.settle(len(microbatches), has_gradient=False)
         finally:
             self._equal, self._evaluating = outer, False
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
         if self._evaluating:
-            return self.ledger.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
-        return self.scaling.scale(self.ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
+            return self.loss_totals.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
+        return self.scaling.scale(self.loss_totals.scaled(self.criterion.loss(output, target, equal=self._equal)))
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
-            loss, _ = self.ledger.settle(num_microbatches, also=self.units.numbers(), own=self._own is not None)
-        self.units.settle(self.ledger.added)
-        if self.ledger.auxiliary:
-            state.metrics["auxiliary_loss"] = self.ledger.auxiliary
+            loss, _ = self.loss_totals.settle(num_microbatches, also=self.units.numbers(), own=self._own is not None)
+        self.units.settle(self.loss_totals.added)
+        if self.loss_totals.auxiliary:
+            state.metrics["auxiliary_loss"] = self.loss_totals.auxiliary
         if self._context.claimants("moved_gradients"):
             return loss
         self.units.drop_unused()
@@ -209,7 +209,7 @@ class StepEngine:
         return self.parameter_hooks.held(number, is_last=is_last, is_stepped=is_stepped)
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.scaling.correct(parameters, 1.0 if self._own and self._own.is_summed else self.ledger.correction)
+        self.scaling.correct(parameters, 1.0 if self._own and self._own.is_summed else self.loss_totals.correction)
 
     @property
     def is_running(self) -> bool:
@@ -244,7 +244,7 @@ class StepEngine:
         if torch.is_grad_enabled():
             self._gathered = True
         else:
-            let_go(self._context.parts, held=False)
+            reshard_units(self._context.parts, held=False)
 
     def backward(self, value: Any, *, last: bool, reduction: Reduction | None = None) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
@@ -263,19 +263,19 @@ class StepEngine:
         self.begin_microbatch(self._own.calls - 1, last)
         held = self._hooks_held(is_last=last)
         with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
-            self.scaling.scale(self.ledger.scaled(loss)).backward()
+            self.scaling.scale(self.loss_totals.scaled(loss)).backward()
         self.end_microbatch()
         self._gathered = state.forward_done = False
         if not last:
             return None
-        mean = self._settle(state, self.ledger.pending) * self._own.handed()
+        mean = self._settle(state, self.loss_totals.pending) * self._own.handed()
         if self.stepper is None and not self._context.claimants("moved_gradients"):
             self._dropped.complete(state)
         return mean
 
     def _begin_anew(self) -> None:
         """Drop the counts of this step's backwards, whose gradients were dropped."""
-        self.ledger.clear()
+        self.loss_totals.clear()
         self._dropped.forget()
         self.scaling.begin()
         self._own, self._used, self.own_steps.num_backwards = None, False, 0
@@ -283,11 +283,11 @@ class StepEngine:
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
         self._agree([self._own.count], identity)
-        self._own.total = self.ledger.divisor or 1
+        self._own.total = self.loss_totals.divisor or 1
 
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""
-        self.ledger.forget()
+        self.loss_totals.forget()
 
     def _agree(self, counts: Sequence[int], identity: int) -> None:
         assert self.state is not None, "inside a step"
@@ -299,7 +299,7 @@ class StepEngine:
             totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, decided=decided)
         self.call, self._equal = self.call + 1, totals.equal
         self.state.count += totals.count
-        self.ledger.announce(totals.count)
+        self.loss_totals.announce(totals.count)
 
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
@@ -311,15 +311,15 @@ class StepEngine:
         """Reshard units that a forward without a backward has gathered."""
         if self._gathered:
             self._gathered = False
-            let_go(state.parts)
+            reshard_units(state.parts)
 
     def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
-        refuse_incomplete(call, step=state.step, is_pending=bool(self.ledger.pending), is_foreign=is_foreign)
+        refuse_incomplete(call, step=state.step, is_pending=bool(self.loss_totals.pending), is_foreign=is_foreign)
         self._used = True
         parameters = list(state.parameters())
         if self.stepper is not None:  # no gradients are left
-            self.stepper.finish(self.ledger.correction)
+            self.stepper.finish(self.loss_totals.correction)
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
         if self._context.claimants("moved_gradients"):

@@ -13,7 +13,7 @@ from composer3d.interfaces import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EvaluatedWeights", "Evaluation", "evaluating", "let_go"]
+__all__ = ["EvaluatedWeights", "Evaluation", "evaluating", "reshard_units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ def evaluating(parts: Sequence[Part]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        let_go(parts)
+        reshard_units(parts)
 
 
-def let_go(parts: Sequence[Part], *, held: bool = True) -> None:
+def reshard_units(parts: Sequence[Part], *, held: bool = True) -> None:
     """Reshard parameters that are kept gathered for a backward. Collectives: none.
 
     Args:

@@ -28,7 +28,7 @@ from composer3d.initialisation import seed_of
 from composer3d.mesh import Layout, Role
 from composer3d.step import sample_draws
 from composer3d.step.call_sites import caller
-from composer3d.step.counter_random import Rows, Share
+from composer3d.step.counter_random import DimShard, Rows
 from composer3d.step.microbatches import num_samples
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ class Streams:
         self._islands = "/".join(str(coordinates[name]) for name in layout.names(Role.INDEPENDENT))
         self._positions = "/".join(str(coordinates[name]) for name in layout.names(Role.SEQUENCE))
         self._index, self._degree = layout.index(rank, Role.BATCH), layout.degree(Role.BATCH)
-        self._tensor, self._cuts = layout.index(rank, Role.TENSOR), layout.degree(Role.TENSOR)
-        self._share: Share | None = None
+        self._tensor = {"index": layout.index(rank, Role.TENSOR), "degree": layout.degree(Role.TENSOR)}
+        self._shard: DimShard | None = None
         self._place = (0, 0, 0)
         self._outside: list[Tensor] | None = None
         self._parts, self.policy = parts, policy
@@ -247,12 +247,12 @@ class Streams:
 
         before, states = torch.default_generator.initial_seed(), self._states() if self._outside is None else None
         self._set(self._sharded, site + 1, before)
-        outer, self._is_sharded, self._has_drawn = (self._is_sharded, self._share), True, True
-        self._share = None if dim is None else Share(dim=dim, parts=tuple(parts), index=self._tensor, degree=self._cuts)
+        outer, self._is_sharded, self._has_drawn = (self._is_sharded, self._shard), True, True
+        self._shard = None if dim is None else DimShard(dim=dim, parts=tuple(parts), **self._tensor)
         try:
             yield
         finally:
-            self._is_sharded, self._share = outer
+            self._is_sharded, self._shard = outer
             if states is None:
                 self._set(self._replicated, 1, before)
             else:
@@ -300,19 +300,19 @@ class Streams:
         if draw is None or before not in self._known:  # else the model has seeded the generators itself
             return func(*args, **kwargs)
         drawn = self._drawn.get(before) or self._next(func, draw, before)
-        has_samples = draw.has_samples(drawn.rows.count, self._share) and draw.by_sample is not None
-        if self._is_sharded and (self._share is None or not has_samples):
+        has_samples = draw.has_samples(drawn.rows.count, self._shard) and draw.by_sample is not None
+        if self._is_sharded and (self._shard is None or not has_samples):
             return func(*args, **kwargs)
         self.is_common = draw.is_common(drawn.rows.count)
         first = 0 if self.is_common else drawn.rows.first
-        self._seed_all(seed_of(drawn.key, first, 0 if self._share is None else self._share.index))
+        self._seed_all(seed_of(drawn.key, first, 0 if self._shard is None else self._shard.index))
         try:
             if not has_samples:
                 return func(*args, **kwargs)
             if self.watch is not None:
                 self.watch(func, args, kwargs)
             with torch_compat.without_torch_functions():
-                return draw.by_sample(drawn.key, drawn.rows, self._share)  # type: ignore[misc]
+                return draw.by_sample(drawn.key, drawn.rows, self._shard)  # type: ignore[misc]
         finally:
             self.is_common = False
             self._seed_all(drawn.after)
@@ -351,8 +351,8 @@ class Streams:
                 place=place,
                 shape=draw.shape,
                 num_samples=self._rows.count,
-                by_sample=(draw.has_samples(self._rows.count, self._share) or draw.is_common(self._rows.count))
-                and (not self._is_sharded or self._share is not None)
+                by_sample=(draw.has_samples(self._rows.count, self._shard) or draw.is_common(self._rows.count))
+                and (not self._is_sharded or self._shard is not None)
                 and stage is None,
             )
         return drawn

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.counter_random import Rows, Share, fill, row_seed
+from composer3d.step.counter_random import DimShard, Rows, fill, row_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,22 +29,22 @@ class Draw:
 
     Args:
         shape: Of what it draws, or drops from.
-        by_sample: Called with a key, rows, and the share of a whole tensor that the shape is; returns what the function
+        by_sample: Called with a key, rows, and the shard of a tensor that has the shape; returns what the function
             returns. None where that is not possible.
         batch_dim: The dim of the shape that holds the samples.
         is_called: The function itself is called for every sample, so it has to have whole samples.
     """
 
     shape: tuple[int, ...]
-    by_sample: Callable[[int, Rows, Share | None], Any] | None
+    by_sample: Callable[[int, Rows, DimShard | None], Any] | None
     batch_dim: int = 0
     is_called: bool = False
 
-    def has_samples(self, count: int, share: Share | None = None) -> bool:
+    def has_samples(self, count: int, shard: DimShard | None = None) -> bool:
         """Return whether the leading dim holds so many samples."""
-        if self.by_sample is None or (share is not None and (self.is_called or not share.fits(self.shape))):
+        if self.by_sample is None or (shard is not None and (self.is_called or not shard.fits(self.shape))):
             return False
-        shape = self.shape if share is None else share.whole(self.shape)
+        shape = self.shape if shard is None else shard.whole(self.shape)
         leads = shape[self.batch_dim] if len(shape) > self.batch_dim else 0
         return leads > 0 and leads % count == 0
 
@@ -90,14 +90,14 @@ def _filling(make: Callable[[], Tensor], shape: Any, kind: str, *parameters: Any
 
     p = parameters[0] if kind == "bernoulli_" else None
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
         with torch.no_grad():
             out = make()
             if not isinstance(p, torch.Tensor):
-                return fill(out, kind, parameters, key=key, rows=rows, share=share)
+                return fill(out, kind, parameters, key=key, rows=rows, shard=shard)
             wide = torch.promote_types(p.dtype, torch.float32)
             drawn = torch.empty(out.shape, dtype=wide, device=out.device)
-            return out.copy_(fill(drawn, "uniform_", (0.0, 1.0), key=key, rows=rows, share=share) < p)
+            return out.copy_(fill(drawn, "uniform_", (0.0, 1.0), key=key, rows=rows, shard=shard) < p)
 
     return Draw(shape=tuple(shape), by_sample=by_sample)
 
@@ -186,9 +186,9 @@ def _normal(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     options = {key: kwargs[key] for key in ("dtype", "device") if key in kwargs}
     like = tensors[0] if tensors else torch.empty(0, **options)
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
         out = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return fill(out, "normal_", (), key=key, rows=rows, share=share) * std + mean
+        return fill(out, "normal_", (), key=key, rows=rows, shard=shard) * std + mean
 
     return Draw(shape=shape, by_sample=by_sample)
 
@@ -219,9 +219,9 @@ def _dropout(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
             return Draw(shape=(), by_sample=None)
         shape = (*shape[:2], *(1,) * (x.ndim - 2))
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
         kept = torch.empty(shape, dtype=torch.bool, device=x.device)
-        kept = fill(kept, "bernoulli_", (1.0 - p,), key=key, rows=rows, share=share)
+        kept = fill(kept, "bernoulli_", (1.0 - p,), key=key, rows=rows, shard=shard)
         if "alpha" in name:
             # What is dropped becomes selu's least value, and all is scaled so that mean and variance stay.
             least = 1.7580993408473766 / math.sqrt((1.7580993408473766**2 * p + 1.0) * (1.0 - p))
@@ -247,7 +247,7 @@ def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get("inplace") or name.endswith("_"):
         return Draw(shape=tuple(first.shape), by_sample=None)
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
         found = []
         size = first.shape[0] // rows.count
         for place in range(rows.count):
@@ -281,7 +281,7 @@ def _heads(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if query.ndim != 3:
         return Draw(shape=(), by_sample=None)
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
         size = query.shape[1] // rows.count
         outputs, weights = [], []
         for place in range(rows.count):
@@ -317,7 +317,7 @@ def _recurrent(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return Draw(shape=(), by_sample=None)
     x, batch_dim = args[0], 0 if args[8] else 1
 
-    def by_sample(key: int, rows: Rows, share: Share | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
         size = x.shape[batch_dim] // rows.count
         found = []
         # cuDNN keeps the state of its dropout for itself, whatever the seeds.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.interfaces import Exports
-from composer3d.step import let_go, local
+from composer3d.step import local, reshard_units
 from composer3d.torch_compat import is_wrapper_subclass
 from composer3d.verification.comparison import largest_of
 from composer3d.verification.evidence.gains import gains_of
@@ -147,7 +147,7 @@ def _samples(
             found.append(
                 float(objective_of(loss_of(subject, run, pieces[0], counts[0], counts), counts, backward=False))
             )
-        let_go(run.parts)  # the next weights are for the shards of what a plugin computes in units
+        reshard_units(run.parts)  # the next weights are for the shards of what a plugin computes in units
     _set_weights(run, matrices)
     run.parameters_changed()
     return found

@@ -14,7 +14,7 @@ from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
 from composer3d.observation import Account
 from composer3d.registry import Catalogue
-from composer3d.runner import ASKED, LastSeen, accounts_folder, attempts_of
+from composer3d.runner import REPORT_REQUEST, LastSeen, accounts_folder, attempts_of
 
 __all__ = ["Evidence", "Span", "Witness", "nonfinite_finders", "read_anomalies", "read_evidence"]
 
@@ -171,7 +171,7 @@ def _ask(run: Path) -> tuple[dict[int, LastSeen], bool]:
     if not before:
         return {}, False
     asked_ns = time.time_ns()
-    (attempts[-1] / ASKED).write_text("")
+    (attempts[-1] / REPORT_REQUEST).write_text("")
     deadline = time.monotonic() + _PATIENCE_S
     folder = accounts_folder(run)
     while time.monotonic() < deadline:

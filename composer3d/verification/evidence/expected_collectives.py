@@ -28,7 +28,7 @@ __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes",
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
     "composer3d.step.guard.",
-    "composer3d.step.ledger.",
+    "composer3d.step.loss_totals.",
     "composer3d.step.gradients.total_norm",
     "composer3d.step.unit_record.",
 )

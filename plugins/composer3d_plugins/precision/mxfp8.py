@@ -16,7 +16,7 @@ from composer3d import (
     hookimpl,
     linear_layers,
     multiply_experts,
-    on_shares,
+    on_local_shards,
     plugin,
     stacked_layers,
     torch_compat,
@@ -159,7 +159,7 @@ class MXFP8:
 
             def forward(self, input: Tensor) -> Tensor:
                 """Multiply in MXFP8, on the local shards of a DTensor."""
-                y: Tensor = on_shares(product, input, self.weight, self.bias)
+                y: Tensor = on_local_shards(product, input, self.weight, self.bias)
                 return y
 
         Multiplied.__name__ = Multiplied.__qualname__ = "MXFP8Linear"

@@ -14,10 +14,10 @@ from composer3d import (
     has_stacked_experts,
     hookimpl,
     linear_layers,
+    linear_sharding,
     multiply_experts,
-    on_shares,
+    on_local_shards,
     plugin,
-    share_of,
     stacked_layers,
     torch_compat,
 )
@@ -25,7 +25,7 @@ from composer3d import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from composer3d import Share
+    from composer3d import LinearSharding
 
 
 @plugin(family="precision")
@@ -94,12 +94,12 @@ class Int8:
             multiply=training.scaled_int8_mm,
         )
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None) -> Tensor:
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: LinearSharding | None) -> Tensor:
             # Sums of products of int8 are beyond float16 before they are scaled.
             wide: list[Any] = [x, weight, bias]
             if x.dtype is torch.float16:
                 wide = [None if tensor is None else tensor.float() for tensor in wide]
-            y: Tensor = Products.apply(*wide, form, share)
+            y: Tensor = Products.apply(*wide, form, sharding)
             return y.to(x.dtype)
 
         class Multiplied(nn.Linear):
@@ -107,15 +107,15 @@ class Int8:
 
             def forward(self, input: Tensor) -> Tensor:
                 """Multiply."""
-                share = share_of(input, self.weight)
-                y: Tensor = on_shares(partial(product, share=share), input, self.weight, self.bias)
+                sharding = linear_sharding(input, self.weight)
+                y: Tensor = on_local_shards(partial(product, sharding=sharding), input, self.weight, self.bias)
                 return y
 
         Multiplied.__name__ = Multiplied.__qualname__ = "Int8Linear"
         for fqn in fqns:
             module = model.get_submodule(fqn)
             if has_stacked_experts(module):
-                multiply_experts(module, partial(product, bias=None, share=None), fqn=fqn, by="int8")
+                multiply_experts(module, partial(product, bias=None, sharding=None), fqn=fqn, by="int8")
             else:
                 module.__class__ = Multiplied
         return fqns

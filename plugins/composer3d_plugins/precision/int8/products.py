@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer3d import Share, torch_compat
+from composer3d import LinearSharding, torch_compat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,44 +45,46 @@ class Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, share: Share | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, sharding: LinearSharding | None
+    ) -> Tensor:
         """Multiply inputs and weights."""
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.form, ctx.share = bias is not None, form, share
+        ctx.has_bias, ctx.form, ctx.sharding = bias is not None, form, sharding
         matrix = weight.to(x.dtype).T
-        y = _product(x, matrix, _agreeing(share, "inputs"), form) if form.output else x @ matrix
+        y = _product(x, matrix, _agreeing(sharding, "inputs"), form) if form.output else x @ matrix
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply gradients of outputs by weights, and inputs by gradients of outputs."""
         x, weight = ctx.saved_tensors
-        (gradient,), form, share = gradients, ctx.form, ctx.share
+        (gradient,), form, sharding = gradients, ctx.form, ctx.sharding
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             matrix = weight.to(x.dtype)
             narrow = form.grad_input
-            of_x = _product(gradient, matrix, _agreeing(share, "outputs"), form) if narrow else gradient @ matrix
+            of_x = _product(gradient, matrix, _agreeing(sharding, "outputs"), form) if narrow else gradient @ matrix
         rows = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             inputs = x.flatten(0, -2)
             narrow = form.grad_weight
-            of_weight = _product(inputs.T, rows, _agreeing(share, "tokens"), form).T if narrow else rows.T @ inputs
+            of_weight = _product(inputs.T, rows, _agreeing(sharding, "tokens"), form).T if narrow else rows.T @ inputs
         if ctx.needs_input_grad[2] and ctx.has_bias:
             of_bias = rows.sum(0)
         return of_x, of_weight, of_bias, None, None
 
 
-def _agreeing(share: Share | None, of: str) -> Share | None:
-    return share if share is not None and share.of == of else None
+def _agreeing(sharding: LinearSharding | None, of: str) -> LinearSharding | None:
+    return sharding if sharding is not None and sharding.of == of else None
 
 
-def _product(a: Tensor, b: Tensor, share: Share | None, form: Form) -> Tensor:
+def _product(a: Tensor, b: Tensor, sharding: LinearSharding | None, form: Form) -> Tensor:
     """Return a_RK @ b_KC, with a scale per row of `a` and column of `b`, all-reduced if K is sharded."""
     rows, columns = a.flatten(0, -2), b.T
     largest = torch.cat([rows.abs().amax(1), columns.abs().amax(1)])
-    if share is not None:
-        largest = share.largest(largest)
+    if sharding is not None:
+        largest = sharding.largest(largest)
     of_rows, of_columns = (largest / LARGEST).split([rows.shape[0], columns.shape[0]])
     y = form.multiply(
         _rounded(rows, of_rows), _rounded(columns, of_columns).T, of_rows.contiguous(), of_columns.contiguous()

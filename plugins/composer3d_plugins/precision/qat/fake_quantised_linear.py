@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, Share, StoredOrders, on_shares, share_of, torch_compat
+from composer3d import LinearSharding, RunContext, StoredOrders, linear_sharding, on_local_shards, torch_compat
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Pieces:
         of_columns, of_slots, of_back = (torch.tensor(each, device=device) for each in (groups, slots, back))
         return cls(groups=of_columns, slots=of_slots, back=of_back, num_groups=num_groups)
 
-    def rounded(self, weight: Tensor, quantiser: Any, share: Share) -> Tensor:
+    def rounded(self, weight: Tensor, quantiser: Any, sharding: LinearSharding) -> Tensor:
         """Return a local shard `[rows, columns]`, rounded with the scales of the whole weight.
 
         Collectives: one all-reduce.
@@ -67,7 +67,7 @@ class Pieces:
 
         values = weight.detach().abs()
         largest = values.new_zeros(len(weight), self.num_groups)
-        largest = share.largest(largest.scatter_reduce_(1, self.groups.expand_as(values), values, "amax"))
+        largest = sharding.largest(largest.scatter_reduce_(1, self.groups.expand_as(values), values, "amax"))
         filled: Tensor = quantiser(torch.cat([weight, largest], 1)[:, self.slots])
         return filled[:, self.back]
 
@@ -104,14 +104,14 @@ class Rounding:
 
     def linear(self, module: Any, x: Any, context: RunContext) -> Any:
         """Compute a layer with rounded operands."""
-        share = share_of(x, module.weight)
-        if share is None or share.of != "inputs":
-            return on_shares(self._product, x, module.weight, module.bias)
+        sharding = linear_sharding(x, module.weight)
+        if sharding is None or sharding.of != "inputs":
+            return on_local_shards(self._product, x, module.weight, module.bias)
         known = vars(module)
         if "pieces" not in known:
-            module.pieces = self._pieces(module, share, context)
-        product = partial(self._product, share=share, pieces=known["pieces"])
-        return on_shares(product, x, module.weight, module.bias)
+            module.pieces = self._pieces(module, sharding, context)
+        product = partial(self._product, sharding=sharding, pieces=known["pieces"])
+        return on_local_shards(product, x, module.weight, module.bias)
 
     def product(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return y_BO of plain operands, both rounded."""
@@ -133,35 +133,35 @@ class Rounding:
         x_BI: Tensor,
         weight_OI: Tensor,
         bias: Tensor | None,
-        share: Share | None = None,
+        sharding: LinearSharding | None = None,
         pieces: Pieces | None = None,
     ) -> Tensor:
         import torch.nn.functional as F
 
         if self.of_tokens is not None:
-            x_BI = self.of_tokens(x_BI) if share is None else self._tokens(x_BI, share)
-        if pieces is None or share is None:
+            x_BI = self.of_tokens(x_BI) if sharding is None else self._tokens(x_BI, sharding)
+        if pieces is None or sharding is None:
             return F.linear(x_BI, self.of_weights(weight_OI), bias)
-        return F.linear(x_BI, pieces.rounded(weight_OI, self.of_weights, share), bias)
+        return F.linear(x_BI, pieces.rounded(weight_OI, self.of_weights, sharding), bias)
 
-    def _tokens(self, x_BI: Tensor, share: Share) -> Tensor:
+    def _tokens(self, x_BI: Tensor, sharding: LinearSharding) -> Tensor:
         """Round sharded tokens x_...(I/T) by the range of x_...I, appended to them for torchao to see."""
         import torch
 
         own_BI = x_BI.detach()
-        ends = share.largest(torch.cat([-own_BI.amin(-1, keepdim=True), own_BI.amax(-1, keepdim=True)], -1))
+        ends = sharding.largest(torch.cat([-own_BI.amin(-1, keepdim=True), own_BI.amax(-1, keepdim=True)], -1))
         lowest, highest = ends.split(1, -1)
         rounded_BI: Tensor = self.of_tokens(torch.cat([x_BI, -lowest, highest], -1))
         return rounded_BI[..., :-2]
 
-    def _pieces(self, module: Any, share: Share, context: RunContext) -> Pieces | None:
+    def _pieces(self, module: Any, sharding: LinearSharding, context: RunContext) -> Pieces | None:
         """Return pieces of groups, if the shard boundary of the inputs splits any."""
         order = context.stash(StoredOrders).by_name.get(f"{module.fqn}.weight")
         stored: Sequence[int] = range(module.weight.shape[1])
         if order is not None and order.dim == 1:
             stored = [column for start, length in order.runs for column in range(start, start + length)]
-        size = len(stored) // share.mesh.size()
-        first = share.mesh.get_local_rank() * size
+        size = len(stored) // sharding.mesh.size()
+        first = sharding.mesh.get_local_rank() * size
         own = list(stored)[first : first + size]
         num_groups = len(stored) // self.group_size
         return Pieces.of(own, size=self.group_size, num_groups=num_groups, device=module.weight.device)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import on_shares
+from composer3d import on_local_shards
 from composer3d_plugins.precision.qlora.nf4 import Format, levels
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _on_local_shards(module: Any, x: Any) -> Any:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
         return _product(module, x, weight, bias, a, b, is_sharded=is_sharded)
 
-    return on_shares(product, x, weight, module.bias, a, b)
+    return on_local_shards(product, x, weight, module.bias, a, b)
 
 
 def _product(

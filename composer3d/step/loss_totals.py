@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Ledger"]
+__all__ = ["LossTotals"]
 
 _NUMBERS = 6
 _SPREAD = 1e-2  # of the loss; what ranks along tp compute alike differs by roundings at most
@@ -39,7 +39,7 @@ class _Entry:
         return self.divided.part(self.factor)
 
 
-class Ledger:
+class LossTotals:
     """Loss sums and counts of one step.
 
     Losses are divided by the valid tokens of the step's first batch before backward, because low precision rounds
