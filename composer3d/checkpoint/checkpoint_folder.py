@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from composer3d.checkpoint.checksums import digest, open_file, write_file
-from composer3d.checkpoint.foreign_files import foreign_in, refuse_foreign, refuse_foreign_marker
+from composer3d.checkpoint.foreign_files import foreign_in, own_files, refuse_foreign, refuse_foreign_marker
 from composer3d.errors import CheckpointError
 
 __all__ = ["complete", "discard", "latest", "prepare", "prune", "publish", "require", "require_name"]
@@ -89,7 +89,8 @@ def latest(folder: Path) -> Path | None:
 def prune(folder: Path, keep: int) -> tuple[Path, ...]:
     """Remove all complete checkpoints but the last few, never the one that the marker names; return the removed.
 
-    Called by one rank.
+    What no save wrote, an evaluation's results for example, is left in the folder of a removed one, and logged. Called
+    by one rank.
 
     Args:
         folder: Holds the checkpoints.
@@ -100,7 +101,12 @@ def prune(folder: Path, keep: int) -> tuple[Path, ...]:
     name = _marked(folder)
     removed = tuple(path for _, path in list(_steps(folder))[:-keep] if path.name != name)
     for path in removed:
-        discard(path)
+        if path.is_symlink() or not (foreign := foreign_in(path)):
+            discard(path)
+            continue
+        log.warning("%s: %s, which no save wrote; the checkpoint is removed, and that is left", path, foreign)
+        for file in own_files(path):
+            file.unlink()
     return removed
 
 
@@ -111,9 +117,20 @@ def prepare(path: Path) -> Path:
         The folder beside `path` in which the checkpoint is to be written.
 
     Raises:
-        CheckpointError: There is something else than a checkpoint, which a save would delete.
+        CheckpointError: There is something else than a checkpoint, which a save would delete; or nothing can be
+            written there.
     """
     require_name(path)
+    try:
+        return _prepare(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: no checkpoint can be written there ({type(error).__name__}: {error}); save into a folder that "
+            "this user may write to, on a disk that all ranks share"
+        ) from error
+
+
+def _prepare(path: Path) -> Path:
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign(path)
@@ -136,8 +153,9 @@ def prepare(path: Path) -> Path:
 
 def require_name(path: Path) -> None:
     """Raise a CheckpointError unless a checkpoint can have the path's name."""
-    if path.name in ("", "..", MARKER) or path.suffix in (BESIDE, REPLACED):
-        raise CheckpointError(f'{path}: a checkpoint cannot have this name; use for example "step-100"')
+    if path.name in ("", "..", MARKER) or path.suffix in (BESIDE, REPLACED) or "\0" in str(path):
+        shown = str(path).replace("\0", r"\0")
+        raise CheckpointError(f'{shown}: a checkpoint cannot have this name; use for example "step-100"')
 
 
 def _is_left(path: Path) -> bool:

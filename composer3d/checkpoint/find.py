@@ -17,8 +17,15 @@ def find_checkpoint(source: Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
 
     Raises:
-        CheckpointError: No checkpoint is complete, or the newest one cannot be determined.
+        CheckpointError: No checkpoint is complete, the newest one cannot be determined, or nothing can be read there.
     """
+    try:
+        return _found(source)
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _found(source: Path) -> Path:
     if complete(source):
         return source
     found = latest(source / "checkpoints") or latest(source)

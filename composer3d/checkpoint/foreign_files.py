@@ -8,7 +8,7 @@ from pathlib import Path
 
 from composer3d.errors import CheckpointError
 
-__all__ = ["foreign_in", "refuse_foreign", "refuse_foreign_marker"]
+__all__ = ["foreign_in", "own_files", "refuse_foreign", "refuse_foreign_marker"]
 
 # Those of torch's DCP, which writes `.metadata.tmp` first; `.nfs...` is what NFS calls a removed file that is open.
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata|state\.json|checksums\.json|\.nfs\w+")
@@ -29,6 +29,12 @@ def foreign_in(path: Path) -> str:
     names = sorted(each.name for each in path.iterdir() if not _OWN.fullmatch(each.name.removesuffix(".tmp")))
     shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     return f"holds {shown}" if names else ""
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that saves wrote, its index first: without it the rest is no checkpoint."""
+    own = [each for each in folder.iterdir() if _OWN.fullmatch(each.name.removesuffix(".tmp")) and not each.is_dir()]
+    return sorted(own, key=lambda each: (not each.name.startswith(".metadata"), each.name))
 
 
 def refuse_foreign(path: Path, *, beside: bool = False) -> None:

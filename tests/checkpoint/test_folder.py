@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.checkpoint import complete, latest, prune
+from composer3d.checkpoint import complete, find_checkpoint, latest, prune
 from composer3d.checkpoint.checkpoint_folder import prepare, publish, require
 from composer3d.checkpoint.checksums import digest
 from composer3d.errors import CheckpointError
@@ -189,6 +189,21 @@ def test_prune_of_a_checkpoint_that_was_moved_away_removes_the_link_to_it(tmp_pa
     assert complete(tmp_path / "disk")
 
 
+def test_prune_leaves_others_files_and_names_them(tmp_path, caplog):
+    make(tmp_path / "step-1", "scores.json", ".metadata", "state.json", "__0_0.distcp", "checksums.json")
+    make(tmp_path / "step-1" / "plots", "loss.png")
+    make(tmp_path / "step-2")
+    publish_step(tmp_path, "step-3")
+    assert prune(tmp_path, 1) == (tmp_path / "step-1", tmp_path / "step-2")
+    left = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "step-1").rglob("*"))
+    assert left == ["step-1/plots", "step-1/plots/loss.png", "step-1/scores.json"]
+    assert caplog.messages == [
+        f"{tmp_path / 'step-1'}: holds plots, scores.json, which no save wrote; the checkpoint is removed, and that is "
+        "left"
+    ]
+    assert prune(tmp_path, 1) == () and latest(tmp_path) == tmp_path / "step-3"
+
+
 def test_publish_replaces_and_marks(tmp_path):
     make(tmp_path / "step-1")
     (prepare(tmp_path / "step-1") / "new").touch()
@@ -233,7 +248,29 @@ def test_an_earlier_checkpoint_an_empty_folder_and_a_link_to_a_checkpoint_are_re
         assert complete(tmp_path / name) and not (tmp_path / name).is_symlink()
 
 
-@pytest.mark.parametrize("name", ["latest", "step-1.tmp", "step-1.old", ".", ".."])
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        ("/proc/x", "FileNotFoundError: [Errno 2] No such file or directory: '/proc/x.tmp'"),
+        ("/dev/null/x", "FileExistsError: [Errno 17] File exists: '/dev/null'"),
+        ("x" * 300, f"OSError: [Errno 36] File name too long: '{'x' * 300}'"),
+    ],
+)
+def test_places_where_nothing_can_be_written_are_named_with_the_cause(path, cause):
+    with pytest.raises(CheckpointError) as caught:
+        prepare(Path(path))
+    assert str(caught.value) == (
+        f"{path}: no checkpoint can be written there ({cause}); save into a folder that this user may write to, on a "
+        "disk that all ranks share"
+    )
+
+
+def test_paths_that_cannot_be_read_are_named_with_the_cause():
+    with pytest.raises(CheckpointError, match=r"^x+: cannot be read \(OSError: \[Errno 36\] File name too long"):
+        find_checkpoint(Path("x" * 300))
+
+
+@pytest.mark.parametrize("name", ["latest", "step-1.tmp", "step-1.old", ".", "..", "a\0b"])
 def test_reserved_names_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError) as caught:
         prepare(Path(name) if name.strip(".") == "" else tmp_path / name)
