@@ -23,6 +23,7 @@ from composer3d.composition.applying import (
     materialise,
 )
 from composer3d.composition.closing import close_all
+from composer3d.composition.loop_objects import GivenParameters
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
@@ -144,6 +145,7 @@ def assemble(
         arrived("prepare the model")
         plan = agree_on_plan(preparation) if guarded else None
         if preparation.recipe is None:
+            context.stash(GivenParameters).record(preparation.model)
             agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
         else:
             agree_on_factory(preparation.recipe, context)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from composer3d.composition.assembling import Assembled
+from composer3d.composition.loop_objects import DictState, adopt_optimizer, adopt_scheduler
 from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
 from composer3d.composition.stage_parameters import named_parameters
@@ -15,6 +16,7 @@ from composer3d.step.evaluation import reshard_units
 from composer3d.step.whole_gradients import whole_gradients
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
@@ -40,6 +42,11 @@ class OwnLoop:
     _engine: StepEngine
     _persistence: Persistence
     replicas: ReplicaSteps | None
+    _optimizer: torch.optim.Optimizer | None
+    _sources: list[int]
+
+    if TYPE_CHECKING:
+        optimizer: Callable[..., torch.optim.Optimizer]
 
     @property
     def context(self) -> RunContext:
@@ -160,23 +167,25 @@ class OwnLoop:
             options: Any = {"create_graph": create_graph, "retain_graph": retain_graph, "reduction": reduction}
             return whole_gradients(loss, self.context, **options)
 
-    def attach(self, name: str, stateful: Stateful) -> None:
+    def attach(self, name: str, stateful: Stateful | dict[str, Any]) -> None:
         """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
 
         Args:
             name: In the checkpoint.
-            stateful: Its state consists of tensors and JSON values.
+            stateful: Its state consists of tensors and JSON values. Or a dict of such, which a load fills anew.
 
         Raises:
             StepError: Something has this name, or what is attached has no state.
         """
+        if type(stateful) is dict:
+            stateful = DictState(stateful)
         missing = [each for each in ("state_dict", "load_state_dict") if not callable(getattr(stateful, each, None))]
         if missing:
             raise StepError(
                 f'run.attach("{name}", ...) was given a {type(stateful).__name__}, which has no {missing[0]}(); attach '
                 "an object with state_dict() and load_state_dict(state), such as a scheduler"
             )
-        self._persistence.attach(name, stateful)
+        self._persistence.attach(name, cast("Stateful", stateful))
 
     def _refuse_without_gradients(self, call: str) -> None:
         import torch
@@ -222,7 +231,7 @@ class OwnLoop:
         engine = self._engine
         if engine.state is not None and not engine.own_steps.is_open:
             raise StepError("run.accumulate(...) was called inside run.step(...), whose micro-batches are its own")
-        attached = self._persistence.attached
+        attached = self._persistence.attached.values()
         with engine.accumulated.microbatch(num_microbatches, last=last, optimizer=engine.optimizer, attached=attached):
             yield
 
@@ -250,6 +259,57 @@ class OwnLoop:
             dataset: Anything with a length; or the length.
         """
         return sampler_of(dataset, self.context)
+
+    def prepare(self, *things: Any) -> Any:
+        """Adopt what a loop has made for one device: the model, its optimizer, schedulers, and loaders.
+
+        The optimizer and its schedulers are changed in place: `run.optimizer` and `run.attach` are not called for them.
+
+        Args:
+            things: The model, for which `run.model` is returned; the one optimizer of its parameters, made before
+                `compose` or after; learning-rate schedulers of that, after it; DataLoaders of the global batch.
+
+        Returns:
+            As many, in their order; of one thing, that.
+
+        Raises:
+            StepError: Something is none of these, or cannot be adopted.
+        """
+        found = [self._prepared(thing) for thing in things]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _prepared(self, thing: Any) -> Any:
+        import torch
+        from torch.optim.lr_scheduler import LRScheduler
+        from torch.utils.data import DataLoader
+
+        if isinstance(thing, torch.nn.Module):
+            if thing is not self.model:
+                raise StepError(
+                    f"run.prepare was given a {type(thing).__name__} that is not the model of this composition; "
+                    "compose each model of a loop by itself"
+                )
+            return thing
+        if isinstance(thing, torch.optim.Optimizer):
+            self._sources = adopt_optimizer(thing, self.optimizer, self.context)
+            self._optimizer = self._engine.optimizer = thing
+            return thing
+        if isinstance(thing, LRScheduler):
+            if self._optimizer is None:
+                raise StepError("run.prepare takes an optimizer before its schedulers; pass both, in this order")
+            adopt_scheduler(thing, self._optimizer, self._sources)
+            self.attach(self._scheduler_name(), thing)
+            return thing
+        if isinstance(thing, DataLoader):
+            return self.loader(thing)
+        raise StepError(
+            f"run.prepare was given a {type(thing).__name__}; it takes the model, an optimizer, schedulers of it, and "
+            "DataLoaders"
+        )
+
+    def _scheduler_name(self) -> str:
+        number = 1 + sum(name.startswith("lr_scheduler") for name in self._persistence.attached)
+        return "lr_scheduler" if number == 1 else f"lr_scheduler_{number}"
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""

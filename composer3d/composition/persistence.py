@@ -48,9 +48,9 @@ class Persistence:
         self._saver: checkpoint.AsyncSaver | None = None
 
     @property
-    def attached(self) -> tuple[Stateful, ...]:
-        """What the loop added."""
-        return tuple(self._attached.values())
+    def attached(self) -> Mapping[str, Stateful]:
+        """What the loop added, by name."""
+        return self._attached
 
     def attach(self, name: str, stateful: Stateful) -> None:
         """Add a stateful object to the checkpoint; see `Composition.attach`."""

@@ -23,8 +23,9 @@ _END = object()
 class _Part:
     """Batch sampler of this rank's slice of another sampler's batches, whose order all ranks share."""
 
-    def __init__(self, batches: Any, context: RunContext) -> None:
-        self._batches, self._context, self._epoch = batches, context, 0
+    def __init__(self, loader: DataLoader[Any], context: RunContext) -> None:
+        self._batches: Any = loader.batch_sampler
+        self._generator, self._context, self._epoch = loader.generator, context, 0
 
     def __iter__(self) -> Iterator[list[int]]:
         import torch
@@ -33,6 +34,8 @@ class _Part:
         # A sampler without a generator draws from torch's default one, which differs between ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(context.manifest.train.seed, "loader", self._epoch))
+            if self._generator is not None:  # the loader of one device draws its workers' seed of it first
+                torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             batches = [list(batch) for batch in self._batches]
         self._epoch += 1
         for batch in batches:
@@ -75,4 +78,4 @@ def shared_loader(loader: DataLoader[Any], context: RunContext, accumulated: Acc
         def __iter__(self) -> Any:
             return _saying_the_last(super().__iter__(), accumulated)
 
-    return Shared(loader.dataset, batch_sampler=_Part(loader.batch_sampler, context), **options)
+    return Shared(loader.dataset, batch_sampler=_Part(loader, context), **options)

@@ -18,6 +18,7 @@ from composer3d.mesh import Role
 from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
 from composer3d.step.gradients import add_up
 from composer3d.step.loss import PENALTY
+from composer3d.step.loss_factors import is_multiplied_by_tensor, past_views
 from composer3d.step.loss_graph import (
     Reduction,
     divisor_of_mean,
@@ -120,7 +121,7 @@ class RankWeights:
             raise refusal
         if torch_compat.active_fake_mode() is not None:
             return Weighted(loss=plain * float(self.num_ranks) if kind is _Kind.SUM else plain, factor=factor)
-        if kind is _Kind.MEAN and divided is None and value.device.type != "cpu":
+        if kind is _Kind.MEAN and divided is None and value.device.type != "cpu" and factor <= 1.0:
             return Weighted(loss=self._by_divisors(value, plain, vector), factor=factor)  # the device is not waited for
         return self._weighted(value, plain, vector.tolist(), kind, factor)
 
@@ -158,6 +159,7 @@ class RankWeights:
             torch.as_tensor(each, dtype=torch.float64, device=value.device) for each in divisors_of_terms(value)
         ]
         own[1] = own[2] = divisors[0]
+        own[7] = float(is_multiplied_by_tensor(past_views(value.grad_fn)))
         # Alike where the terms' divisors are: a number that two different lists hardly share.
         own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
@@ -184,10 +186,13 @@ class RankWeights:
         if not there:
             return Weighted(loss=plain, factor=factor)
         self._compare(ranks)
+        total = _multiplied_back(there)
         if kind is _Kind.NOTHING:
-            return Weighted(loss=plain, factor=there[0][5])
+            return Weighted(loss=plain, factor=there[0][5] if total is None else total)
         if kind is _Kind.SUM:
             return Weighted(loss=plain * float(self.num_ranks), factor=factor)
+        if total is not None:
+            return Weighted(loss=plain * float(self.num_ranks), factor=total)
         if kind is _Kind.MEAN:
             whole = total_divisor([_part(rank) for rank in there])
             own = ranks[self._index][1]
@@ -220,6 +225,34 @@ _NAMES = {
     _Kind.TERMS: "a sum of means over different numbers",
     _Kind.OTHER: "a loss of unknown normalisation",
 }
+
+
+def _multiplied_back(ranks: list[list[float]]) -> float | None:
+    """Return the number of all ranks' samples by which means are multiplied, each by its rank's own, and so sums again.
+
+    Args:
+        ranks: Described, of one kind, without those that have nothing.
+
+    Returns:
+        None where all ranks multiply by one number that is none of theirs.
+
+    Raises:
+        LossError: Ranks multiply by numbers of their own that their means are not divided by.
+    """
+    factors, divisors = [rank[5] for rank in ranks], [rank[1] for rank in ranks]
+    is_alike = all(abs(factor - factors[0]) <= _SAME * abs(factor) for factor in factors)
+    ratios = [factor / divisor if divisor else factors[0] for factor, divisor in zip(factors, divisors, strict=True)]
+    is_sum = ranks[0][0] == _Kind.MEAN and all(abs(ratio - ratios[0]) <= _SAME * abs(ratio) for ratio in ratios)
+    if is_alike:
+        is_counted = all(rank[7] for rank in ranks) and ratios[0] == 1.0
+        return sum(factors) if is_sum and is_counted and factors[0] > 1.0 else None
+    if is_sum:
+        return sum(factors)
+    raise LossError(
+        f"ranks multiply their losses by {', '.join(f'{factor:g}' for factor in factors[:4])}, each by a number of its "
+        "own, which one device has none of; multiply by the same on all ranks, by what each mean was divided by, which "
+        "makes sums of them, or give backward (sum, count)"
+    )
 
 
 def _part(rank: list[float]) -> Part:
