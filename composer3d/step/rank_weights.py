@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankWeights", "Weighted"]
 
-_SLOTS = 8
+_SLOTS = 9
 _SAME = 1e-9
 
 
@@ -74,7 +74,7 @@ class RankWeights:
         num_ranks: The same.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis a backward, of eight numbers a rank.
+    Collectives: one all-reduce an axis a backward, of nine numbers a rank.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -159,7 +159,7 @@ class RankWeights:
             torch.as_tensor(each, dtype=torch.float64, device=value.device) for each in divisors_of_terms(value)
         ]
         own[1] = own[2] = divisors[0]
-        own[7] = float(is_multiplied_by_tensor(past_views(value.grad_fn)))
+        own[8] = float(is_multiplied_by_tensor(past_views(value.grad_fn)))
         # Alike where the terms' divisors are: a number that two different lists hardly share.
         own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
@@ -244,7 +244,7 @@ def _multiplied_back(ranks: list[list[float]]) -> float | None:
     ratios = [factor / divisor if divisor else factors[0] for factor, divisor in zip(factors, divisors, strict=True)]
     is_sum = ranks[0][0] == _Kind.MEAN and all(abs(ratio - ratios[0]) <= _SAME * abs(ratio) for ratio in ratios)
     if is_alike:
-        is_counted = all(rank[7] for rank in ranks) and ratios[0] == 1.0
+        is_counted = all(rank[8] for rank in ranks) and ratios[0] == 1.0
         return sum(factors) if is_sum and is_counted and factors[0] > 1.0 else None
     if is_sum:
         return sum(factors)

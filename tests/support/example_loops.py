@@ -1,0 +1,56 @@
+"""Loops of others that ship as examples, beside themselves on one device."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import composer3d
+from composer3d.testing import run_ranks
+
+EXAMPLES = Path(composer3d.__file__).parent / "examples"
+TIGHT = 1e-12
+
+
+def losses(name, folder, calls, before):
+    """Run the loop as it was and the composed one on this rank; return the losses of both."""
+    torch.set_default_dtype(torch.float64)
+    sys.path.insert(0, str(EXAMPLES / name))
+    rank, found = torch.distributed.get_rank(), []
+    for program, out in ((before, folder / f"before-{rank}"), ("train", folder / "together")):
+        out.mkdir(exist_ok=True)
+        module = importlib.import_module(program)
+        for call in calls:  # each as a process of its own would make it
+            result = module.main(str(out), **call)
+        found.append(result)
+    return found
+
+
+def assert_losses_are_alike(
+    name: str,
+    folder: Path,
+    *,
+    calls: Sequence[Mapping[str, Any]] = ({},),
+    num_ranks: int = 2,
+    before: str = "one_device",
+) -> None:
+    """Compare what `main` returns on every rank with that of the loop before it was composed."""
+    for alone, together in run_ranks(losses, num_ranks, name, folder, calls, before):
+        assert len(alone) == len(together) and len(set(alone)) > 1
+        assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < TIGHT
+
+
+def assert_as_many_lines_change_as_it_says(name: str, *, before: str = "one_device") -> None:
+    """Compare the number of lines, empty ones left out, that the example's manifest states with those that differ."""
+    old, new = ((EXAMPLES / name / f"{each}.py").read_text().splitlines() for each in (before, "train"))
+    changed = [line for line in difflib.ndiff(old, new) if line.startswith("+ ") and line[2:].strip()]
+    text = (EXAMPLES / name / "run.toml").read_text().replace("\n# ", " ")
+    stated = re.search(r"(\d+) changed lines", text)
+    assert stated is not None and int(stated[1]) == len(changed), "\n".join(changed)
