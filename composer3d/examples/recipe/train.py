@@ -1,4 +1,4 @@
-"""A recipe in torchtune's form: a class with `setup` and `train`, gradients summed over tokens and scaled at the end."""
+"""A recipe in torchtune's form: a class with `setup` and `train`; gradients summed over tokens scaled at the end."""
 
 from pathlib import Path
 
