@@ -99,11 +99,11 @@ if TYPE_CHECKING:
     from composer3d.replicas import ReplicaPolicy
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
-    from composer3d.step.gathered_units import make_unit
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
-    from composer3d.step.own_meshes import own_meshes
     from composer3d.step.step_state import StepState
+    from composer3d.step.units.gathered_units import make_unit
+    from composer3d.step.units.own_meshes import own_meshes
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
     from composer3d.verification.verify import VerifyResult, verify
 
@@ -151,9 +151,9 @@ _MODULES = {
         "TransformError",
     ),
     "step.evaluation": ("EvaluatedWeights", "Evaluation"),
-    "step.gathered_units": ("make_unit",),
+    "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
-    "step.own_meshes": ("own_meshes",),
+    "step.units.own_meshes": ("own_meshes",),
     "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),

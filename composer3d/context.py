@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.observation.flight_recorder import Flight
-    from composer3d.step.random_streams import Streams
+    from composer3d.step.random_numbers.random_streams import Streams
 
 __all__ = ["Purpose", "RunContext"]
 

@@ -37,14 +37,14 @@ from composer3d.processes.process_group import default_device, join_world, own_d
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
 from composer3d.step.counted_buffers import counting_actions
-from composer3d.step.criterion import Criterion
 from composer3d.step.engine import StepEngine
 from composer3d.step.guard import Guard
-from composer3d.step.loop_state import replica_axes, shared_axes
-from composer3d.step.loss_totals import LossTotals
+from composer3d.step.loops.loop_state import replica_axes, shared_axes
+from composer3d.step.losses.criterion import Criterion
+from composer3d.step.losses.loss_totals import LossTotals
 from composer3d.step.microbatches import to_device
-from composer3d.step.random_streams import Streams
-from composer3d.step.whole_operators import compute_whole_operators
+from composer3d.step.random_numbers.random_streams import Streams
+from composer3d.step.sharded_tensors.whole_operators import compute_whole_operators
 from composer3d.transform import Phase, StepAction, order
 
 if TYPE_CHECKING:

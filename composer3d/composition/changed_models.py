@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.step.passed_parameters import refuse_passed
+from composer3d.step.sharded_tensors.passed_parameters import refuse_passed
 
 if TYPE_CHECKING:
     import torch

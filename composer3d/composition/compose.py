@@ -10,7 +10,7 @@ from composer3d.composition.assembling import assemble
 from composer3d.composition.composition import Composition
 from composer3d.interfaces import Example, LossFunction
 from composer3d.processes.process_group import set_timeouts
-from composer3d.step.criterion import Criterion
+from composer3d.step.losses.criterion import Criterion
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import Purpose
     from composer3d.manifest import Manifest
-    from composer3d.step.loss_graph import Reduction
+    from composer3d.step.losses.loss_graph import Reduction
 
 __all__ = ["compose"]
 

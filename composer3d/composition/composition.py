@@ -25,10 +25,10 @@ from composer3d.errors import StepError
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, reshard_units
-from composer3d.step.full_tensors import full
 from composer3d.step.measurement import measure
-from composer3d.step.optimizer import compose_step, make_optimizer
-from composer3d.step.optimizer_in_backward import BackwardStepper
+from composer3d.step.optimizers.optimizer import compose_step, make_optimizer
+from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
+from composer3d.step.sharded_tensors.full_tensors import full
 from composer3d.step.step_state import StepState
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from composer3d import torch_compat
 from composer3d.composition.unsaved_shards import Shards, are_sharded
 from composer3d.errors import StepError
 from composer3d.step.evaluation import reshard_units
-from composer3d.step.stored_rows import know_copy
+from composer3d.step.sharded_tensors.stored_rows import know_copy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,9 +16,9 @@ from composer3d.composition.plain_states import record_loaded, refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.mesh import Role
-from composer3d.step.assigned_values import refuse_late_writes
 from composer3d.step.evaluation import reshard_units
-from composer3d.step.whole_gradients import refuse_rank_gradients
+from composer3d.step.loops.whole_gradients import refuse_rank_gradients
+from composer3d.step.sharded_tensors.assigned_values import refuse_late_writes
 
 if TYPE_CHECKING:
     from torch import nn

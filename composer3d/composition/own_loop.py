@@ -13,7 +13,7 @@ from composer3d.composition.shared_loader import shared_loader
 from composer3d.composition.stage_parameters import named_parameters
 from composer3d.errors import StepError, did_you_mean
 from composer3d.step.evaluation import reshard_units
-from composer3d.step.whole_gradients import whole_gradients
+from composer3d.step.loops.whole_gradients import whole_gradients
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
-from composer3d.step.written_values import WrittenValues, is_compared
+from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 from composer3d.torch_compat import is_wrapper_subclass
 
 if TYPE_CHECKING:

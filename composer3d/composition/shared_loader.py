@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from composer3d.context import RunContext
-    from composer3d.step.accumulated_steps import AccumulatedSteps
+    from composer3d.step.loops.accumulated_steps import AccumulatedSteps
 
 __all__ = ["shared_loader"]
 

@@ -64,7 +64,7 @@ _MESSAGES = "/composer3d/torch_compat/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = tuple(
     f"/composer3d/{file}.py"
-    for file in ("composition/agreeing", "step/gradients", "step/guard", "step/loss_totals", "step/measurement")
+    for file in ("composition/agreeing", "step/gradients", "step/guard", "step/losses/loss_totals", "step/measurement")
 )
 
 log = logging.getLogger(__name__)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from composer3d.step.call_sites import caller
 from composer3d.step.counted_buffers import counting_actions
-from composer3d.step.criterion import Criterion
 from composer3d.step.evaluation import reshard_units
-from composer3d.step.full_tensors import full, gather_full
 from composer3d.step.gradients import local
 from composer3d.step.guard import Guard, Totals
-from composer3d.step.loop_state import Decided
-from composer3d.step.loss import (
+from composer3d.step.loops.loop_state import Decided
+from composer3d.step.losses.criterion import Criterion
+from composer3d.step.losses.loss import (
     as_loss,
     count_provisionally,
     count_valid,
     loss_of_model,
 )
-from composer3d.step.loss_graph import divisor_of_mean, reduction_of
+from composer3d.step.losses.loss_graph import divisor_of_mean, reduction_of
 from composer3d.step.microbatches import Digest, map_tensors, split_batch, tensors, to_device, units_of
-from composer3d.step.optimizer_in_backward import exclusions
-from composer3d.step.optimizer_probe import refused_of_shards
-from composer3d.step.random_streams import Site
-from composer3d.step.sample_draws import draw_of
+from composer3d.step.optimizers.optimizer_in_backward import exclusions
+from composer3d.step.optimizers.optimizer_probe import refused_of_shards
+from composer3d.step.random_numbers.random_streams import Site
+from composer3d.step.random_numbers.sample_draws import draw_of
+from composer3d.step.sharded_tensors.full_tensors import full, gather_full
 
 __all__ = [
     "Criterion",

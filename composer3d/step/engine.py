@@ -11,22 +11,22 @@ from composer3d.hooks.blame import in_turn
 from composer3d.interfaces import Batch
 from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
-from composer3d.step.accumulated_steps import AccumulatedSteps
-from composer3d.step.criterion import Criterion
-from composer3d.step.dropped_gradients import DroppedGradients
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.guard import Guard
-from composer3d.step.loop_state import Decided, LoopState
-from composer3d.step.loss_totals import LossTotals
+from composer3d.step.loops.accumulated_steps import AccumulatedSteps
+from composer3d.step.loops.dropped_gradients import DroppedGradients
+from composer3d.step.loops.loop_state import Decided, LoopState
+from composer3d.step.loops.outside_parameters import OutsideParameters
+from composer3d.step.loops.own_forward import OwnForward
+from composer3d.step.loops.own_steps import OwnSteps, refuse_incomplete
+from composer3d.step.loops.parameter_hooks import ParameterHooks
+from composer3d.step.losses.criterion import Criterion
+from composer3d.step.losses.loss_totals import LossTotals
 from composer3d.step.microbatches import num_samples, split_batch
-from composer3d.step.optimizer_in_backward import BackwardStepper
-from composer3d.step.outside_parameters import OutsideParameters
-from composer3d.step.own_forward import OwnForward
-from composer3d.step.own_steps import OwnSteps, refuse_incomplete
-from composer3d.step.parameter_hooks import ParameterHooks
+from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
-from composer3d.step.unit_record import UnitRecord
+from composer3d.step.units.unit_record import UnitRecord
 from composer3d.step.votes import vetoes_of
 from composer3d.transform import StepAction, StepPoint
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
-    from composer3d.step.loss_graph import Reduction
-    from composer3d.step.random_streams import Streams
+    from composer3d.step.losses.loss_graph import Reduction
+    from composer3d.step.random_numbers.random_streams import Streams
 
 __all__ = ["StepEngine"]
 

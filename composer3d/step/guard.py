@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step.loop_state import Compared, Decided, same_pieces, same_stage
+from composer3d.step.loops.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
 from composer3d.step.same_batches import SameBatches
-from composer3d.step.written_values import WRITTEN
+from composer3d.step.sharded_tensors.written_values import WRITTEN
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import pytest
 
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
-from composer3d.step.optimizer_in_backward import BackwardStepper
+from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.verification.manifest_run import read_manifest
 from composer3d.verification.shrink import reduce_sizes
 

@@ -10,8 +10,8 @@ from composer3d import LossError
 from composer3d.runner.evaluation_metrics import accuracy
 from composer3d.runner.loss_functions import make_loss, token_loss
 from composer3d.runner.loss_table import LossTable
-from composer3d.step.loss import as_loss
-from composer3d.step.loss_graph import reduction_of
+from composer3d.step.losses.loss import as_loss
+from composer3d.step.losses.loss_graph import reduction_of
 
 TARGET = torch.tensor([[1, 3, -100]])
 

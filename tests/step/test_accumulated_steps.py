@@ -149,7 +149,7 @@ def mistakes():
     said, logged = [], []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("composer3d.step.accumulated_steps").addHandler(handler)
+    logging.getLogger("composer3d.step.loops.accumulated_steps").addHandler(handler)
     run = composed(FSDP)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

@@ -12,8 +12,8 @@ from torch import nn
 
 import composer3d
 from composer3d import LossError
-from composer3d.step.divided_sums import divided_sum, is_times_zero
-from composer3d.step.total_divisors import Part, total_divisor
+from composer3d.step.losses.divided_sums import divided_sum, is_times_zero
+from composer3d.step.losses.total_divisors import Part, total_divisor
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12

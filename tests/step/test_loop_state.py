@@ -9,7 +9,7 @@ from support.composition_faults import Even, local
 from support.models import composed, mine, sum_loss, unpadded
 
 from composer3d import StepError
-from composer3d.step.loop_state import EVERY
+from composer3d.step.loops.loop_state import EVERY
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n"

@@ -11,8 +11,8 @@ from torch import nn
 
 import composer3d
 from composer3d import Loss, LossError, RankError
-from composer3d.step.loss import as_loss, count_valid, loss_of_model
-from composer3d.step.loss_graph import divisor_of_mean, has_other_divisor, reduction_of
+from composer3d.step.losses.loss import as_loss, count_valid, loss_of_model
+from composer3d.step.losses.loss_graph import divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.testing import assert_gradients_equal, run_ranks
 
 RETURN_A_SUM = (

@@ -8,7 +8,7 @@ import torch
 from support.models import composed, mine, padded, seeded
 
 from composer3d import PatternError, StepError
-from composer3d.step.optimizer import group_parameters
+from composer3d.step.optimizers.optimizer import group_parameters
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n"

@@ -6,7 +6,7 @@ import torch
 from support.models import composed, mine, seeded, sum_loss, unpadded
 
 from composer3d.mesh import AXES, resolve
-from composer3d.step.random_streams import Streams
+from composer3d.step.random_numbers.random_streams import Streams
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n[train]\nmicrobatch = 3\n"

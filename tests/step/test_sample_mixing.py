@@ -9,8 +9,8 @@ from support.models import composed, mine
 from torch import nn
 
 from composer3d import LossError
-from composer3d.step.criterion import Criterion
-from composer3d.step.loss_graph import reduction_of
+from composer3d.step.losses.criterion import Criterion
+from composer3d.step.losses.loss_graph import reduction_of
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12

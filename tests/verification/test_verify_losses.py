@@ -11,7 +11,7 @@ from support.verification_cases import DDP, assert_named, batch, refuted
 from torch import nn
 
 from composer3d import Batch, LossError
-from composer3d.step.criterion import Criterion
+from composer3d.step.losses.criterion import Criterion
 from composer3d.testing import assert_parity
 
 SUM = "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch"

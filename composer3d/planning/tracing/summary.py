@@ -18,8 +18,8 @@ __all__ = ["segments_of", "summarise", "wire_bytes"]
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
     "composer3d.step.guard.",
-    "composer3d.step.loss_totals.",
-    "composer3d.step.unit_record.",
+    "composer3d.step.losses.loss_totals.",
+    "composer3d.step.units.unit_record.",
     "composer3d.step.gradients.total_norm",
     "composer3d.planning.tracing.fake_composition.",
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.loss_factors import (
+from composer3d.step.losses.loss_factors import (
     constant_divisor,
     is_python_number,
     number,
@@ -21,15 +21,15 @@ from composer3d.step.loss_factors import (
     seen_counts,
     uncounted,
 )
-from composer3d.step.loss_graph import (
+from composer3d.step.losses.loss_graph import (
     all_terms,
     divisions_of,
     known_reduction,
     terms_of,
     unknown_mean,
 )
-from composer3d.step.sample_mixing import means_groups
-from composer3d.step.total_divisors import Part
+from composer3d.step.losses.sample_mixing import means_groups
+from composer3d.step.losses.total_divisors import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

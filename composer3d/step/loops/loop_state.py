@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
-from composer3d.step.run_meshes import sharded_parameters
-from composer3d.step.written_values import WrittenValues, words_of
+from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
+from composer3d.step.sharded_tensors.written_values import WrittenValues, words_of
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.counter_random import DimShard, Rows, fill, row_seed
+from composer3d.step.random_numbers.counter_random import DimShard, Rows, fill, row_seed
 
 if TYPE_CHECKING:
     from torch import Tensor

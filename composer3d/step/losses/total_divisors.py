@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from composer3d.errors import LossError
-from composer3d.step.loss_factors import uncounted
-from composer3d.step.loss_graph import unknown_mean
+from composer3d.step.losses.loss_factors import uncounted
+from composer3d.step.losses.loss_graph import unknown_mean
 
 __all__ = ["Part", "total_divisor"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, torch_compat
-from composer3d.step.stored_rows import place_rows, record_write, whole_rows
+from composer3d.step.sharded_tensors.stored_rows import place_rows, record_write, whole_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

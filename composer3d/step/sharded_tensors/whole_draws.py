@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.stored_rows import place_rows, sharded_like
+from composer3d.step.sharded_tensors.stored_rows import place_rows, sharded_like
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.step.divided_sums import is_times_zero, refuse_groups
-from composer3d.step.loss import PENALTY, DividedLoss, Nothing, as_loss, divided_loss
-from composer3d.step.loss_graph import (
+from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
+from composer3d.step.losses.loss import PENALTY, DividedLoss, Nothing, as_loss, divided_loss
+from composer3d.step.losses.loss_graph import (
     Reduction,
     divisor_of_mean,
     has_other_divisor,
@@ -17,14 +17,14 @@ from composer3d.step.loss_graph import (
     reduction_of,
     without_factors,
 )
+from composer3d.step.losses.rank_weights import RankWeights
 from composer3d.step.microbatches import tensors
-from composer3d.step.rank_weights import RankWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.context import RunContext
-    from composer3d.step.criterion import Criterion
+    from composer3d.step.losses.criterion import Criterion
 
 __all__ = ["OwnForward"]
 

@@ -10,7 +10,7 @@ from composer3d.step.gradients import local
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from composer3d.step.own_forward import OwnForward
+    from composer3d.step.loops.own_forward import OwnForward
     from composer3d.step.step_state import StepState
 
 __all__ = ["DroppedGradients"]

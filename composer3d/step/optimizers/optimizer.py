@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PatternError, StepError
 from composer3d.manifest.regular_expressions import Expression
-from composer3d.step.optimizer_probe import probe_optimizer
+from composer3d.step.optimizers.optimizer_probe import probe_optimizer
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,11 @@ from composer3d import torch_compat
 from composer3d.interfaces import DataDependent
 from composer3d.mesh import Role
 from composer3d.step import gradients
-from composer3d.step.assigned_values import record_gathered
-from composer3d.step.late_graphs import LateGraphs
-from composer3d.step.passed_parameters import refuse_passed
-from composer3d.step.unit_order import END, UnitOrder
-from composer3d.step.whole_constants import forget_constants
+from composer3d.step.sharded_tensors.assigned_values import record_gathered
+from composer3d.step.sharded_tensors.late_graphs import LateGraphs
+from composer3d.step.sharded_tensors.passed_parameters import refuse_passed
+from composer3d.step.sharded_tensors.whole_constants import forget_constants
+from composer3d.step.units.unit_order import END, UnitOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

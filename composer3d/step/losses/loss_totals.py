@@ -10,10 +10,10 @@ from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step import gradients
-from composer3d.step.divided_sums import DividedSum
-from composer3d.step.loss import DividedLoss, Nothing
-from composer3d.step.loss_graph import unknown_mean, unknown_reduction
-from composer3d.step.total_divisors import Part, total_divisor
+from composer3d.step.losses.divided_sums import DividedSum
+from composer3d.step.losses.loss import DividedLoss, Nothing
+from composer3d.step.losses.loss_graph import unknown_mean, unknown_reduction
+from composer3d.step.losses.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
     import torch

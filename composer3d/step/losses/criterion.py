@@ -9,9 +9,9 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
-from composer3d.step.divided_sums import is_times_zero, refuse_groups
-from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
-from composer3d.step.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
+from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
+from composer3d.step.losses.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
+from composer3d.step.losses.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.step.microbatches import num_samples, tensors
 
 __all__ = ["Criterion"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from composer3d import torch_compat
-from composer3d.step.loss_factors import constant_factor
+from composer3d.step.losses.loss_factors import constant_factor
 
 __all__ = ["ELEMENTARY", "node_is_of_parameters"]
 

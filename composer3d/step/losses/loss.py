@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
-from composer3d.step.loss_graph import (
+from composer3d.step.losses.divided_sums import DividedSum, divided_sum, is_times_zero, without_nothing
+from composer3d.step.losses.loss_graph import (
     RETURN_A_SUM,
     Reduction,
     divisor_of_mean,

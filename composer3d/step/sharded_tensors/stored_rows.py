@@ -11,8 +11,8 @@ from composer3d import initialisation
 from composer3d.errors import StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.mesh import Role
-from composer3d.step.run_meshes import owners_of, sharded_parameters
-from composer3d.step.written_values import WrittenValues, is_compared
+from composer3d.step.sharded_tensors.run_meshes import owners_of, sharded_parameters
+from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 
 if TYPE_CHECKING:
     from torch import Tensor

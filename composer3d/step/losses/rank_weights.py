@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.mesh import Role
-from composer3d.step.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
 from composer3d.step.gradients import add_up
-from composer3d.step.loss import PENALTY
-from composer3d.step.loss_factors import is_multiplied_by_tensor, past_views
-from composer3d.step.loss_graph import (
+from composer3d.step.losses.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
+from composer3d.step.losses.loss import PENALTY
+from composer3d.step.losses.loss_factors import is_multiplied_by_tensor, past_views
+from composer3d.step.losses.loss_graph import (
     Reduction,
     divisor_of_mean,
     divisors_of_terms,
@@ -28,7 +28,7 @@ from composer3d.step.loss_graph import (
     refuse_unknown_terms,
     without_factors,
 )
-from composer3d.step.total_divisors import Part, total_divisor
+from composer3d.step.losses.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
-    from composer3d.step.unit_record import UnitRecord
+    from composer3d.step.units.unit_record import UnitRecord
 
 __all__ = ["BackwardStepper", "exclusions"]
 

@@ -9,14 +9,14 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.step import gradients
+from composer3d.step.losses.rank_weights import RankWeights
 from composer3d.step.microbatches import tensors
-from composer3d.step.rank_weights import RankWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.context import RunContext
-    from composer3d.step.loss_graph import Reduction
+    from composer3d.step.losses.loss_graph import Reduction
 
 __all__ = ["refuse_rank_gradients", "whole_gradients"]
 

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.step.assigned_values import assign_values
 from composer3d.step.call_sites import caller
-from composer3d.step.run_meshes import forget_meshes, know_meshes, owns
-from composer3d.step.stored_rows import know_orders, place_rows, record_write, sharded_like
-from composer3d.step.whole_constants import are_whole_constants, record_constants, record_sharded
-from composer3d.step.whole_draws import draw_whole
-from composer3d.step.written_views import Handler, compute_by_torch, compute_view, compute_write, remember_views
+from composer3d.step.sharded_tensors.assigned_values import assign_values
+from composer3d.step.sharded_tensors.run_meshes import forget_meshes, know_meshes, owns
+from composer3d.step.sharded_tensors.stored_rows import know_orders, place_rows, record_write, sharded_like
+from composer3d.step.sharded_tensors.whole_constants import are_whole_constants, record_constants, record_sharded
+from composer3d.step.sharded_tensors.whole_draws import draw_whole
+from composer3d.step.sharded_tensors.written_views import (
+    Handler,
+    compute_by_torch,
+    compute_view,
+    compute_write,
+    remember_views,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

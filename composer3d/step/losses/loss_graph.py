@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
-from composer3d.step.loss_factors import (
+from composer3d.step.losses.loss_factors import (
     constant_divisor,
     constant_factor,
     multiple_of,
@@ -19,8 +19,8 @@ from composer3d.step.loss_factors import (
     seen_counts,
     uncounted,
 )
-from composer3d.step.parameter_terms import ELEMENTARY, node_is_of_parameters
-from composer3d.step.sample_mixing import summands
+from composer3d.step.losses.parameter_terms import ELEMENTARY, node_is_of_parameters
+from composer3d.step.losses.sample_mixing import summands
 
 if TYPE_CHECKING:
     from torch import Tensor

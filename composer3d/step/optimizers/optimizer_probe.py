@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
-from composer3d.step.full_tensors import full
+from composer3d.step.sharded_tensors.full_tensors import full
 
 if TYPE_CHECKING:
     import torch
