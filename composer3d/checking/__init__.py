@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer3d.checking.foreign_problems import problem_of
     from composer3d.checking.plugin_descriptions import BESIDES, PHASES, describe_plugin
     from composer3d.checking.rules import find_factory
+    from composer3d.checking.stated_worlds import world_size_problems
 
 _MODULES = {
     "check": ("Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"),
@@ -19,6 +20,7 @@ _MODULES = {
     "foreign_problems": ("problem_of",),
     "plugin_descriptions": ("BESIDES", "PHASES", "describe_plugin"),
     "rules": ("find_factory",),
+    "stated_worlds": ("world_size_problems",),
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "inspect",
     "open_manifest",
     "problem_of",
+    "world_size_problems",
 ]
 
 __getattr__ = late_imports(__name__, _MODULES)

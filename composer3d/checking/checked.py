@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.checking.fqn_ranges import compress
+from composer3d.checking.stated_worlds import world_size_problems
 from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.errors import HookError, ManifestError, OrderError, PluginError, Problem
 from composer3d.manifest import CORE_TABLES, MeshTable, fields
@@ -96,6 +97,8 @@ def _answer(found: Inspection, steps: Sequence[StepRow], *, strict: bool, with_g
 
 
 def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank: int) -> Inspection:
+    from composer3d.runner import world_sizes
+
     try:
         inspected = open_manifest(source, overrides)
         is_embedded = _is_of_a_loop(inspected.manifest.document.tables)
@@ -104,7 +107,9 @@ def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank
     except ManifestError as error:
         return Inspection(problems=list(error.problems))
     device = device_of(inspected.manifest)
-    found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+    size = world_size or max(world_sizes(inspected.manifest), default=None)
+    found = inspect(inspected, world_size=size, rank=rank, device=device, forward=True)
+    found.problems += world_size_problems(inspected, world_size=size, device=device, known=found.problems)
     found.is_embedded = is_embedded
     return found
 

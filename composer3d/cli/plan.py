@@ -120,15 +120,38 @@ def execute(arguments: argparse.Namespace) -> int:
         from composer3d.planning.reports import plan_to_html
 
         write_output(arguments.html, plan_to_html(found, title=source))
+    worlds = _worlds(arguments, source, found)
+    if worlds is None:
+        return WRONG
     if arguments.json:
-        from composer3d.planning.reports import plan_to_json
+        from composer3d.planning.reports import plan_to_json, plans_to_json
 
-        say_json(plan_to_json(found))
+        say_json(plan_to_json(found) | ({"worlds": plans_to_json(worlds)["plans"]} if worlds else {}))
     else:
-        from composer3d.planning.reports import show_plan
+        from composer3d.planning.reports import show_plan, show_plans
 
         say("\n".join(map(_coloured, show_plan(found).split("\n"))) if found.verdict is not None else show_plan(found))
-    return DOES_NOT_FIT if found.verdict == "does not fit" else 0
+        if worlds:
+            say(f"\nevery stated world:\n{show_plans(worlds)}")
+    return DOES_NOT_FIT if any(each.verdict == "does not fit" for each in (found, *worlds.values())) else 0
+
+
+def _worlds(arguments: argparse.Namespace, source: str, largest: Plan) -> dict[str, Plan] | None:
+    """Return the plans of the world sizes that a manifest states, where it states several and none was asked for.
+
+    Of a range, its ends and those with a layout of their own; None after printing the problems of one.
+    """
+    from composer3d.checking import open_manifest
+    from composer3d.runner import world_sizes
+
+    manifest = open_manifest(source, arguments.overrides).manifest
+    sizes = world_sizes(manifest)
+    if arguments.world_size is not None or len(sizes) < 2:
+        return {}
+    chosen = [size for size in sizes if size in (sizes[0], sizes[-1]) or str(size) in manifest.mesh.layouts]
+    plans = {f"on {size} ranks": _plan(arguments, source, world_size=size) for size in chosen[:-1]}
+    found = {name: plan for name, plan in plans.items() if plan is not None}
+    return {**found, f"on {sizes[-1]} ranks": largest} if len(found) == len(plans) else None
 
 
 def _coloured(line: str) -> str:
@@ -191,7 +214,7 @@ def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
     return DOES_NOT_FIT if other.verdict == "does not fit" else 0
 
 
-def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
+def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None = None) -> Plan | None:
     """Return the plan of a manifest; None after printing its problems."""
     from composer3d import plan
     from composer3d.planning.hardware import parse_factor
@@ -200,7 +223,7 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     try:
         return plan(
             source,
-            world_size=arguments.world_size,
+            world_size=world_size or arguments.world_size,
             rank=arguments.rank,
             memory_bytes=arguments.memory,
             hardware=arguments.hardware,

@@ -101,36 +101,36 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_al
     Args:
         manifest: Of the run.
         hooks: Its plugins.
-        world_size: Ranks; None takes what the degrees multiply to.
+        world_size: Ranks; None takes what the degrees multiply to, or the largest world of `[mesh] layouts`.
         of_all_groups: Whether these are those of all groups, where axes of role REPLICA have several.
 
     Raises:
         ManifestError: At the line of `[mesh]`, for degrees that do not fit the world and axes that nobody owns.
     """
-    document = manifest.document
-    infos = [registered.info for registered in hooks.plugins]
+    document, infos = manifest.document, [registered.info for registered in hooks.plugins]
     try:
         owners = hooks.owners()
         axes = mesh.arrange([axis for info in infos for axis in info.axes])
         batch = [axis.name for axis in axes if axis.role is Role.BATCH]
         default = next((info.owns[0] for info in infos if info.owns and info.owns[0] in batch), None)
+        world_size = world_size or max(map(int, manifest.mesh.layouts), default=None)
+        stated = manifest.degrees_on(world_size)
         if of_all_groups and world_size is not None:
-            world_size = ranks_of_group(manifest.degrees, axes=axes, num_ranks=world_size)
-        layout = mesh.resolve(manifest.degrees, axes=axes, world_size=world_size, default=default)
+            world_size = ranks_of_group(stated, axes=axes, num_ranks=world_size)
+        layout = mesh.resolve(stated, axes=axes, world_size=world_size, default=default)
     except ComposerError as error:
         raise ManifestError([document.problem(("mesh",), str(error), whole_table=True)]) from error
-    ownerless = [name for name, degree in layout.degrees.items() if degree > 1 and name not in owners]
-    if ownerless:
-        raise ManifestError(
-            [
-                document.problem(
-                    ("mesh", name),
-                    f'{name} = {layout.degrees[name]}, but no plugin of this manifest owns the axis "{name}"',
-                    hint="composer3d plugins shows which plugin owns which axis",
-                )
-                for name in ownerless
-            ]
+    ownerless = [
+        document.problem(
+            ("mesh", name),
+            f'{name} = {degree}, but no plugin of this manifest owns the axis "{name}"',
+            hint="composer3d plugins shows which plugin owns which axis",
         )
+        for name, degree in layout.degrees.items()
+        if degree > 1 and name not in owners
+    ]
+    if ownerless:
+        raise ManifestError(ownerless)
     return layout
 
 

@@ -60,9 +60,18 @@ class Manifest:
 
     @property
     def degrees(self) -> dict[str, int | None]:
-        """The degrees that `[mesh]` states, by axis."""
-        names = [name for name in vars(self.mesh) if name != "gpus_per_node" and not name.startswith("_")]
-        return {name: getattr(self.mesh, name) for name in names}
+        """The degrees that `[mesh]` states, by axis; of several layouts those of the largest world."""
+        return self.degrees_on(None)
+
+    def degrees_on(self, world_size: int | None) -> dict[str, int | None]:
+        """Return the degrees that `[mesh]` states for a world.
+
+        Args:
+            world_size: Its ranks; None takes the largest world that `[mesh] layouts` has an entry for.
+        """
+        layouts = self.mesh.layouts
+        size = max(map(int, layouts), default=0) if world_size is None else world_size
+        return self.mesh.degrees | layouts.get(str(size), {})
 
 
 def load_manifest(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, dataclass_transform
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from composer3d.errors import MeshError
@@ -28,6 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 MOST_SAMPLES = 1 << 28  # of one batch
+_NO_AXES = ("gpus_per_node", "layouts")  # keys of [mesh]
 Degree: TypeAlias = Annotated[int, Field(ge=1)] | Literal[-1]
 
 
@@ -61,7 +63,9 @@ class MeshTable:
         tp: Ranks that share a tensor, innermost: neighbours on one node.
         ep: Ranks that share the experts, carved out of dp_shard x cp, or, where it does not divide those, out of
             dp_shard x cp x tp.
-        gpus_per_node: Lets `check` warn when tp or cp crosses a node.
+        gpus_per_node: Lets `check` warn when tp or cp crosses a node; ranks of a node that `run.nodes` counts.
+        layouts: Other degrees for a world of so many ranks: `layouts = { 4 = { tp = 2 }, 2 = { tp = 1 } }`; what an
+            entry does not name is as above.
     """
 
     pp: Degree | None = None
@@ -71,6 +75,26 @@ class MeshTable:
     tp: Degree | None = None
     ep: Degree | None = None
     gpus_per_node: int | None = Field(default=None, ge=1, le=1 << 10)
+    layouts: dict[str, dict[str, Degree]] = Field(default_factory=dict)
+
+    @property
+    def degrees(self) -> dict[str, int | None]:
+        """The degrees that are stated for any world, by axis."""
+        names = [name for name in vars(self) if name not in _NO_AXES and not name.startswith("_")]
+        return {name: getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _layouts_are_of_worlds(self) -> MeshTable:
+        for size, degrees in self.layouts.items():
+            if not re.fullmatch(r"[1-9]\d{0,6}", size):
+                raise ValueError(
+                    f'layouts."{size}" is no number of ranks; write layouts = {{ 4 = {{ dp_shard = 4 }} }}'
+                )
+            unknown = next((axis for axis in degrees if axis not in self.degrees), None)
+            if unknown is not None:
+                axes = ", ".join(self.degrees)
+                raise ValueError(f"layouts.{size}.{unknown}: there is no axis {unknown}; axes are {axes}")
+        return self
 
 
 @table

@@ -70,7 +70,7 @@ def plan(
 
     Args:
         manifest: Path, or the name of a shipped manifest.
-        world_size: Ranks of the run; default: what the degrees multiply to.
+        world_size: Ranks of the run; default: what the degrees multiply to, of several stated world sizes the largest.
         rank: `worst`, one of each distinct role; `all`, one of every pipeline position; or a number.
         memory_bytes: Of a device; None takes what the hardware's has, if there is one.
         hardware: A shipped cluster's name, or its file; None leaves time out.
@@ -116,7 +116,10 @@ def _inspected(
     """Return a manifest without errors, inspected; fake ranks compute nowhere, and the CPU stands for any device."""
     import torch
 
+    from composer3d.runner import world_sizes
+
     inspected = open_manifest(str(manifest), overrides)
+    world_size = world_size or max(world_sizes(inspected.manifest), default=None)
     found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
         raise ManifestError(found.ordered())

@@ -9,7 +9,14 @@ from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prew
 from composer3d.processes.garbage import scanning_new_objects_only
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
-from composer3d.processes.launchers import device_index, find_launch, join_launcher, launch_id
+from composer3d.processes.launchers import (
+    device_index,
+    find_launch,
+    join_launcher,
+    launch_id,
+    launch_round,
+    note_round,
+)
 from composer3d.processes.machine_errors import machine_error
 from composer3d.processes.private_folder import user_folder
 from composer3d.processes.process_group import default_device, join_world
@@ -37,8 +44,10 @@ __all__ = [
     "keep_to_loopback",
     "late_imports",
     "launch_id",
+    "launch_round",
     "limit_ranks",
     "machine_error",
+    "note_round",
     "prewarm",
     "private_attempt",
     "refuse_unsafe_fork",

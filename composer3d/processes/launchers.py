@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from composer3d.errors import RendezvousError
 
-__all__ = ["Launch", "device_index", "find_launch", "join_launcher", "launch_id"]
+__all__ = ["Launch", "device_index", "find_launch", "join_launcher", "launch_id", "launch_round", "note_round"]
 
-RUN_ID, RESTARTS = "COMPOSER3D_RUN_ID", "COMPOSER3D_RESTART_COUNT"
+RUN_ID, RESTARTS, ROUND = "COMPOSER3D_RUN_ID", "COMPOSER3D_RESTART_COUNT", "COMPOSER3D_ROUND"
 
 _PORTS = range(20000, 32000)  # below what Linux gives to outgoing connections
 
@@ -173,6 +173,29 @@ def launch_id(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if "TORCHELASTIC_RUN_ID" in environment:
         return environment["TORCHELASTIC_RUN_ID"], int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return environment.get(RUN_ID, "alone"), int(environment.get(RESTARTS, "0"))
+
+
+def note_round(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give this world of torchrun a name of its own, where nodes may come and go.
+
+    torchrun starts the ranks again without counting it where a node comes, and a node that comes late counts from 0.
+    The port at which the ranks meet is the same on all of them, and another one in every world, unless torchrun's
+    agents share a store: then no node comes late.
+
+    Args:
+        environment: Of the process, to which the name is added.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        environment[ROUND] = environment.get("MASTER_PORT", "")
+
+
+def launch_round(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of this world among those of its launch; None where restarts are counted.
+
+    Args:
+        environment: Of the process.
+    """
+    return environment.get(ROUND) or None
 
 
 def device_index(num_devices: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
     from composer3d.runner.merged_weights import MergedWeights
     from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner.node_counts import world_sizes
     from composer3d.runner.optimizer_arguments import refused_arguments
     from composer3d.runner.optimizer_groups import (
         in_backward_problems,
@@ -54,6 +55,7 @@ _MODULES = {
     "trainer": ("Outcome", "output_folder", "train"),
     "warnings_once": ("warning_once",),
     "weight_export": ("Exported", "export_checkpoint"),
+    "node_counts": ("world_sizes",),
 }
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "untrained_problem",
     "warning_once",
     "with_tokenizer",
+    "world_sizes",
 ]
 
 __getattr__ = late_imports(__name__, _MODULES)

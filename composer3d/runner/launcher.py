@@ -86,6 +86,7 @@ def launch_local(
     timeout_s: float | None = None,
     grace_s: float = 30.0,
     exclusive: bool = False,
+    sizes: Sequence[int] = (),
 ) -> LaunchResult:
     """Run a function on several ranks of this machine and wait for them.
 
@@ -105,6 +106,7 @@ def launch_local(
         timeout_s: Seconds after which ranks still running are a failure; None is no limit.
         grace_s: Seconds the ranks have after a SIGTERM, and their processes to exit once all have returned.
         exclusive: Hold the output folder's lock, over all restarts.
+        sizes: World sizes that a restart may have: it takes the next smaller one, where there is one.
 
     Returns:
         How it ended; nothing is printed, the report is in the result.
@@ -125,9 +127,8 @@ def launch_local(
     with ExitStack() as stack:
         private = stack.enter_context(temporary_folder("launch"))
         lock = stack.enter_context(RunLock(output, attempts=private)) if exclusive else None
-        watch = Watch(
-            private=private, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s
-        )
+        limits: dict[str, Any] = {"max_restarts": max_restarts, "timeout_s": timeout_s, "grace_s": grace_s}
+        watch = Watch(private=private, num_ranks=num_ranks, sizes=sizes, **limits)
         return _launch(watch, "fork" if forked else "spawn", (function, tuple(args), output), lock)
 
 

@@ -62,13 +62,13 @@ def launch_world(
         num_ranks: Of all groups.
         device: Where the ranks compute.
         output: The run's folder.
-        options: `max_restarts`, `grace_s`, and `groups` as `groups_of` gives them.
+        options: `max_restarts`, `grace_s`, world sizes of restarts, and `groups` as `groups_of` gives them.
     """
     shared: dict[str, Any] = {"device": device, "output": output}
     shared |= {name: options[name] for name in ("max_restarts", "grace_s")}
     groups = options["groups"]
     if groups is None:
-        return launch_local(function, args, num_ranks=num_ranks, exclusive=True, **shared)
+        return launch_local(function, args, num_ranks=num_ranks, exclusive=True, sizes=options["sizes"], **shared)
     num_groups = groups["num_groups"]
     policy = ReplicaPolicy(**groups["policy"])
     return launch_groups(

@@ -10,9 +10,9 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from composer3d.processes import launch_id, private_attempt
+from composer3d.processes import launch_id, launch_round, private_attempt
 
-__all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder", "left_reason"]
+__all__ = ["LastSeen", "Progress", "RunPhase", "attempt_before", "attempt_folder", "left_reason"]
 
 _LAYOUT = struct.Struct("<qII")  # step, phase, pid: 16 bytes
 _LENGTH = struct.Struct("<Q")  # of the text behind it
@@ -132,7 +132,21 @@ def attempt_folder(output: Path, restart: int | None = None) -> Path:
     """
     run_id, restarts = launch_id()
     count = str(restarts if restart is None else restart)
-    return private_attempt(run_id, count) or output / "ranks" / f"{run_id}-{count}"
+    return private_attempt(run_id, count) or output / "ranks" / f"{run_id}-{launch_round() or count}"
+
+
+def attempt_before(output: Path) -> Path | None:
+    """Return the folder of the attempt of this launch that was started before this one; None for the first.
+
+    Args:
+        output: The run's output folder.
+    """
+    run_id, restarts = launch_id()
+    if launch_round() is None:
+        return attempt_folder(output, restart=restarts - 1) if restarts else None
+    own = attempt_folder(output)
+    others = [path for path in (output / "ranks").glob(f"{run_id}-*") if path != own and path.is_dir()]
+    return max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def left_reason(folder: Path, rank: int) -> str:

@@ -13,9 +13,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from composer3d.processes import find_launch, launch_id, user_folder
+from composer3d.processes import find_launch, user_folder
 from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause
-from composer3d.runner.progress import LastSeen, Progress, attempt_folder
+from composer3d.runner.progress import LastSeen, Progress, attempt_before, attempt_folder
 
 __all__ = ["is_rank", "rank_main"]
 
@@ -54,8 +54,10 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
     Memory: one page. Collectives: none.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _refuse_restart(output, world_size)
+    _refuse_restart(output)
     folder = attempt_folder(output)
+    for stale in ("json", "finished"):  # of a world before under the same name, where torchrun did not count it
+        (folder / f"rank-{rank}.{stale}").unlink(missing_ok=True)
     progress = None
     with ExitStack() as files:
         try:
@@ -174,12 +176,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _refuse_restart(output: Path, world_size: int) -> None:
+def _refuse_restart(output: Path) -> None:
     """End at once if the attempt before failed by a mistake of the user's: another attempt would fail alike."""
-    _, restart = launch_id()
-    if not restart:
+    folder = attempt_before(output)
+    if folder is None:
         return
-    before = read_failures(attempt_folder(output, restart=restart - 1), world_size)
+    before = read_failures(folder, len(list(folder.glob("rank-*.progress"))))  # its world may have been a larger one
     final = [failure for failure in before.values() if failure.kind in ("user", "machine") and not failure.consequence]
     codes = [failure.exit_code for failure in final]
     if codes:

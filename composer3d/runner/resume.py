@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import broadcast_json, checkpoint
 from composer3d.errors import CheckpointError
-from composer3d.processes import launch_id
+from composer3d.runner.progress import attempt_before
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -88,7 +88,7 @@ def _searched(output: Path, how: str) -> tuple[str | None, str | None]:
 
 def _find(output: Path, how: str) -> str | None:
     own = checkpoint.latest(output / "checkpoints")
-    if own is not None and launch_id()[1] > 0:
+    if own is not None and attempt_before(output) is not None:
         return str(own)  # ranks that were started again after a crash go on with what this run has saved itself
     if how == "never":
         return None

@@ -14,16 +14,11 @@ from composer3d.errors import ComposerError, ManifestError, Problem
 from composer3d.processes import join_launcher, machine_error
 
 if TYPE_CHECKING:
-    import torch
-
     from composer3d.manifest import Manifest
     from composer3d.runner.failures import FailureReport
     from composer3d.runner.trainer import Outcome
 
-__all__ = ["RunResult", "num_local_ranks", "output_of", "run"]
-
-# What a mistyped degree would fork: each rank takes tens of MiB before its first step.
-_LEAST_RANKS, _RANKS_PER_CORE = 64, 16
+__all__ = ["RunResult", "output_of", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,27 +236,36 @@ def _join(
         LockError: Another run has the folder.
     """
     from composer3d.processes import die_with, user_folder
+    from composer3d.runner.coming_nodes import begin_world, leave_world
     from composer3d.runner.launcher import rank_main
     from composer3d.runner.lock import RunLock
 
     die_with(os.getppid())  # the launcher; a rank of it would go on, or wait, without it
     is_exclusive = True
     try:
-        output = output_of(open_manifest(manifest, overrides).manifest)
+        opened = open_manifest(manifest, overrides).manifest
+        output = output_of(opened)
+        begin_world(opened, report)
     except ManifestError:
         # Every rank finds the same mistake, and they need a place to agree on who tells it.
         output, is_exclusive = user_folder("composer3d"), False
     with ExitStack() as stack:
         if is_exclusive and os.environ["RANK"] == "0":
             stack.enter_context(RunLock(output)).leave_children_out()
-        return rank_main(_train, manifest, overrides, resume, strict, report, output=output)
+        outcome: Outcome = rank_main(_train, manifest, overrides, resume, strict, report, output=output)
+        stack.pop_all().close()
+        leave_world(outcome)
+        return outcome
 
 
 def _look(
     source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
 ) -> dict[str, Any]:
     """Return every problem and the launcher's settings, as JSON values."""
+    from composer3d.checking import world_size_problems
+    from composer3d.runner.local_ranks import machine_problems, num_local_ranks
     from composer3d.runner.local_world import groups_of
+    from composer3d.runner.node_counts import world_sizes
 
     try:
         inspected = open_manifest(source, overrides)
@@ -271,7 +275,8 @@ def _look(
     device = device_of(manifest)
     num_ranks = nproc_per_node or num_local_ranks(manifest, device)
     found = inspect(inspected, world_size=num_ranks, rank=0, device=device, forward=True)
-    found.problems += _machine_problems(manifest, device, num_ranks or 1) + _resume_problems(resume)
+    found.problems += world_size_problems(inspected, world_size=num_ranks, device=device, known=found.problems)
+    found.problems += machine_problems(manifest, device, num_ranks or 1) + _resume_problems(resume)
     options = manifest.tables.get("run")
     return {
         "ok": found.ok(strict=strict),
@@ -284,6 +289,7 @@ def _look(
             "max_restarts": getattr(options, "max_restarts", 0),
             "grace_s": getattr(options, "grace_s", 30.0),
             "groups": groups_of(found.preparation),
+            "sizes": [size for size in world_sizes(manifest) if size <= (num_ranks or 0)],
             "is_hugging_face": getattr(manifest.tables.get("model"), "hf", None) is not None,
         },
     }
@@ -309,6 +315,8 @@ def _train(
 
     inspected = open_manifest(source, overrides)
     if strict is not None:
+        from composer3d.checking import world_size_problems
+        from composer3d.runner.local_ranks import machine_problems
         from composer3d.runner.local_world import group_problems
 
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -317,42 +325,12 @@ def _train(
         found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
         if rank == 0 and found.unknown is not None:
             report(f"the first forward was not tried in full: {found.unknown}")
-        found.problems += _machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
+        found.problems += machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
         found.problems += group_problems(inspected.manifest, found.layout)
+        found.problems += world_size_problems(inspected, world_size=world_size, device=device, known=found.problems)
         if not found.ok(strict=strict):
             raise ManifestError(found.problems)
     return train(inspected.manifest, resume=resume)
-
-
-def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
-    """Return how many ranks this machine is to have, None where the degrees are wrong in themselves.
-
-    The degrees that the manifest states multiply to it. An open one, -1 or the data-parallel plugin's own axis, takes
-    what is left of the machine's GPUs, and is 1 on a CPU.
-
-    Args:
-        manifest: Typed, as far as it can be.
-        device: Where the run computes.
-    """
-    import torch
-
-    from composer3d.composition import layout_of
-    from composer3d.hooks import Hooks
-
-    if "mesh" not in manifest.tables:
-        return None
-    try:
-        hooks = Hooks(manifest.plugins)
-        stated = layout_of(manifest, hooks, world_size=None).num_ranks
-    except ComposerError:  # the inspection reports it
-        return None
-    if device.type == "cpu":
-        return stated
-    try:
-        available = torch.accelerator.device_count() // stated * stated
-        return layout_of(manifest, hooks, world_size=available).num_ranks if available else stated
-    except ManifestError:  # no degree is open
-        return stated
 
 
 def output_of(manifest: Manifest) -> Path:
@@ -360,29 +338,6 @@ def output_of(manifest: Manifest) -> Path:
     from composer3d.runner import output_folder
 
     return output_folder(manifest) if "run" in manifest.tables else Path(f"runs/{manifest.document.stem}")
-
-
-def _machine_problems(manifest: Manifest, device: torch.device, num_ranks: int) -> list[Problem]:
-    """Compare the manifest's requirements with this machine."""
-    import torch
-
-    if device.type == "cpu":
-        cores = os.cpu_count() or 1
-        most = max(_LEAST_RANKS, _RANKS_PER_CORE * cores)
-        if num_ranks <= most:
-            return []
-        message = f"{num_ranks} ranks are more than the {most} that this machine with {cores} cores is given at once"
-        hint = "start them on several machines with torchrun, or lower the degrees"
-        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
-    available = torch.accelerator.device_count()
-    if available == 0:
-        message = f'device = "{device.type}", and this machine has none'
-        return [manifest.document.problem(("run", "device"), message)]
-    if num_ranks > available:
-        message = f"{num_ranks} ranks need as many GPUs, and this machine has {available}"
-        hint = "start them on several machines with torchrun, or lower the degrees"
-        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
-    return []
 
 
 def _resume_problems(resume: str) -> list[Problem]:

@@ -15,6 +15,7 @@ from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 from composer3d.runner.lr_schedule_table import LRScheduleTable
+from composer3d.runner.node_counts import node_counts
 
 __all__ = [
     "TABLES",
@@ -51,6 +52,9 @@ class RunTable:
         timeout_s: Seconds that a rank waits for the others, to join, to compose and in a collective; default torch's.
         debug: Check every collective on all ranks, and log what torch.distributed does; slow.
         max_restarts: How often ranks that crashed are started again, from the newest checkpoint.
+        nodes: Numbers of nodes that the run may have: `4`, a range `"2:4"`, a list `[2, 4]`. Each has
+            `mesh.gpus_per_node` ranks, by default 1. Ranks that are started again are those of the next smaller number;
+            under torchrun, those of the nodes that are there.
         grace_s: Seconds that ranks have to save and stop after a SIGTERM.
     """
 
@@ -63,7 +67,14 @@ class RunTable:
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_S)
     debug: bool = False
     max_restarts: int = Field(default=0, ge=0)
+    nodes: int | str | tuple[int, ...] | None = None
     grace_s: float = Field(default=30.0, ge=0, le=LONGEST_S)
+
+    @model_validator(mode="after")
+    def _nodes_are_counts(self) -> RunTable:
+        if self.nodes is not None:
+            node_counts(self.nodes)
+        return self
 
 
 @table

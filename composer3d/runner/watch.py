@@ -7,13 +7,14 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from composer3d.runner.failures import Ending, FailureKind, FailureReport, root_cause
+from composer3d.runner.node_counts import next_smaller
 from composer3d.runner.progress import LastSeen, RunPhase, left_reason
 from composer3d.runner.signals import ParentSignals, kill
 
@@ -59,10 +60,12 @@ class Watch:
         grace_s: float,
         run_id: str | None = None,
         attempt: int = 0,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.run_id = run_id or uuid.uuid4().hex
         self.private = private
         self.num_ranks = num_ranks
+        self._sizes = tuple(sizes)
         self.max_restarts = max_restarts + attempt
         self.num_restarts = attempt
         self.grace_s = grace_s
@@ -169,8 +172,11 @@ class Watch:
         if report.kind in ("user", "machine") or self.signals.terminate or self.num_restarts == self.max_restarts:
             raise Ended("failed", report)
         self.num_restarts += 1
-        text = report.render().rstrip()
-        log.warning("%s\nrestarting all ranks (%d of %d)", text, self.num_restarts, self.max_restarts)
+        text, before = report.render().rstrip(), self.num_ranks
+        # The lost rank stands for its hardware: where a smaller world is stated, the run goes on without it.
+        self.num_ranks = next_smaller(self._sizes, before)
+        on = f" on {self.num_ranks} instead of {before}" if self.num_ranks != before else ""
+        log.warning("%s\nrestarting all ranks%s (%d of %d)", text, on, self.num_restarts, self.max_restarts)
         raise Restart
 
     def _end_peers(self) -> None:
