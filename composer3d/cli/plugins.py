@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from pathlib import Path
 from typing import Any
 
-from composer3d.cli.options import Subparsers, add_json
+from composer3d.cli.options import Subparsers, add_json, amount
 from composer3d.cli.output import complain, print_table, say, say_json
+from composer3d.cli.plugin_conformance import test_plugin
 from composer3d.errors import did_you_mean
 
 __all__ = ["add", "execute"]
@@ -21,9 +23,27 @@ def add(subparsers: Subparsers) -> None:
         "plugins",
         help="list every plugin found: family, axes, what it acts on, options, origin",
         description="List every plugin that is installed. With a name: what it does and costs, its hooks, options "
-        "and refusals.",
+        "and refusals; with --conformance its suite of tests, on ranks of this machine's CPU.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="show this plugin alone, in full")
+    parser.add_argument(
+        "--conformance",
+        action="store_true",
+        help="test it: numerics, collectives, state, refusals, order, plan, purpose, overhead, effect, and beside "
+        "every other plugin; exit code 1 if something does not hold",
+    )
+    parser.add_argument(
+        "--options",
+        metavar="TOML",
+        action="append",
+        help="with --conformance: its table, 'limit = 0.1' for example; may be repeated; default: its defaults",
+    )
+    parser.add_argument(
+        "--beside", metavar="FILE", type=Path, help="with --conformance: TOML of other tables that it needs"
+    )
+    parser.add_argument(
+        "--minutes", metavar="M", type=amount, help="with --conformance: for proofs beside other plugins; default: 1"
+    )
     add_json(parser)
     parser.set_defaults(execute=execute)
 
@@ -35,12 +55,21 @@ def execute(arguments: argparse.Namespace) -> int:
 
     catalogue = Catalogue.installed()
     names = catalogue.names()
+    for option in ("options", "beside", "minutes"):
+        if getattr(arguments, option) is not None and not arguments.conformance:
+            complain(f"--{option} has no effect without --conformance")
+            return 2
+    if arguments.conformance and arguments.name is None:
+        complain(f"--conformance needs the NAME of a plugin; one of: {', '.join(names)}")
+        return 2
     if arguments.name is not None:
         if arguments.name not in names:
             hint = did_you_mean(arguments.name, names)
             complain(f'no plugin "{arguments.name}" is installed' + (f"; {hint}" if hint else ""))
             return 2
         names = (arguments.name,)
+    if arguments.conformance:
+        return test_plugin(arguments, catalogue.load(arguments.name))
     found = [describe_plugin(catalogue, name, full=arguments.name is not None) for name in names]
     if arguments.json:
         say_json({"plugins": found})

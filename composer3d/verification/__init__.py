@@ -13,6 +13,7 @@ from composer3d.verification.proven_world import ProvenWorld, proven_world
 from composer3d.verification.shrink import shrink
 from composer3d.verification.subject import Subject
 from composer3d.verification.verdict import Verdict
+from composer3d.verification.verdict_failures import failures_by_heading
 from composer3d.verification.verdict_report import to_json, to_text
 from composer3d.verification.verify import VerificationError, VerifyResult
 
@@ -22,6 +23,7 @@ __all__ = [
     "Verdict",
     "VerificationError",
     "VerifyResult",
+    "failures_by_heading",
     "prove",
     "proven_world",
     "read_manifest",

@@ -13,7 +13,14 @@ from composer3d.verification.verdict import KINDS, Evidence, Kind
 if TYPE_CHECKING:
     from composer3d.verification.session import ReferenceReport
 
-__all__ = ["failures_of"]
+__all__ = ["failures_by_heading", "failures_of"]
+
+
+def failures_by_heading(evidence: Evidence) -> Mapping[str, tuple[str, ...]]:
+    """Return the failed checks as `numerics`, `collectives` and `state`: the headings of a plugin's tests."""
+    by_heading = {"collectives": tuple(_of_collectives(evidence)), "state": tuple(failures_of_restored(evidence))}
+    others = set(by_heading["collectives"] + by_heading["state"])
+    return {"numerics": tuple(line for line in failures_of(evidence) if line not in others), **by_heading}
 
 
 def failures_of(evidence: Evidence) -> Iterator[str]:
@@ -55,15 +62,19 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
     same = evidence.same_batches()
     if same is not None:
         yield f"the data-parallel ranks of rank {same[1]} and rank {same[2]} are given the same batch in step {same[0]}"
-    for rank, report in enumerate(evidence.ranks):
-        if report.trace_error:
-            yield f"rank {rank} cannot be traced, so its collectives cannot be compared: {report.trace_error}"
-            break
     if evidence.streams:
         sites = {fault.site for fault in evidence.streams}
         yield f"random numbers are not drawn as the axes promise at {len(sites)} call sites, as {min(sites)}"
     else:
         yield from drawing_failures([report.drawing for report in evidence.ranks])
+    yield from _of_collectives(evidence)
+
+
+def _of_collectives(evidence: Evidence) -> Iterator[str]:
+    for rank, report in enumerate(evidence.ranks):
+        if report.trace_error:
+            yield f"rank {rank} cannot be traced, so its collectives cannot be compared: {report.trace_error}"
+            break
     for row in evidence.rows:
         if not row.ok:
             where = f"rank {row.rank}" + (", bytes of all ranks together" if row.is_summed else "")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 BUILT_IN = {"activation_checkpoint", "compile", "ddp", "fsdp2", "mixed"}
 
 
@@ -92,3 +94,34 @@ def test_one_plugin_in_full_for_programs(command):
 
 def test_an_unknown_plugin(command):
     assert command("plugins", "fspd2") == (2, "", 'no plugin "fspd2" is installed; did you mean "fsdp2"?\n')
+
+
+def test_a_suite_is_run_and_what_it_finds_is_an_exit_code(command, monkeypatch):
+    from composer3d.testing import conformance
+    from composer3d.testing.conformance import suite
+
+    # One heading: the others are tested in testing/test_plugin_conformance.py.
+    monkeypatch.setattr(suite, "HEADINGS", ("purpose",))
+    monkeypatch.setattr(conformance, "run_conformance", lambda case: suite.run_conformance(case, headings=("purpose",)))
+    code, out, err = command("plugins", "activation_checkpoint", "--conformance", "--options", "every = 2", "--json")
+    found = json.loads(out)
+    assert (code, err, found["ok"], found["plugin"]) == (0, "", True, "activation_checkpoint")
+    assert [(finding["heading"], finding["options"]) for finding in found["findings"]] == [("purpose", "{ every = 2 }")]
+    code, out, err = command("plugins", "activation_checkpoint", "--conformance", "--options", "every = 0")
+    assert code == 1
+    assert out.startswith("purpose      does not run { every = 0 }\n    ")
+    assert err == "1 of 1 checks do not hold\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--conformance"], "--conformance needs the NAME of a plugin; one of: "),
+        (["mixed", "--minutes", "2"], "--minutes has no effect without --conformance"),
+        (["mixed", "--conformance", "--options", "a b"], '--options "a b" is no TOML: '),
+        (["mixed", "--conformance", "--beside", "no.toml"], "--beside no.toml cannot be read: no such file"),
+    ],
+)
+def test_a_suite_that_cannot_be_is_refused(command, arguments, told):
+    code, _, err = command("plugins", *arguments)
+    assert code == 2 and err.startswith(told)

@@ -1,0 +1,211 @@
+"""Plugins that each break one heading of the conformance suite, and one that breaks none."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from composer3d import Phase, StepAction, StepPoint, Transform, hookimpl, plugin
+
+
+def gradients(state):
+    for part in state.parts:
+        for parameter in part.module.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def action(name, point, run):
+    return StepAction(name=name, point=point, run=run)
+
+
+@plugin(family="precision")
+class Clamped:
+    """Clamp gradients, and do all else as it should be done.
+
+    Memory: none. Collectives: none.
+    """
+
+    limit: float = Field(default=0.001, gt=0, examples=[0.01])
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("clamped", StepPoint.GRADIENTS_REDUCED, self._clamp)
+
+    def _clamp(self, state):
+        for grad in gradients(state):
+            grad.clamp_(-self.limit, self.limit)
+
+
+@plugin(family="communication")
+class WrongGradients:
+    """Scale gradients a little.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("wronggradients", StepPoint.GRADIENTS_REDUCED, self._scale)
+
+    def _scale(self, state):
+        for grad in gradients(state):
+            grad.mul_(1.001)
+
+
+@plugin(family="communication")
+class Undeclared:
+    """Add up a number over the ranks.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("undeclared", StepPoint.END, self._sum)
+
+    def _sum(self, state):
+        dist.all_reduce(torch.ones(1), group=state.context.mesh.get_group("dp_shard"))
+
+
+@plugin(family="communication")
+class PlannedOtherwise:
+    """Add up a number over the ranks, but only in runs.
+
+    Collectives: one all-reduce a step.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("plannedotherwise", StepPoint.END, self._sum)
+
+    def _sum(self, state):
+        if state.context.purpose == "run":
+            dist.all_reduce(torch.ones(1), group=state.context.mesh.get_group("dp_shard"))
+
+
+@plugin(family="precision")
+class LostState:
+    """Add a part of the step before's gradients, and save none of them.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        context.state[self] = {}
+        return action("loststate", StepPoint.GRADIENTS_REDUCED, self._add)
+
+    def _add(self, state):
+        kept = state.context.state[self]
+        for number, grad in enumerate(gradients(state)):
+            now = grad.clone()
+            grad.add_(kept.get(number, torch.zeros_like(grad)), alpha=0.9)
+            kept[number] = now
+
+
+@plugin(family="precision")
+class OrderDependent:
+    """Halve gradients where its table's name sorts first, else quarter them.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        is_first = context.plugins[0].instance is self
+        return action("orderdependent", StepPoint.GRADIENTS_REDUCED, self._halve if is_first else self._quarter)
+
+    def _halve(self, state):
+        for grad in gradients(state):
+            grad.mul_(0.5)
+
+    def _quarter(self, state):
+        for grad in gradients(state):
+            grad.mul_(0.25)
+
+
+@plugin(family="scheduling")
+class DoesNothing:
+    """Claim to recompute blocks.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_reschedule(self, context):
+        return Transform(
+            name="doesnothing",
+            phase=Phase.RECOMPUTE,
+            select=lambda model, context: [""],
+            apply=lambda model, fqns, context: fqns,
+        )
+
+
+@plugin(family="profiling")
+class OpensFiles:
+    """Write a file whenever it is configured.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_configure(self, context):
+        with open(os.devnull, "w") as file:
+            file.write(context.purpose)
+
+
+@plugin(family="precision")
+class FailsLater:
+    """Round gradients, or fail where they are computed.
+
+    Collectives: none.
+    """
+
+    mode: Literal["round", "fail"] = "round"
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("failslater", StepPoint.GRADIENTS_REDUCED, self._round)
+
+    def _round(self, state):
+        if self.mode == "fail":
+            raise ValueError("fail is not implemented")
+        for grad in gradients(state):
+            grad.copy_(grad.to(torch.bfloat16))
+
+
+@plugin(family="profiling")
+class Slow:
+    """Wait in every step.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("slow", StepPoint.END, self._wait)
+
+    def _wait(self, state):
+        began = time.thread_time()
+        while time.thread_time() - began < 0.2:
+            pass
+
+
+@plugin(family="profiling")
+class FailsBeside:
+    """Look for an attribute of other plugins that one of them does not have.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_configure(self, context):
+        for other in context.plugins:
+            if other.info.family == "scheduling":
+                print(other.instance.no_such_option)
