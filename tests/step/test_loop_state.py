@@ -41,6 +41,15 @@ def kept_gradients(run, optimizer):
         parameter.grad = torch.zeros_like(parameter)
 
 
+def cleared_state(run, optimizer):
+    optimizer.state.clear()
+
+
+def counted_steps(run, optimizer):
+    for state in optimizer.state.values():
+        state["step"] += 50
+
+
 def nudged(run, optimizer):
     with torch.no_grad():
         run.model.norm.weight.add_(1e-6)
@@ -66,6 +75,8 @@ NAMED = {
     + ALIKE,
     mode_of_one_module: BEFORE + '"layers.1.dropout".training: False, not True' + ALIKE,
     frozen: BEFORE + '"norm.weight".requires_grad: False, not True' + ALIKE,
+    cleared_state: BEFORE + "steps that the optimizer's state counts: 0.0, not 2.0" + ALIKE,
+    counted_steps: BEFORE + "steps that the optimizer's state counts: 52.0, not 2.0" + ALIKE,
     kept_gradients: BEFORE + "gradients before the step's first backward: some, not none" + ALIKE,
 }
 

@@ -69,7 +69,7 @@ class LoopState:
         self._parameters: dict[str, nn.Parameter] = {}
         self._sample: list[nn.Parameter] = []
         self._plain: list[nn.Parameter] = []
-        self._version, self._is_written = 0, False
+        self._version, self._is_written, self._has_experts = 0, False, False
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
@@ -99,9 +99,9 @@ class LoopState:
         modes = sum([module.training for module in self._modules])
         # Of experts in lists a rank has its own, of which some may have more parameters than those of another.
         frozen = sum([not parameter.requires_grad for parameter in parameters])
-        left = self._has_gradients()
+        left, steps = self._has_gradients(), self._steps(optimizer)
         # Numbers alone: the hashes of texts, and of None, are another process's own.
-        return (hash((self.clip_norm, groups, modes, frozen, left)) & _BITS) or 1
+        return (hash((self.clip_norm, groups, modes, frozen, left, steps)) & _BITS) or 1
 
     def weights(self, step: int) -> int:
         """Return digests of this rank's parameters in every `EVERY`-th step, and after writes; 0 in the others."""
@@ -131,6 +131,7 @@ class LoopState:
             for key, value in group.items():
                 if key != "params":
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
+        found["steps that the optimizer's state counts"] = self._steps(optimizer)
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
         for part in self._context.parts:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
@@ -138,6 +139,20 @@ class LoopState:
             found[f'"{fqn}".requires_grad'] = parameter.requires_grad
         found |= self._context.stash(WrittenValues).described()
         return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
+
+    def _steps(self, optimizer: torch.optim.Optimizer | None) -> float:
+        """Return how many steps the state of the first parameter counts; 0 where it counts none, or has experts."""
+        import torch
+
+        # Experts are stepped on ranks that called them. Of gathered units the optimizer alone has the shards.
+        if optimizer is None or self._has_experts:
+            return 0.0
+        stepped = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+        first = next(stepped, None)
+        steps = optimizer.state[first].get("step", 0) if first is not None and first in optimizer.state else 0
+        if isinstance(steps, torch.Tensor):
+            return float(steps) if steps.device.type == "cpu" and steps.numel() == 1 else 0.0
+        return float(steps) if isinstance(steps, int | float) else 0.0
 
     def _has_gradients(self) -> bool:
         """Return whether some parameters have a gradient; which ones may depend on a rank's samples."""
@@ -151,6 +166,7 @@ class LoopState:
             sharded = sharded_parameters(self._context)
             self._plain = [parameter for fqn, parameter in self._parameters.items() if fqn not in sharded]
             self._version = self._versions()
+            self._has_experts = any(self._context.parameter_mesh(fqn) is not None for fqn in self._parameters)
             # zero_grad forgets all or none, and this is looked at in every step.
             self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
 
