@@ -17,6 +17,7 @@ DOCUMENTS = (
     "composer3d/cli/README.md",
     "composer3d/huggingface/README.md",
     "composer3d/importing/README.md",
+    "composer3d/integrations/README.md",
     "composer3d/manifest/README.md",
     "plugins/README.md",
     "tests/README.md",

@@ -1,0 +1,1 @@
+"""Trainers of other libraries that train under a manifest; each is imported where it is used."""
