@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, spec_of
+from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, interned, spec_of
 
 __all__ = ["Products", "added_product", "bias_of", "keep_weight", "operands_of", "product_chain", "summed_size"]
 
@@ -131,7 +131,7 @@ def keep_weight(result: Any, specs: Sequence[ShardSpec], arguments: Sequence[Any
     if all(spec.is_weight for spec in specs) and len(specs) == sum(isinstance(leaf, Tensor) for leaf in arguments):
         for leaf in torch_compat.tree_leaves(result):
             if (spec := spec_of(leaf, specs[0].axis)) is not None:
-                attach(leaf, replace(spec, is_weight=True))
+                attach(leaf, interned(replace(spec, is_weight=True)))
 
 
 def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any], axis: str = TENSOR_AXIS) -> int | None:

@@ -6,7 +6,7 @@ the shapes of replicated ones. Those are its key; other sizes give another key, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,22 @@ from torch import Tensor
 
 from composer3d import torch_compat
 from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, spec_of
+from composer3d.propagation.whole_operands import Meeting
 
-__all__ = ["Decision", "Memory"]
+__all__ = ["Decision", "Memory", "Work"]
 
 # So many decisions are kept of one module: sizes that change all the time would fill any memory.
 MOST = 4096
+AUTOCAST = ("cpu", "cuda")
 NUMBERS = (bool, int, float, complex)
 HASHABLE = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
 
 # Does on local shards what a function does on replicated tensors.
-Decision = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+Work = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+# The same, of a forward's operands.
+Decision = Callable[[Meeting, Any, Sequence[Any], dict[str, Any]], Any]
+# Of arguments that are whole, by place: the dims of which a rank takes its shard, with their parts.
+Narrowings = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
 
 
 class Memory:
@@ -39,7 +45,7 @@ class Memory:
 
     def key(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Return the key of a call; None if its arguments have no reliable key."""
-        key: list[Any] = [func, torch.is_grad_enabled()]
+        key: list[Any] = [func, torch.is_grad_enabled(), *map(torch.is_autocast_enabled, AUTOCAST)]
         if not all(_describe(each, key, self._axis) for each in (args, tuple(options), tuple(options.values()))):
             return None
         return tuple(key)
@@ -48,49 +54,66 @@ class Memory:
         """Return the decision for a key, if there is one."""
         return self._decisions.get(key)
 
-    def keep(self, key: Any, work: Decision, result: Any) -> None:
+    def keep(self, key: Any, work: Work, result: Any, narrowings: Narrowings) -> None:
         """Remember a decision.
 
         Args:
             key: Of the call.
             work: Runs the function on local shards.
             result: Its marked result; later results get the same marks.
+            narrowings: Of its arguments.
         """
         if len(self._decisions) >= MOST:
             self._decisions.clear()
         if isinstance(result, Tensor):
-            self._decisions[key] = _Single(work, spec_of(result, self._axis))
+            self._decisions[key] = _Single(work, narrowings, spec_of(result, self._axis))
             return
         with torch_compat.without_torch_functions():
             specs = [spec_of(leaf, self._axis) for leaf in torch_compat.tree_leaves(result)]
-        self._decisions[key] = _Several(work, specs)
+        self._decisions[key] = _Several(work, narrowings, specs)
 
     def keep_answer(self, key: Any, answer: Any) -> None:
         """Remember an answer that is no tensor, such as a size."""
-        self._decisions[key] = lambda func, args, options: answer
+        self._decisions[key] = lambda meeting, func, args, options: answer
 
 
-class _Single:
-    def __init__(self, work: Decision, spec: ShardSpec | None) -> None:
-        self._work, self._spec = work, spec
+class _Kept:
+    def __init__(self, work: Work, narrowings: Narrowings) -> None:
+        self._work, self._narrowings = work, narrowings
 
-    def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run on local shards, and mark the result."""
+    def _run(self, meeting: Meeting, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run on local shards, and on this rank's shards of what is whole."""
+        if self._narrowings:
+            given = list(args)
+            for at, dims in self._narrowings.items():
+                given[at] = meeting.narrow(given[at], dims)
+            args = given
+        return self._work(func, args, options)
+
+
+class _Single(_Kept):
+    def __init__(self, work: Work, narrowings: Narrowings, spec: ShardSpec | None) -> None:
+        super().__init__(work, narrowings)
+        self._spec = spec
+
+    def __call__(self, meeting: Meeting, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Return the result, marked."""
         with torch_compat.without_torch_functions():
-            result = self._work(func, args, options)
+            result = self._run(meeting, func, args, options)
             if self._spec is not None:
                 attach(result, self._spec)
             return result
 
 
-class _Several:
-    def __init__(self, work: Decision, specs: Sequence[ShardSpec | None]) -> None:
-        self._work, self._specs = work, specs
+class _Several(_Kept):
+    def __init__(self, work: Work, narrowings: Narrowings, specs: Sequence[ShardSpec | None]) -> None:
+        super().__init__(work, narrowings)
+        self._specs = specs
 
-    def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run on local shards, and mark the results."""
+    def __call__(self, meeting: Meeting, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Return the results, marked."""
         with torch_compat.without_torch_functions():
-            result = self._work(func, args, options)
+            result = self._run(meeting, func, args, options)
             for leaf, spec in zip(torch_compat.tree_leaves(result), self._specs, strict=True):
                 if spec is not None:
                     attach(leaf, spec)
@@ -103,7 +126,7 @@ def _describe(values: Sequence[Any], key: list[Any], axis: str) -> bool:
         if isinstance(value, Tensor):
             spec = spec_of(value, axis)
             with torch_compat.without_torch_functions():
-                key += (spec, value.shape, value.dtype, value.requires_grad, value.is_meta)
+                key += (spec, value.shape, value.stride(), value.dtype, value.requires_grad, value.is_meta)
         elif isinstance(value, NUMBERS):
             # 1, 1.0 and True are equal.
             key += (type(value), value)

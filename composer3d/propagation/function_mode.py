@@ -31,6 +31,7 @@ from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.function_dims import (
     CASTS,
+    OBJECT,
     SIZES,
     name_of,
 )
@@ -130,18 +131,23 @@ class Propagation(ShapeRules):
     def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if not self._specs_in(args, options):
             return self._unsharded(func, args, options)
+        name = name_of(func)
+        if name in OBJECT:
+            return func(*args, **options)
         key = memory.key(func, args, options)
         decision = None if key is None else memory.get(key)
         if decision is not None:
-            return decision(func, args, options)
+            return decision(self._meeting, func, args, options)
         self._forget()
         acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(options))
-        if key is None or self.num_acts > acts or self._num_draws > draws or is_in_place(name_of(func)):
+        narrowings = self._meeting.narrowings or {}
+        num_others = self.num_acts - acts - sum(map(len, narrowings.values()))
+        if key is None or num_others or self._num_draws > draws or is_in_place(name):
             return result
         if self._work is not None:
-            memory.keep(key, self._work, result)
-        elif name_of(func) in SIZES:
+            memory.keep(key, self._work, result, narrowings)
+        elif name in SIZES:
             memory.keep_answer(key, result)
         return result
 
@@ -150,7 +156,7 @@ class Propagation(ShapeRules):
         return func(*args, **options)
 
     def _forget(self) -> None:
-        self._work = None
+        self._work, self._meeting.narrowings = None, {}
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run one function; where nothing is sharded, as it is.

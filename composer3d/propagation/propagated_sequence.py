@@ -24,6 +24,7 @@ from composer3d.propagation.shards import (
     PropagationError,
     ShardSpec,
     attach,
+    interned,
     mark,
     restated,
     spec_of,
@@ -317,4 +318,4 @@ class PropagatedSequence:
         shape = [1] * leaf.ndim
         shape[dim] = spec.shadow.shape[dim]
         shadow = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        restated(attach(leaf, replace(spec, shadow=shadow)))
+        restated(attach(leaf, interned(replace(spec, shadow=shadow))))

@@ -17,6 +17,7 @@ from composer3d.propagation.shards import (
     ShardSpec,
     attach,
     common_parts,
+    interned,
     sources_of,
 )
 from composer3d.propagation.view_shapes import Placed
@@ -86,4 +87,4 @@ def marked(
     shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
     kept: dict[str, Any] = {"start": start, "scale": scale, "whole": gathered, "axis": axis, "degree": degree}
     spec = ShardSpec(shadow=shadow, placed=placed, sources=sources, **kept)
-    return attach(share, spec)
+    return attach(share, interned(spec))

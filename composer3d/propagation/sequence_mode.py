@@ -107,7 +107,6 @@ class SequencePropagation(SequenceWholes):
             # Within windows of neighbouring positions, of which each is on one rank.
             self._rules.note("attention", name)
         if name == NAME and (given := call_of(args, options)) is not None:
-            self._forget()
             return self._inside(given)
         if name in LOSSES and options.get("reduction") == "sum" and len(specs) > 1:
             self._forget()
@@ -131,6 +130,7 @@ class SequencePropagation(SequenceWholes):
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._is_busy = True
+            self._forget()  # what the last function inside was decided to be
 
     # ---- products ----------------------------------------------------------------------------------------------------
 

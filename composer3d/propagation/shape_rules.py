@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d.propagation.decision_cache import Decision
+from composer3d.propagation.decision_cache import Work
 from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
 from composer3d.propagation.result_shards import marked, pair
@@ -44,7 +44,7 @@ class ShapeRules(TorchFunctionMode):
         # Propagations of inner axes that are entered inside this one: what is local here is whole to them.
         self.inside: list[ShapeRules] = []
         # What the function at hand comes to on local shards, if that can be done again.
-        self._work: Decision | None = None
+        self._work: Work | None = None
 
     def _on_shares(
         self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, specs: Sequence[ShardSpec]

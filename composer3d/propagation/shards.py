@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "spec_of",
     "specs_in",
     "exchanged",
+    "interned",
     "mark",
     "ranges_of",
     "restated",
@@ -86,6 +88,25 @@ class ShardSpec:
         """Return whether a range of the sharded dim is gathered where code takes it."""
         first, last = self.features(start, stop)
         return any(one <= first and last <= other for one, other in self.whole)
+
+
+# Metadata of equal shards, as long as a tensor or a decision has it.
+_known: weakref.WeakValueDictionary[Any, ShardSpec] = weakref.WeakValueDictionary()
+
+
+def interned(spec: ShardSpec) -> ShardSpec:
+    """Return the one object for all shards with this metadata, so that decisions about a step hold for the next one.
+
+    Shadows of a mode, such as fake ones, belong to it alone.
+    """
+    shadow = spec.shadow
+    if type(shadow) is not Tensor:
+        return spec
+    key = (
+        shadow.shape, shadow.stride(), shadow.dtype, shadow.is_inference(), spec.placed, spec.sources, spec.start,
+        spec.scale, spec.whole, spec.is_weight, spec.axis, spec.degree,
+    )  # fmt: skip
+    return _known.setdefault(key, spec)
 
 
 class PropagationError(TransformError):
@@ -168,7 +189,7 @@ def mark(
     spec = ShardSpec(
         shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree
     )
-    return attach(tensor, spec)
+    return attach(tensor, interned(spec))
 
 
 class Marks:
@@ -285,7 +306,7 @@ def restated(tensor: Tensor) -> Tensor:
             if list(spec.shadow.shape) != shape:
                 parts = tuple(part * shape[dim] // spec.shadow.shape[dim] for part in spec.placed.parts)
                 shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-                attach(tensor, replace(spec, shadow=shadow, placed=Placed(dim=dim, parts=parts)))
+                attach(tensor, interned(replace(spec, shadow=shadow, placed=Placed(dim=dim, parts=parts))))
     return tensor
 
 

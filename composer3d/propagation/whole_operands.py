@@ -46,13 +46,18 @@ class Meeting:
     Attributes:
         num_acts: How often something was done that code alone, run on local shards, would not do.
         num_moves: How often tensors were gathered or narrowed for it.
+        narrowings: Of the arguments prepared last, by place, what `narrow` did to each; None where they were prepared
+            otherwise too.
     """
+
+    narrowings: dict[int, list[tuple[int, tuple[int, ...]]]] | None
 
     def __init__(self, degree: int, mesh: DeviceMesh | None) -> None:
         self._degree, self._mesh = degree, mesh
         self._rank = 0 if mesh is None else mesh.get_local_rank()
         self._summed: list[tuple[Tensor, Tensor]] = []
         self.num_acts = self.num_moves = 0
+        self.narrowings = None
 
     def prepare(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], sharded: Mapping[int, tuple[int, Placed]]
@@ -70,17 +75,30 @@ class Meeting:
         places = {(ndim - placed.dim, placed.parts) for ndim, placed in sharded.values()}
 
         labelled = _labelled(name, args, sharded)
+        narrowings: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
         def fit(value: Any) -> Any:
             if not isinstance(value, Tensor) or id(value) in sharded:
                 return value
-            dims = labelled.get(id(value), {})
-            value = self._with_summed_gradient(value)
-            for dim, parts in dims.items():
-                value = self.narrowed(value, dim, parts)
-            return self._share(name, value, places, options, args) if name in PAIRED else value
+            dims = list(labelled.get(id(value), {}).items())
+            if name in PAIRED:
+                dims += self._met(name, value, places, options, args)
+            if dims:
+                narrowings[id(value)] = dims
+            return self.narrow(self._with_summed_gradient(value), dims)
 
-        return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
+        before = self.num_acts
+        given, others = torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
+        acts = self.num_acts - before
+        found = {at: narrowings[id(x)] for at, x in enumerate(args) if isinstance(x, Tensor) and id(x) in narrowings}
+        self.narrowings = found if sum(map(len, found.values())) == acts else None
+        return given, others
+
+    def narrow(self, whole: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
+        """Return this rank's shard of a whole tensor, along each dim with its parts."""
+        for dim, parts in dims:
+            whole = self.narrowed(whole, dim, parts)
+        return whole
 
     def gathered(self, share: Tensor, placed: Placed, *, is_summed: bool) -> Tensor:
         """All-gather the local shards of all ranks.
@@ -140,14 +158,16 @@ class Meeting:
         self._summed.append((whole, summed))
         return summed
 
-    def _share(
+    def _met(
         self,
         name: str,
         whole: Tensor,
         places: set[tuple[int, tuple[int, ...]]],
         options: Mapping[str, Any],
         args: Sequence[Any],
-    ) -> Tensor:
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the dims of a whole tensor that meet sharded ones, with their parts."""
+        found: list[tuple[int, tuple[int, ...]]] = []
         for back, parts in places:
             if whole.ndim < back or whole.shape[-back] == 1 or (name in BATCHED and back <= 2):
                 continue
@@ -159,9 +179,10 @@ class Meeting:
                 if size % self._degree or len(parts) > 1:
                     raise Unplaceable(f"{size} heads that are not sharded meet {sum(parts)} that are")
                 parts = (size,)
-            if size == sum(parts):
-                whole = self.narrowed(whole, whole.ndim - back, parts)
-        return whole
+            dim = whole.ndim - back
+            if size == sum(parts) and dim not in dict(found):
+                found.append((dim, parts))
+        return found
 
     def _joins_along(self, options: Mapping[str, Any], args: Sequence[Any], dim: int, ndim: int) -> bool:
         along = options.get("dim", options.get("axis", args[1] if len(args) > 1 else 0))

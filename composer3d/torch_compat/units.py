@@ -13,6 +13,7 @@ from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
 from composer3d.torch_compat.unit_entries import Entries, entries_of
 from composer3d.torch_compat.unit_gradients import gradient_of, gradient_version
+from composer3d.torch_compat.unit_hooks import UnseenGathers
 from composer3d.torch_compat.unit_places import Places
 
 __all__ = ["Units", "release_units", "watch_units"]
@@ -257,7 +258,7 @@ def _hold(states: Sequence[Any], groups: Sequence[Any]) -> None:
 
 @functools.cache
 def _watched_group(cls: Any) -> Any:
-    return type(cls.__name__, (EarlyGroup, _WatchedGroup, cls), {})
+    return type(cls.__name__, (UnseenGathers, EarlyGroup, _WatchedGroup, cls), {})
 
 
 _Group: Any = object  # FSDP2's, whose module is not imported here

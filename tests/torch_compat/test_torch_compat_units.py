@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world, run_ranks
@@ -100,3 +101,25 @@ def test_places_of_parameters_know_what_stands_there():
         places.verify(others.append)
         assert others == ["idle.weight"]
         assert model.used.weight is gathered
+
+
+class Seen(TorchFunctionMode):
+    """Notes the functions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_a_forward_see_the_model_and_not_what_gathers_it():
+    with fake_world(2):
+        model = fully_shard(Half())
+        torch_compat.watch_units(model)
+        model(torch.ones(2, 4)).sum().backward()
+        with Seen() as seen:
+            model(torch.ones(2, 4))
+    assert "linear" in seen.names and not {"untyped_storage", "_version", "data_ptr", "split"} & set(seen.names)
