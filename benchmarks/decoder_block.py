@@ -16,6 +16,10 @@ from composer3d.planning.tracing.traced import Operators
 __all__ = ["Work", "block", "embedding", "head"]
 
 _BACKWARD_POINTWISE = 2.0  # a pointwise operator's backward reads the gradient and what was saved, and writes one
+_TOKEN_ID = 8  # bytes
+# Bytes of a logit that the loss keeps, and those of its backward at their most. Eager: the logits, a float32 copy and
+# its log-softmax; both gradients. A fused loss computes in the float32 copy, one compiled from the logits needs none.
+_LOGITS = {"eager": (10.0, 6.0), "fused": (6.0, 4.0), "compiled": (8.0, 6.0), "compiled loss": (2.0, 2.0)}
 _FLASH_BACKWARD = 2.5  # five products where the forward has two
 
 
@@ -183,20 +187,24 @@ def _saved_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
 
 
 def embedding(shape: ModelShape, setup: Setup) -> Work:
-    """Return the work of looking tokens up."""
+    """Return the work of looking tokens up; its backward needs their ids, and the first block keeps the result."""
     size = setup.tokens * shape.hidden * setup.precision.compute_bytes
-    return Work(forward=(_pointwise(setup, 3 * size, 2),), backward=(_pointwise(setup, 4 * size, 3),), saved_bytes=size)
+    return Work(
+        forward=(_pointwise(setup, 3 * size, 2),),
+        backward=(_pointwise(setup, 4 * size, 3),),
+        saved_bytes=_TOKEN_ID * setup.tokens,
+    )
 
 
 def head(shape: ModelShape, setup: Setup) -> Work:
-    """Return the work of final norm, logits and cross entropy; the logits are cast to float32."""
+    """Return the work of final norm, logits and cross entropy."""
     n, h, vocab = setup.tokens, shape.hidden, -(-shape.vocab_size // setup.tp)
     logits = n * vocab
     traffic = {"eager": 18.0, "fused": 14.0, "compiled": 8.0}[setup.kernels] * logits
-    saved = setup.precision.compute_bytes * n * h + logits * (8.0 if setup.kernels == "eager" else 6.0)
+    saved, working = _LOGITS[setup.loss or setup.kernels]
     return Work(
         forward=(_product(setup, n, h, vocab), _pointwise(setup, traffic, 5)),
         backward=(*_product_backward(setup, n, h, vocab), _pointwise(setup, traffic, 4)),
-        saved_bytes=saved,
-        working_bytes=4.0 * logits,
+        saved_bytes=setup.precision.compute_bytes * n * h + saved * logits,
+        working_bytes=working * logits,
     )

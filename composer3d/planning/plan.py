@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.tracing.fake_composition import Job
 
-__all__ = ["Plan", "RankPlan", "enough_microbatches", "make_plan"]
+__all__ = ["Bubble", "Plan", "RankPlan", "enough_microbatches", "make_plan"]
 
 # Without a pipeline the first micro-batch makes gradients, the last one may reduce them, and one is neither.
 _ALONE = 3
@@ -44,6 +44,23 @@ class RankPlan:
     trace: RankTrace
     allocation: Allocation
     verdict: Verdict | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bubble:
+    """What a pipeline loses.
+
+    Args:
+        share: Idle time as a part of a step's forwards and backwards.
+        relative: Idle time relative to computing.
+        imbalance: The costliest stage over the mean of all, less 1.
+        is_timed: Whether stages cost their times, and not their FLOPs.
+    """
+
+    share: float
+    relative: float
+    imbalance: float
+    is_timed: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +90,23 @@ class Plan:
     time: Mapping[str, Any] | None
     advice: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def bubble(self) -> Bubble | None:
+        """What the pipeline loses, by the stages' times where hardware is named, else by their FLOPs."""
+        if self.pipeline is None:
+            return None
+        if self.time is not None and "pipeline" in self.time:
+            timed = self.time["pipeline"]
+            share, relative = (timed[name]["value"] for name in ("bubble_share", "bubble_relative"))
+            return Bubble(share=share, relative=relative, imbalance=timed["imbalance"], is_timed=True)
+        schedule = self.pipeline.schedule
+        return Bubble(
+            share=schedule.bubble_share,
+            relative=schedule.bubble_relative,
+            imbalance=self.pipeline.imbalance,
+            is_timed=False,
+        )
 
     @property
     def verdict(self) -> Verdict | None:
@@ -117,7 +151,7 @@ def make_plan(
     chosen = chosen_ranks(layout, simulation, choice, tracer.contents() if choice == "worst" else ())
     traces = tracer.trace_all(chosen)
     if hardware is not None:
-        hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node)
+        hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node).with_stack(tracer.stack)
         memory_bytes = memory_bytes or hardware.device.memory_bytes
     ranks = []
     for trace in sorted(traces, key=lambda trace: -trace.memory.peak):

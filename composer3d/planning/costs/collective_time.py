@@ -89,7 +89,9 @@ def collective_s(op: str, size: float, group: Group, hardware: Hardware) -> floa
     base = hardware.inter.base_s if group.num_nodes > 1 else hardware.intra.base_s
     latency = min(_latencies(op, group, hardware))
     busy = max(amount / link.reached for link, amount in links)
-    return base + min(latency + busy, latency * _QUICK_LATENCY + busy / _QUICK_BANDWIDTH)
+    # A protocol that moves large pieces needs some of them under way before a link is full.
+    filling = max(link.half_bytes / link.reached for link, _ in links)
+    return base + min(latency + busy + filling, latency * _QUICK_LATENCY + busy / _QUICK_BANDWIDTH)
 
 
 def _bytes_per_link(op: str, size: float, moved: float, group: Group, hardware: Hardware) -> list[tuple[Link, float]]:

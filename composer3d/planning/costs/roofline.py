@@ -22,8 +22,10 @@ _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "scaled_mm", "sca
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.8), (64, 64, 0.65))
 _SUM_LENGTH = 64  # where a sum is this long, loads and the epilogue take as long as the products
 # The part of the speed by the largest power of two that divides the dims, in elements of two bytes.
-_ALIGNMENT = {64: 1.0, 32: 0.92, 16: 0.85, 8: 0.78, 4: 0.55, 2: 0.4, 1: 0.3}
+_ALIGNMENT = {64: 1.0, 32: 0.92, 16: 0.78, 8: 0.55, 4: 0.45, 2: 0.4, 1: 0.3}
 _TOUCHING_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_NARROW = ("float8", "float4")  # formats of them differ in their scales, and share a peak
+_ROWWISE = "_rowwise"
 _CAUSAL = 0.5  # what a causal kernel executes of the operations that are counted
 
 
@@ -46,15 +48,22 @@ def operator_s(operators: Operators, device: Device) -> float:
     dims = gemm_dims(name, operators.shapes)
     if dims is None:
         return max(operators.flops / peak_of(operators.dtype, device), traffic)
-    arithmetic = operators.flops / gemm_speed(dims, operators.dtype, device)
+    arithmetic = operators.flops / gemm_speed(dims, format_of(operators), device)
     # A product that was timed has fetched its factors and written its result.
     return arithmetic if _timed_gemms(operators.dtype, device) else max(arithmetic, traffic)
 
 
 def peak_of(dtype: str, device: Device) -> float:
     """Return the peak of a dtype; one that the device does not have runs as the widest that it has."""
-    known = "float8" if dtype.startswith("float8") else dtype
+    known = next((short for short in _NARROW if dtype.startswith(short)), dtype)
     return device.peaks.get(known) or device.peaks.get("float32") or min(device.peaks.values())
+
+
+def format_of(operators: Operators) -> str:
+    """Return the dtype of a product's factors, and of float8 whether each row has a scale of its own."""
+    scales = [shape for shape in operators.shapes[2:] if operators.name.endswith("scaled_mm") and len(shape) == 2]
+    is_rowwise = any(min(shape) == 1 < max(shape) for shape in scales)
+    return f"float8{_ROWWISE}" if is_rowwise and operators.dtype.startswith("float8") else operators.dtype
 
 
 def gemm_dims(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
@@ -78,13 +87,14 @@ def gemm_dims(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, i
 
 
 def gemm_speed(dims: tuple[int, int, int], dtype: str, device: Device) -> float:
-    """Return the operations a second of a matrix product."""
+    """Return the operations a second of a matrix product, of a dtype or of a format of it."""
     timed = _timed_gemms(dtype, device)
     if timed:
         return _interpolated(dims, timed)
     parts = device.gemm_efficiency
-    known = "float8" if dtype.startswith("float8") else dtype
-    return peak_of(dtype, device) * parts.get(known, parts.get("default", 0.5)) * gemm_efficiency(dims, device)
+    short = next((short for short in _NARROW if dtype.startswith(short)), dtype)
+    part = parts.get(dtype, parts.get(short, parts.get("default", 0.5)))
+    return peak_of(dtype, device) * part * gemm_efficiency(dims, device)
 
 
 def _timed_gemms(dtype: str, device: Device) -> list[Gemm]:

@@ -13,6 +13,7 @@ from composer3d.planning.hardware.cluster import Device, Hardware
 from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 __all__ = [
+    "AFTER",
     "HOST_COPY",
     "Communication",
     "SegmentTime",
@@ -26,6 +27,8 @@ __all__ = [
 
 HOST_COPY = "host_copy"  # the name of copies between a device and its host
 _MESSAGES = ("send", "receive")
+AFTER = ("gradients", "optimizer")  # segments that are not the model's
+_TENSORS = "tp"
 _STAGES = "pp"  # whose messages the simulation of the pipeline places; those of a ring run beside its blocks
 
 
@@ -100,7 +103,7 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
         segment: Of a trace.
         hardware: On which it runs.
     """
-    compute = compute_s(segment.operators, hardware)
+    compute = compute_s(segment.operators, hardware, is_model=segment.kind not in AFTER)
     flops = math.fsum(float(operators.flops) * operators.count for operators in segment.operators)
     return beside_compute(segment.transfers, hardware, compute_s=compute, flops=flops)
 
@@ -118,7 +121,7 @@ def beside_compute(
     """
     collectives = [t for t in transfers if t.op not in _MESSAGES or (t.op == "send" and t.axis != _STAGES)]
     waited = [t for t in transfers if not t.is_overlapped and t.op != "receive"]
-    blocking = sum(_all_s(transfer, hardware) for transfer in waited)
+    blocking = sum(_waited_s(transfer, hardware) for transfer in waited)
     beside = [transfer for transfer in collectives if transfer.is_overlapped]
     by_link: dict[bool, float] = {}
     for transfer in beside:
@@ -140,24 +143,37 @@ def _exposed_s(by_link: Mapping[bool, float], beside: Sequence[Transfer], comput
     longest = max(by_link.values(), default=0.0)
     hidden = min(longest, compute)
     first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
-    return max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
+    never = (1 - hardware.software.hidden) * longest
+    return max(longest - compute, min(first, longest), never) + (hardware.slowdown - 1) * hidden
 
 
-def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
-    """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
-    kernels, launches = kernels_s(operators, hardware), launches_s(operators, hardware)
+def compute_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
+    """Return the seconds of operators on one device: their own time, or where it is longer that of launching them.
+
+    Args:
+        operators: Of a stretch.
+        hardware: On which they run.
+        is_model: Whether they are the model's, which its stack fuses, and not the optimizer's.
+    """
+    kernels = kernels_s(operators, hardware, is_model=is_model)
+    launches = launches_s(operators, hardware, is_model=is_model)
     return max(kernels, launches) if hardware.device.is_asynchronous else kernels + launches
 
 
-def kernels_s(operators: Sequence[Operators], hardware: Hardware) -> float:
+def kernels_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
     """Return the seconds of operators without what the host does for them."""
-    work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
+    fused = hardware.software.pointwise if is_model else 1.0
+    work = math.fsum(
+        _operator_s(call, hardware) * call.count * (1.0 if call.flops or call.name == HOST_COPY else fused)
+        for call in operators
+    )
     return work + fresh_s(operators, hardware.device)
 
 
-def launches_s(operators: Sequence[Operators], hardware: Hardware) -> float:
+def launches_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
     """Return the seconds of what the host does for operators."""
-    return math.fsum(_host_s(call, hardware.device) * call.count for call in operators)
+    fused = hardware.software.launches if is_model else 1.0
+    return fused * math.fsum(_host_s(call, hardware.device) * call.count for call in operators)
 
 
 def _host_s(operators: Operators, device: Device) -> float:
@@ -207,3 +223,10 @@ def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[C
 
 def _all_s(transfer: Transfer, hardware: Hardware) -> float:
     return transfer_s(transfer, hardware) * transfer.count
+
+
+def _waited_s(transfer: Transfer, hardware: Hardware) -> float:
+    """Return the seconds of transfers that compute waits for, without what a stack runs beside the products."""
+    stack = hardware.software
+    seconds = _all_s(transfer, hardware) + stack.wait_s * transfer.count
+    return seconds * (1 - stack.tp_overlap) if transfer.axis == _TENSORS else seconds

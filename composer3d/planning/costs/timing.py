@@ -21,8 +21,8 @@ from composer3d.planning.tracing.traced import RankTrace, Segment
 
 __all__ = ["Estimate", "PipelineTime", "estimate"]
 
-# The bounds of a modelled step's time: nine of ten published runs that were not fitted lie within (plan_accuracy.py).
-MODELLED_BAND, CALIBRATED_BAND = 0.25, 0.15
+# Where a hardware file's stack states no band, and of a machine that was measured.
+_ASSUMED_BAND, _CALIBRATED_BAND = 0.25, 0.15
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 _SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace has it whole
 
@@ -135,7 +135,7 @@ def estimate(
         pipeline, chosen, bubble_s = _pipelined(traces, hardware, orders)
     step_s = chosen.total_s + bubble_s
     known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
-    band = CALIBRATED_BAND if known == "calibrated" else MODELLED_BAND
+    band = _CALIBRATED_BAND if known == "calibrated" else hardware.software.band or _ASSUMED_BAND
     step = Figure.within(step_s, band, known)
     peak = peak_of(dtype, hardware.device)
     rate = step.inverse(float(tokens))
@@ -264,7 +264,13 @@ def _notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
     if dtype not in hardware.device.peaks:
         notes.append(f"{hardware.device.name} computes no {dtype}: times are those of a wider dtype")
     if hardware.known == "assumed":
-        notes.append(
-            f"time is modelled on published figures of {hardware.device.name}; composer3d calibrate measures a machine"
+        stack = "" if hardware.runs_on is None else f" under the stack {hardware.runs_on}"
+        band, measures = hardware.software.band, "composer3d calibrate measures a machine"
+        told = (
+            f"bounds of times are assumed, too few published runs are of {hardware.device.name}{stack}"
+            if band is None
+            else f"nine of ten published runs of {hardware.device.name}{stack} that no constant saw took between the "
+            f"planned time / {1 + band:.2f} and x {1 + band:.2f}: the bounds of times"
         )
+        notes.append(f"{told}; {measures}")
     return tuple(notes)

@@ -58,6 +58,7 @@ class Setup:
         attention: `flash` keeps no scores, `math` all of them.
         kernels: `eager` runs pointwise operators one by one, `fused` norms and activations in one each, `compiled` all
             that lies between matrix products.
+        loss: How the loss runs where it is not as the kernels are: `compiled loss` from logits as they are.
         precision: Bytes a parameter.
         shards_weights: Whether full-precision weights and gradients between steps are sharded at every stage, as in
             FSDP2; below stage 3 gathered parameters are kept only while micro-batches run.
@@ -84,6 +85,7 @@ class Setup:
     recompute: Recompute = "none"
     attention: Literal["flash", "math"] = "flash"
     kernels: Literal["eager", "fused", "compiled"] = "eager"
+    loss: Literal["", "compiled loss"] = ""
     precision: Precision = field(default_factory=Precision)
     shards_weights: bool = True
     offload: bool = False

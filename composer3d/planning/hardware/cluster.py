@@ -14,7 +14,21 @@ from pydantic.dataclasses import dataclass
 
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, POWER, SIZE, TIME, parse
 
-__all__ = ["AttentionSpeed", "Device", "Gemm", "Hardware", "Link", "TimedCollective", "TimedOperator"]
+__all__ = [
+    "STACKS",
+    "AttentionSpeed",
+    "Device",
+    "Gemm",
+    "Hardware",
+    "Link",
+    "Stack",
+    "StackName",
+    "TimedCollective",
+    "TimedOperator",
+]
+
+StackName = Literal["eager", "compiled", "megatron"]
+STACKS: tuple[StackName, ...] = ("eager", "compiled", "megatron")
 
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
@@ -39,6 +53,13 @@ def _rule(holds: Callable[[Any], bool], text: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _in_python_only(value: object, info: ValidationInfo) -> object:
+    """Refuse a key of files that says what each run says."""
+    if info.context:
+        raise ValueError(f"{value!r}; a file describes stacks, and the manifest says which one runs")
+    return value
+
+
 Size = Annotated[float, _quantity(SIZE)]
 WholeSize = Annotated[int, BeforeValidator(int), _quantity(SIZE)]
 Bandwidth = Annotated[float, _quantity(BANDWIDTH)]
@@ -46,6 +67,7 @@ Speed = Annotated[float, _quantity(COMPUTE)]
 Seconds = Annotated[float, _quantity(TIME)]
 Watts = Annotated[float, _quantity(POWER)]
 Part = Annotated[float, _rule(lambda part: 0 < part <= 1, "it is a part of the whole, above 0 and at most 1")]
+Reserve = Annotated[float, _rule(lambda factor: 1 <= factor < 2, "reserved over allocated bytes, 1 to 2")]
 Whole = Annotated[int, Strict()]
 
 
@@ -162,7 +184,7 @@ class Device:
     attention_backward_efficiency: Part
     launch_s: Seconds = Field(validation_alias="launch")
     context_bytes: WholeSize = Field(validation_alias="context")
-    reserve_factor: Annotated[float, _rule(lambda factor: 1 <= factor < 2, "reserved over allocated bytes, 1 to 2")]
+    reserve_factor: Reserve
     num_units: Whole = 0
     is_asynchronous: Annotated[bool, Strict()] = Field(default=True, validation_alias="asynchronous")
     gemms: tuple[Gemm, ...] = Field(default=(), validation_alias="gemm")
@@ -171,6 +193,41 @@ class Device:
     overheads: Mapping[str, Seconds] = Field(default_factory=dict, validation_alias="overhead")
     fresh_bandwidth: Bandwidth = 0.0
     power_w: Watts = Field(default=0.0, ge=0, validation_alias="power")
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class Stack:
+    """What software makes of a device: PyTorch operator by operator, compiled, or Megatron with TransformerEngine.
+
+    Args:
+        gemm_efficiency: As of the device, by dtype; it replaces the device's for these dtypes.
+        attention_efficiency: As of the device; None keeps the device's.
+        attention_backward_efficiency: The same of the backward.
+        pointwise: Part of what operators without products read and write that fusion leaves.
+        launches: Part of the launches that is left: fused operators, captured graphs.
+        wait_s: What a collective takes besides, where compute waits for it: ranks that are not ready at the same time,
+            a queue that runs empty.
+        tp_overlap: Part of the collectives of tensor parallelism that runs beside products.
+        hidden: Part of the collectives beside compute that compute can hide.
+        reserve_factor: Reserved over allocated bytes, which the allocator's version decides; None keeps the device's.
+        band: By which part nine of ten published runs of this device and stack are off at most, of those that were
+            held out; None where there are too few.
+        source: Of the figures.
+    """
+
+    gemm_efficiency: Mapping[str, Part] = Field(default_factory=dict)
+    attention_efficiency: Part | None = None
+    attention_backward_efficiency: Part | None = None
+    pointwise: Part = 1.0
+    launches: Part = 1.0
+    wait_s: Seconds = Field(default=0.0, ge=0, validation_alias="wait")
+    tp_overlap: Annotated[float, _rule(lambda part: 0 <= part < 1, "a part of the whole, 0 to below 1")] = 0.0
+    hidden: Part = 1.0
+    reserve_factor: Reserve | None = None
+    band: (
+        Annotated[float, _rule(lambda band: 0 < band <= 2, "a part of the step's time, above 0, at most 2")] | None
+    ) = None
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -185,6 +242,7 @@ class Link:
         efficiency: The part of it that large collectives reach.
         latency_s: Of one step of a collective over it.
         base_s: What a collective takes besides: launch and synchronisation.
+        half_bytes: Bytes at which a collective reaches half of it: smaller ones do not fill the link.
         source: Of the figures.
         timed: Collectives that were timed over it; they replace latency and bandwidth for groups of as many ranks.
     """
@@ -196,6 +254,7 @@ class Link:
     efficiency: Part
     latency_s: Seconds = Field(validation_alias="latency")
     base_s: Seconds = Field(validation_alias="base")
+    half_bytes: Size = Field(default=0.0, validation_alias="half")
     source: str = ""
     timed: tuple[TimedCollective, ...] = Field(default=(), validation_alias="collective")
 
@@ -222,6 +281,8 @@ class Hardware:
         inter: Between nodes.
         host: Between a device and its host's memory.
         slowdown: How much slower compute runs while a collective runs beside it, at least 1.
+        stacks: By name, what software makes of the device.
+        runs_on: The stack that runs; None for the device's own figures.
         known: How its figures are known.
         measured: What was, of a calibrated machine.
         sources: Where the figures come from.
@@ -238,6 +299,8 @@ class Hardware:
     slowdown: Annotated[
         float, _rule(lambda times: 1 <= times <= 3, "compute beside a collective takes 1 to 3 times as long")
     ] = 1.1
+    stacks: Mapping[StackName, Stack] = Field(default_factory=dict, validation_alias="stack")
+    runs_on: Annotated[StackName | None, BeforeValidator(_in_python_only)] = None
     known: Literal["assumed", "calibrated"] = "assumed"
     measured: tuple[str, ...] = ()
     name: str = ""
@@ -248,3 +311,28 @@ class Hardware:
         The network's share of one device stays that of the file, since the adapters belong to devices.
         """
         return self if devices_per_node is None else replace(self, devices_per_node=devices_per_node)
+
+    @property
+    def software(self) -> Stack:
+        """The stack that runs; one that changes nothing where none was chosen, or the file says nothing of it."""
+        return _PLAIN if self.runs_on is None else self.stacks.get(self.runs_on, _PLAIN)
+
+    def with_stack(self, name: StackName) -> Hardware:
+        """Return the same under a stack, whose efficiencies replace the device's.
+
+        Args:
+            name: One that the file does not describe leaves the device's figures.
+        """
+        stack, device = self.stacks.get(name, _PLAIN), self.device
+        ahead, back = stack.attention_efficiency, stack.attention_backward_efficiency
+        device = replace(
+            device,
+            gemm_efficiency={**device.gemm_efficiency, **stack.gemm_efficiency},
+            attention_efficiency=ahead or device.attention_efficiency,
+            attention_backward_efficiency=back or device.attention_backward_efficiency,
+            reserve_factor=stack.reserve_factor or device.reserve_factor,
+        )
+        return replace(self, device=device, runs_on=name)
+
+
+_PLAIN = Stack()

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from composer3d.errors import ComposerError, did_you_mean
-from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.hardware.cluster import STACKS, Hardware
 
 __all__ = ["hardware_names", "load_hardware", "problems_of"]
 
@@ -105,6 +105,9 @@ def _unsaid(hardware: Hardware) -> Iterator[str]:
 def _sentence(content: Mapping[str, Any], details: Any) -> str:
     """Return one error of pydantic in the words of the file."""
     path, kind, value = details["loc"], details["type"], details["input"]
+    if path[-1:] == ("[key]",):  # of a table whose names are fixed
+        known = list(STACKS)
+        return f'unknown stack "{value}" in [stack]; {did_you_mean(str(value), known)} (known: {", ".join(known)})'
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     table = _at(content, path[:-1])
     name = path[-1] if path else ""
@@ -138,8 +141,9 @@ def _keys(path: Sequence[str | int]) -> dict[str, FieldInfo]:
     """Return the fields of a table of a file by key."""
     owner: Any = Hardware
     for part in path:
-        if isinstance(part, str):
-            owner = _keys_of(owner)[part].annotation
+        known = _keys_of(owner)
+        if isinstance(part, str) and part in known:  # others are names or numbers of rows
+            owner = known[part].annotation
         if not dataclasses.is_dataclass(owner):  # rows: tuple[Gemm, ...]
             owner = next((one for one in getattr(owner, "__args__", ()) if dataclasses.is_dataclass(one)), owner)
     return _keys_of(owner)

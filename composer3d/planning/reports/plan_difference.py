@@ -52,7 +52,7 @@ def _terms(plan: Plan) -> tuple[dict[str, float], ...]:
         name = f"{row['op']} over {row['axis']} of {row['plugin'] or 'the core'}"
         wire[name] = wire.get(name, 0.0) + row["wire_bytes"]
     compute: dict[str, float] = {"FLOPs": flops_of(rank.trace.segments)}
-    pipeline = {} if plan.pipeline is None else {"bubble": plan.pipeline.schedule.bubble_share}
+    pipeline = {} if plan.bubble is None else {"bubble": plan.bubble.share}
     return memory, wire, compute, pipeline
 
 

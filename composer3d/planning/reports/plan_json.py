@@ -88,15 +88,20 @@ def _provenance(memory: Mapping[str, Figure]) -> dict[str, str]:
 
 
 def _pipeline(plan: Plan) -> dict[str, Any] | None:
-    pipeline = plan.pipeline
-    if pipeline is None:
+    pipeline, found = plan.pipeline, plan.bubble
+    if pipeline is None or found is None:
         return None
     return {
         "schedule": plan.schedule,
-        "bubble": pipeline.schedule.bubble_share,
-        "bubble_relative": pipeline.schedule.bubble_relative,
+        "bubble": found.share,
+        "bubble_relative": found.relative,
         "in_flight": list(pipeline.schedule.in_flight),
-        "imbalance": pipeline.imbalance,
+        "imbalance": found.imbalance,
         "stage_flops": {str(stage): flops for stage, flops in pipeline.stage_flops.items()},
-        "provenance": {"bubble": "modelled", "in_flight": "exact", "imbalance": "traced", "stage_flops": "traced"},
+        "provenance": {
+            "bubble": "modelled",
+            "in_flight": "exact",
+            "imbalance": "modelled" if found.is_timed else "traced",
+            "stage_flops": "traced",
+        },
     }

@@ -263,11 +263,12 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _pipeline_line(plan: Plan) -> str:
-    assert plan.pipeline is not None
-    schedule = plan.pipeline.schedule
-    flights = ", ".join(f"{count:g}" for count in schedule.in_flight)
+    found = plan.bubble
+    assert plan.pipeline is not None and found is not None
+    flights = ", ".join(f"{count:g}" for count in plan.pipeline.schedule.in_flight)
+    by, known = ("by time", "modelled") if found.is_timed else ("by FLOPs", "traced")
     return (
-        f"pipeline {plan.schedule or ''}: bubble {schedule.bubble_share:.1%} of the step, "
-        f"{schedule.bubble_relative:.1%} of its computing [modelled, by FLOPs]; micro-batches in flight {flights} "
-        f"[exact]; costliest stage {plan.pipeline.imbalance:+.1%} over the mean [traced]"
+        f"pipeline {plan.schedule or ''}: bubble {found.share:.1%} of its forwards and backwards, "
+        f"{found.relative:.1%} of their computing [modelled, {by}]; micro-batches in flight {flights} [exact]; "
+        f"costliest stage {found.imbalance:+.1%} over the mean [{known}]"
     )

@@ -54,6 +54,8 @@ class GivenManifest:
         Raises:
             ManifestError: Nothing is known of its model: its reference or a plugin's option is wrong.
         """
+        from composer3d.planning.tracing.fake_composition import is_compiled
+
         inspected = open_manifest(source, overrides)
         if inspected.problems:
             raise ManifestError(inspected.problems)
@@ -64,7 +66,9 @@ class GivenManifest:
             source=source,
             overrides=tuple(overrides),
             world_size=world_size,
-            hardware=hardware.with_nodes(inspected.manifest.mesh.gpus_per_node),
+            hardware=hardware.with_nodes(inspected.manifest.mesh.gpus_per_node).with_stack(
+                "compiled" if is_compiled(found.preparation) else "eager"
+            ),
             found=found,
             manifest=inspected.manifest,
             preparation=found.preparation,

@@ -186,8 +186,8 @@ def _lines(result: SuggestResult) -> Iterator[str]:
         yield "   " + (" ".join(f"--set '{change}'" for change in changes) or "(the manifest as it is)")
     found = result.searched
     yield (
-        f"\n{found.num_tried} layouts searched by traced costs, {found.num_fitting} fit; those above were planned; "
-        "times are modelled, within about 25 %"
+        f"\n{found.num_tried} layouts searched by traced costs, {found.num_fitting} fit; those above were planned, and "
+        "composer3d plan says between which bounds their times lie"
     )
 
 

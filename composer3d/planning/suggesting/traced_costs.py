@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from composer3d.planning.costs.step_time import kernels_s, launches_s, segment_time
+from composer3d.planning.costs.step_time import AFTER, kernels_s, launches_s, segment_time
 
 if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Device, Hardware
@@ -171,9 +171,10 @@ def _times(tracer: Tracer, sketch: Sketch, hardware: Hardware) -> dict[str, Acti
     """Return the time of a step by kind of segment."""
     found: dict[str, list[tuple[float, ActionTime]]] = {}
     for segment in tracer.segments(sketch):
+        is_model = segment.kind not in AFTER
         time = ActionTime(
-            kernels_s=kernels_s(segment.operators, hardware),
-            launches_s=launches_s(segment.operators, hardware),
+            kernels_s=kernels_s(segment.operators, hardware, is_model=is_model),
+            launches_s=launches_s(segment.operators, hardware, is_model=is_model),
             waiting_s=segment_time(segment, hardware).exposed_s,
         )
         found.setdefault(_KINDS.get(segment.kind, segment.kind), []).append((segment.count, time))

@@ -24,6 +24,7 @@ from composer3d.errors import ManifestError
 from composer3d.initialisation import Attachments
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
+from composer3d.transform import Phase
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from composer3d.interfaces import Example, LossFunction
     from composer3d.manifest import Manifest
 
-__all__ = ["Job", "composed", "make_lasting", "prepared", "prime_optimizer", "run_step"]
+__all__ = ["Job", "composed", "is_compiled", "make_lasting", "prepared", "prime_optimizer", "run_step"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +146,11 @@ def prepared(job: Job) -> Preparation:
     if errors:
         raise ManifestError(errors)
     return preparation
+
+
+def is_compiled(preparation: Preparation) -> bool:
+    """Return whether a transform compiles modules."""
+    return any(transform.phase is Phase.COMPILE for transform, _ in preparation.selected)
 
 
 @contextlib.contextmanager

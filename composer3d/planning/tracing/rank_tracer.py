@@ -13,11 +13,13 @@ from composer3d import torch_compat
 from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
+from composer3d.planning.hardware.cluster import StackName
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
     composed,
+    is_compiled,
     make_lasting,
     prepared,
     prime_optimizer,
@@ -29,7 +31,6 @@ from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import segments_of, summarise
 from composer3d.planning.tracing.traced import RankTrace, Segment
 from composer3d.processes import scanning_new_objects_only
-from composer3d.transform import Phase
 
 __all__ = ["Depths", "Tracer"]
 
@@ -205,8 +206,13 @@ class Tracer:
         )
 
     @property
+    def stack(self) -> StackName:
+        """The software that runs the steps, as hardware files name it."""
+        return "compiled" if self._compiles else "eager"
+
+    @property
     def _compiles(self) -> bool:
-        return any(transform.phase is Phase.COMPILE for transform, _ in self._preparation.selected)
+        return is_compiled(self._preparation)
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
         """Run compiled modules eagerly: a compiler's kernels do not run on fake tensors."""

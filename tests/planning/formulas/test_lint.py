@@ -43,7 +43,7 @@ def test_a_good_layout_has_no_mistakes():
             "needs whole rounds of 8 micro-batches, and there are 1; make them 8",
         ),
         ("imbalance", {"pp": 5}, "warning", "32 layers on 5 stages: the largest holds 7, so the others wait 9%"),
-        ("resharding", {"global_batch": 256, "tp": 2, "dp_shard": 32}, "warning", "in each of 8 micro-batches"),
+        ("resharding", {"global_batch": 128, "tp": 4, "dp_shard": 16}, "warning", "in each of 8 micro-batches"),
         ("precision", {"precision": Precision(dtype="int4")}, "error", "multiplies no int4: it would be emulated"),
         (
             "recompute",

@@ -136,8 +136,8 @@ def suggested(own, pins, plan, *, shape=LLAMA_1B, given=None):
 def test_a_sequence_is_sharded_where_one_of_it_fits_no_device():
     long = Setup(seq_len=2**18, global_batch=8)
     costs = DecoderCosts(LLAMA_8B, H100)
-    # Of 77.3 GiB that the leanest layout needs without cp and 74.5 with two ranks of it, 92 % of this are between.
-    options = {"world_size": 8, "memory_bytes": 82.5 * GIB, "keep": kept([], long)}
+    # Of 92.6 GiB that the leanest layout needs without cp and 91.0 with two ranks of it, 92 % of this are between.
+    options = {"world_size": 8, "memory_bytes": 99.8 * GIB, "keep": kept([], long)}
     for choices, offers in ((Choices(), False), (Choices(context_parallel=True), True)):
         made, searched, _ = suggest(costs, long, H100, plan=planned_by(costs), choices=choices, **options)
         assert bool(made) is bool(searched.num_fitting) is offers
