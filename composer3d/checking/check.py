@@ -111,7 +111,7 @@ def inspect(
     from composer3d.checking import rules
     from composer3d.checking.first_forward import first_forward_problems
     from composer3d.checking.layout_problems import layout_problems
-    from composer3d.checking.sizes import output_problems, schedule_problems
+    from composer3d.checking.sizes import local_checkpoint_problems, output_problems, schedule_problems
     from composer3d.hooks import Hooks
     from composer3d.runner import ModelTable, with_tokenizer
 
@@ -133,7 +133,7 @@ def inspect(
     else:
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
-    found = [*output_problems(manifest), *schedule_problems(manifest)]
+    found = [*output_problems(manifest), *schedule_problems(manifest), *local_checkpoint_problems(manifest)]
     found += [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
     if tables.keys() >= {"data", "train"} and isinstance(tables.get("model"), ModelTable):
         factory, more = rules.find_factory(manifest)

@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.foreign_problems import problem_of_hook
 from composer3d.errors import ComposerError, HookError, Problem
+from composer3d.mesh import Role
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
-__all__ = ["microbatch_problems", "output_problems", "schedule_problems"]
+__all__ = ["local_checkpoint_problems", "microbatch_problems", "output_problems", "schedule_problems"]
 
 # Enough for every schedule: what refuses, refuses few.
 _MOST_MICROBATCHES, _MOST_SIZES = 2048, 16
@@ -70,6 +71,26 @@ def _objection(path: Path) -> str | None:
             return "is not a folder" if part == path else f"lies below {part}, which is not a folder"
         return None if os.access(part, os.W_OK | os.X_OK) else f"cannot be written: {part} is read-only"
     return None
+
+
+def local_checkpoint_problems(manifest: Manifest) -> list[Problem]:
+    """Refuse states in the memory of nodes where they could not be kept, or groups have each other's."""
+    table: Any = manifest.tables.get("checkpoint")
+    if getattr(table, "local_every", None) is None:
+        return []
+    axes = [axis.name for plugin in manifest.plugins for axis in plugin.info.axes if axis.role is Role.REPLICA]
+    several = next((name for name in axes if (manifest.degrees.get(name) or 1) > 1), None)
+    if several is not None:
+        message = f"local_every beside {several} = {manifest.degrees[several]}: a group that is lost takes the state of"
+        hint = "remove local_every; checkpoint.every is for the loss of all groups"
+        return [
+            manifest.document.problem(("checkpoint", "local_every"), f"{message} another from its memory", hint=hint)
+        ]
+    folder = table.local_folder
+    if folder is not None and not Path(folder).is_dir():
+        message = f'local_folder = "{folder}" is no folder of this machine; every node needs it'
+        return [manifest.document.problem(("checkpoint", "local_folder"), message)]
+    return []
 
 
 def schedule_problems(manifest: Manifest) -> list[Problem]:

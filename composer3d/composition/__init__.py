@@ -8,6 +8,7 @@ from composer3d.composition.assembling import build_mesh, freeze
 from composer3d.composition.blocks import find_blocks
 from composer3d.composition.expert_contract import is_matrix, stacked_parameters
 from composer3d.composition.preparing import PlanRow, Preparation, layout_of, prepare
+from composer3d.composition.rank_state import StoredState
 from composer3d.composition.routed_lists import routed_lists
 from composer3d.composition.sampling import Sampler, indices, local_slice
 
@@ -15,6 +16,7 @@ __all__ = [
     "PlanRow",
     "Preparation",
     "Sampler",
+    "StoredState",
     "agree",
     "apply_transforms",
     "build_mesh",

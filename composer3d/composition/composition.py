@@ -18,6 +18,7 @@ from composer3d.composition.own_loop import OwnLoop, refused_after_close
 from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
+from composer3d.composition.rank_state import RankState
 from composer3d.composition.replica_steps import steps_of_replicas
 from composer3d.composition.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.unsaved_shards import refuse_saving
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-
 __all__ = ["Composition"]
 
 
@@ -49,8 +49,7 @@ class Composition(OwnLoop):
     """
 
     def __init__(self, assembled: Assembled) -> None:
-        self._assembled = assembled
-        self._engine = assembled.engine
+        self._assembled, self._engine = assembled, assembled.engine
         self._closed, self._evaluations = False, 0
         # What a forward changes is another one on every data-parallel rank, and one of them is read or saved.
         self.averages_buffers = True
@@ -298,6 +297,11 @@ class Composition(OwnLoop):
             with self._engine.bypassed():
                 self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
             self.parameters_changed()
+
+    @property
+    def rank_state(self) -> RankState:
+        """What this rank holds of the run, to be kept in the memory or on the disk of its machine."""
+        return RankState(self._persistence, self._optimizer, self._engine.bypassed, self.parameters_changed)
 
     def sync_buffers(self) -> None:
         """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.

@@ -156,7 +156,7 @@ def plan_of(
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
     job = inspected_job(inspected, found)
-    return make_plan(
+    made = make_plan(
         job,
         found.layout,
         orders_of=found.preparation.actions,
@@ -167,6 +167,24 @@ def plan_of(
         asked=None if asked_of is None else asked_of(units_of(job.example)[0]),
         extrapolate=extrapolate,
     )
+    return replace(made, notes=(*made.notes, *_kept_in_memory(inspected, made)))
+
+
+def _kept_in_memory(inspected: InspectedManifest, made: Plan) -> list[str]:
+    """Return the cost of states that nodes keep in their memory, where the manifest asks for it."""
+    from composer3d.planning.reports.plan_text import size
+
+    table, per_node = inspected.manifest.tables["checkpoint"], made.gpus_per_node
+    if table.local_every is None:
+        return []
+    state = max(sum((m.parameters, m.optimizer, m.buffers)) for m in (rank.trace.memory for rank in made.ranks))
+    has_peers = per_node is not None and made.layout.world_size > per_node
+    files, where = (4 if has_peers else 2) * state, table.local_folder or "/dev/shm"
+    sent = f"{size(state)} is sent to the next node each time" if has_peers else "on one node nothing is sent"
+    return [
+        f"checkpoint.local_every = {table.local_every}: a rank keeps at most {size(files)} in {where}, and "
+        f"{size(2 * state)} more of host memory while it writes; {sent}"
+    ]
 
 
 def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:

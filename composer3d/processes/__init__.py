@@ -18,7 +18,7 @@ from composer3d.processes.launchers import (
     note_round,
 )
 from composer3d.processes.machine_errors import machine_error
-from composer3d.processes.private_folder import user_folder
+from composer3d.processes.private_folder import private_folder_in, user_folder
 from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
 from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
@@ -50,6 +50,7 @@ __all__ = [
     "note_round",
     "prewarm",
     "private_attempt",
+    "private_folder_in",
     "refuse_unsafe_fork",
     "remove_if_abandoned",
     "running",

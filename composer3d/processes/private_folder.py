@@ -10,7 +10,7 @@ from pathlib import Path
 
 from composer3d.errors import ForkError
 
-__all__ = ["open_private", "user_folder"]
+__all__ = ["open_private", "private_folder_in", "user_folder"]
 
 
 def user_folder(name: str) -> Path:
@@ -25,7 +25,20 @@ def user_folder(name: str) -> Path:
     Raises:
         ForkError: What is there is no folder, belongs to another user, or others may read or write in it.
     """
-    folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
+    return private_folder_in(Path(tempfile.gettempdir()), name)
+
+
+def private_folder_in(parent: Path, name: str) -> Path:
+    """Return a folder that belongs to this user alone, as `user_folder`, inside of another one.
+
+    Args:
+        parent: A folder that all users may write to.
+        name: Of the folder; the user's number is added.
+
+    Raises:
+        ForkError: As of `user_folder`.
+    """
+    folder = parent / f"{name}-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     os.close(_open_folder(folder))

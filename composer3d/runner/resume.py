@@ -5,18 +5,31 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import broadcast_json, checkpoint
 from composer3d.errors import CheckpointError
+from composer3d.runner.lr_schedule import multiplier_of
 from composer3d.runner.progress import attempt_before
 
 if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner.data.data_source import Source
+    from composer3d.runner.lr_schedule_table import LRScheduleTable
+    from composer3d.runner.model_factory import ModelFactory
 
-__all__ = ["RunState", "choose_checkpoint", "clear_for", "planned_steps_of", "refuse_changes", "step_of"]
+__all__ = [
+    "RunState",
+    "choose_checkpoint",
+    "clear_for",
+    "record_of",
+    "refuse_changes",
+    "schedule_change",
+    "step_of",
+]
 
 MAX_SHOWN = 4
 
@@ -131,10 +144,49 @@ def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> No
         )
 
 
-def planned_steps_of(path: Path) -> int | None:
+def _planned_steps_of(path: Path) -> int | None:
     """Return how many steps the run was to have that wrote a checkpoint; None where it does not say."""
     planned = _saved(path).get("planned_steps")
     return planned if isinstance(planned, int) else None
+
+
+def schedule_change(path: Path, table: LRScheduleTable, *, num_steps: int, folder: Path) -> str | None:
+    """Describe the learning rates of a run that goes on with another length; None where they are the same.
+
+    Args:
+        path: The checkpoint that it goes on from.
+        table: `[lr_schedule]`.
+        num_steps: Of the whole run now.
+        folder: Of the manifest.
+    """
+    planned, start = _planned_steps_of(path), step_of(path)
+    if planned in (None, num_steps):
+        return None
+    before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
+    after = multiplier_of(table, num_steps=num_steps, folder=folder)(start)
+    if before == after:
+        return None
+    return (
+        f"train.steps was {planned} and is {num_steps}, so the learning-rate schedule is another one: step {start + 1} "
+        f"takes {after:.3g} of optimizer.lr, and would have taken {before:.3g}"
+    )
+
+
+def record_of(tables: Mapping[str, Any], factory: ModelFactory, source: Source) -> dict[str, Any]:
+    """Return the values that must be equal when a run resumes.
+
+    Args:
+        tables: Of the manifest.
+        factory: Of the model.
+        source: Of the data.
+    """
+    return {
+        "model": factory.record(),
+        # When a parameter is stepped changes nothing of what comes out.
+        "optimizer": {key: value for key, value in asdict(tables["optimizer"]).items() if key != "in_backward"},
+        "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
+        "data": {**source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
+    }
 
 
 def _saved(path: Path) -> Mapping[str, Any]:

@@ -266,9 +266,21 @@ class CheckpointTable:
         keep: How many to keep.
         asynchronous: Write in a thread while training goes on.
         final: Save at the end of the run too.
+        local_every: Steps between two copies of the state in the memory of the nodes: each rank's on its own and, where
+            there are several, on the next one. A restart on as many ranks goes on from there, if that is later.
+        local_folder: On every node, in a tmpfs or on a local disk; default `/dev/shm`.
     """
 
     every: int | None = Field(default=None, ge=1)
+    local_every: int | None = Field(default=None, ge=1)
+    local_folder: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _local_folder_needs_steps(self) -> CheckpointTable:
+        if self.local_folder is not None and self.local_every is None:
+            raise ValueError("local_folder is where local_every keeps states; write local_every = 10 too, or remove it")
+        return self
+
     keep: int = Field(default=3, ge=1)
     asynchronous: bool = True
     final: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,11 +24,20 @@ from composer3d.runner.housekeeping import (
     seed_step,
     write_private,
 )
+from composer3d.runner.local_checkpoints import local_checkpoints
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
 from composer3d.runner.model_factory import ModelFactory
 from composer3d.runner.progress import Progress, RunPhase
-from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, planned_steps_of, refuse_changes, step_of
+from composer3d.runner.resume import (
+    RunState,
+    choose_checkpoint,
+    clear_for,
+    record_of,
+    refuse_changes,
+    schedule_change,
+    step_of,
+)
 from composer3d.runner.shared_writing import SharedWriting
 from composer3d.runner.signals import Preemption
 from composer3d.runner.stability import Stability
@@ -142,8 +151,10 @@ class Trainer:
         self.stability = Stability(tables["stability"], overflow_is_expected=self.run.has_grad_scaler)
         ema = tables["ema"]
         self.ema = None if ema.decay is None else EMA(self.run, decay=ema.decay, every=ema.every)
-        self.state = RunState(self._record(), self.batch_size, planned_steps=self.num_steps)
+        record = record_of(tables, self.factory, self.source)
+        self.state = RunState(record, self.batch_size, planned_steps=self.num_steps)
         self._attach()
+        self.local = local_checkpoints(self.run, manifest, record=self.state.record)
         display = stack.enter_context(
             Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or context.rank != 0)
         )
@@ -185,17 +196,6 @@ class Trainer:
             vocab_size=self.factory.vocab_size,
         )
 
-    def _record(self) -> dict[str, Any]:
-        """Return the values that must be equal when the run resumes."""
-        tables = self.manifest.tables
-        return {
-            "model": self.factory.record(),
-            # When a parameter is stepped changes nothing of what comes out.
-            "optimizer": {key: value for key, value in asdict(tables["optimizer"]).items() if key != "in_backward"},
-            "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
-            "data": {**self.source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
-        }
-
     def _attach(self) -> None:
         self.run.attach("run", self.state)
         self.run.attach("lr_schedule", self.schedule)
@@ -219,19 +219,25 @@ class Trainer:
                 return self._run(preemption)
         path = choose_checkpoint(self.run, self.output, resume)
         start = step_of(path)
+        kept = None if self.local is None else self.local.later_than(start, resume=resume)
         if start >= self.num_steps and path is not None and path.is_relative_to(self.output):
-            self.writing.message(
-                f"{self.output} is finished: {start} steps are done, train.steps = {self.num_steps}; raise train.steps "
-                "to go on, or start anew with --resume never"
-            )
+            done = f"{start} steps are done, train.steps = {self.num_steps}"
+            advice = "raise train.steps to go on, or start anew with --resume never"
+            self.writing.message(f"{self.output} is finished: {done}; {advice}")
             return self._outcome("already finished", step=start)
+        where: str | None = None
         with Preemption() as preemption:
-            if path is not None:
+            if kept is not None and self.local is not None:
+                self.progress.update(kept, RunPhase.LOADING)
+                self.local.load(kept)
+                start, where = kept, f"step {kept} in the memory of its nodes"
+            elif path is not None:
                 self._load(path)
+                where = str(path)
             if replicas is not None:
                 replicas.begin(start)
             if self.writing.is_first and self.state.num_steps == start:
-                self._begin_output(start, path)
+                self._begin_output(start, where)
             return self._run(preemption)
 
     def _run(self, preemption: Preemption) -> Outcome:
@@ -240,27 +246,16 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         refuse_changes(path, self.state, self.batch_size)
-        self._tell_schedule(path)
+        table, folder = self.manifest.tables["lr_schedule"], self.manifest.document.folder
+        told = schedule_change(path, table, num_steps=self.num_steps, folder=folder)
+        if told is not None:
+            self.writing.message(told)
         self.progress.update(step_of(path), RunPhase.LOADING)
         self.run.load(path)
         if path.is_relative_to(self.output):
             self._saved = self.state.num_steps
 
-    def _tell_schedule(self, path: Path) -> None:
-        """Say that a run of another length has other learning rates, which go on from there with a step."""
-        planned, start, table = planned_steps_of(path), step_of(path), self.manifest.tables["lr_schedule"]
-        if planned in (None, self.num_steps):
-            return
-        folder = self.manifest.document.folder
-        before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
-        after = multiplier_of(table, num_steps=self.num_steps, folder=folder)(start)
-        if before != after:
-            self.writing.message(
-                f"train.steps was {planned} and is {self.num_steps}, so the learning-rate schedule is another one: "
-                f"step {start + 1} takes {after:.3g} of optimizer.lr, and would have taken {before:.3g}"
-            )
-
-    def _begin_output(self, start: int, path: Path | None) -> None:
+    def _begin_output(self, start: int, source: str | None) -> None:
         """Write what the run is, and take away what a course that is given up has left; on the first rank."""
         aside = clear_for(self.output, start)
         if aside is not None:
@@ -272,7 +267,7 @@ class Trainer:
         write_private(self.output / "environment.json", json.dumps(described, indent=1, default=str) + "\n")
         if self.factory.hf is not None:
             self.factory.hf.save_description(self.output / "huggingface")
-        where = f"going on from {path}" if path is not None else f"training to {self.output}"
+        where = f"going on from {source}" if source is not None else f"training to {self.output}"
         self.writing.message(f"{where}: {self.run.context.layout}, {self.num_steps} steps")
 
     def _outcome(self, status: Literal["finished", "preempted", "already finished"], *, step: int) -> Outcome:
@@ -281,15 +276,8 @@ class Trainer:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def _loop(self, preemption: Preemption, garbage: GarbageCollection) -> Outcome:
-        tables, clock = (
-            self.manifest.tables,
-            StepClock(
-                self.run,
-                self.loader,
-                flops_per_token=self.factory.flops_per_token,
-                ignored=self.factory.loss.ignored,
-            ),
-        )
+        tables, flops = self.manifest.tables, self.factory.flops_per_token
+        clock = StepClock(self.run, self.loader, flops_per_token=flops, ignored=self.factory.loss.ignored)
         replicas, last = self.run.replicas, min(self.num_steps, self.until)
         for step in range(self.state.num_steps, last):
             if replicas is not None and replicas.convene(step, stop=preemption.requested):
@@ -310,16 +298,24 @@ class Trainer:
                 return self._preempted(done)
             if _due(tables["checkpoint"].every, done, None):
                 self._save(done, asynchronous=tables["checkpoint"].asynchronous)
+            if self.local is not None and _due(tables["checkpoint"].local_every, done, None):
+                self.local.save(done)
             garbage.step(step)
             clock.restart()
         self.stability.finish(self.state.num_steps)
         self._save_last(last, wanted=tables["checkpoint"].final and self.until >= self.num_steps)
+        self._close_local(forget=self._saved == last)
         return self._outcome("finished", step=last)
 
     def _preempted(self, done: int) -> Outcome:
         self._save_last(done)
+        self._close_local(forget=False)
         self.writing.message(f"preempted: {done} of {self.num_steps} steps are done and saved")
         return self._outcome("preempted", step=done)
+
+    def _close_local(self, *, forget: bool) -> None:
+        if self.local is not None:
+            self.local.close(forget=forget)
 
     def _save_last(self, done: int, *, wanted: bool = True) -> None:
         """Save at the end; of several groups one does, or the next where that one is lost meanwhile."""

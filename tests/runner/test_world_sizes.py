@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from support.dying_ranks import trained
+from support.dying_ranks import launched
 from support.training import MANIFEST, write
 
 import composer3d
-from composer3d.processes.child import Child
-from composer3d.processes.forking import limit_ranks
-from composer3d.runner.launcher import launch_local
-from composer3d.runner.metrics import read_metrics
 
 ELASTIC = (
     MANIFEST.replace("microbatch = 2", 'microbatch = 2, loss = "support.dying_ranks:loss"')
     + "[checkpoint]\nevery = 2\n"
 )
 RANGE = 'run.nodes = "1:4"\ntrain = { steps = 1, global_batch = 12 }\n[sharding.fsdp2]\n'
-
-
-def launched(path, output, *overrides, dies="", **options):
-    """Train on ranks that are forked; return how many restarts there were, and the rows of metrics."""
-
-    def launch():
-        sets = [f'run.output="{output}"', "train.steps=6", *overrides]
-        result = launch_local(trained, (str(path), sets, dies), device="cpu", output=output, **options)
-        assert result.ok, result.report.render()
-        return {"restarts": result.num_restarts, "ranks": len(result.values)}
-
-    with limit_ranks(options["num_ranks"]):
-        return Child(launch).result(), list(read_metrics(output / "metrics.jsonl"))
 
 
 def test_a_restart_on_a_smaller_world_is_the_undisturbed_run(tmp_path):

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from composer3d.manifest import load_manifest
+from composer3d.processes.child import Child
+from composer3d.processes.forking import limit_ranks
 from composer3d.runner import TABLES, train
+from composer3d.runner.launcher import launch_local
+from composer3d.runner.metrics import read_metrics
 
 DIES = "DIES_AT"  # restart, rank and micro-batch on that rank, as "0:1:9 1:0:4"
 calls = 0
@@ -30,3 +34,16 @@ def trained(path, overrides, dies=""):
     os.environ[DIES] = dies
     torch.set_default_dtype(torch.float64)
     return asdict(train(load_manifest(path, tables=TABLES, overrides=overrides), silent=True))
+
+
+def launched(path, output, *overrides, dies="", **options):
+    """Train on ranks that are forked; return how many restarts there were, and the rows of metrics."""
+
+    def launch():
+        sets = [f'run.output="{output}"', "train.steps=6", *overrides]
+        result = launch_local(trained, (str(path), sets, dies), device="cpu", output=output, **options)
+        assert result.ok, result.report.render()
+        return {"restarts": result.num_restarts, "ranks": len(result.values)}
+
+    with limit_ranks(options["num_ranks"]):
+        return Child(launch).result(), list(read_metrics(output / "metrics.jsonl"))
