@@ -169,9 +169,9 @@ def test_a_folder_that_becomes_read_only_is_named(folder, capfd):
 
 def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(folder, capfd):
     with limit_ranks(2):
-        assert run(folder, "stop", "out", "run.timeout_s=3") == 3
+        assert run(folder, "stop", "out", "run.timeout_s=5") == 3
     told = capfd.readouterr()
     assert (
-        "rank 1 (dp_shard 1): gave no answer: it ended, or hangs" in told.err and "Timed out waiting 3000ms" in told.err
+        "rank 1 (dp_shard 1): gave no answer: it ended, or hangs" in told.err and "Timed out waiting 5000ms" in told.err
     )
     assert "; the newest complete checkpoint is out/checkpoints/step-" in told.err

@@ -69,7 +69,7 @@ def diagnosed():
 
 
 def test_a_collective_that_only_some_ranks_call(run):
-    shown, found = run("extra", "run.timeout_s=2")
+    shown, found = run("extra", "run.timeout_s=5")
     assert found["kind"] == "other_collective"
     matches(
         rf"ranks ran different collectives: {GROUP}{ONE} ran all_reduce of \[3\], while rank 0 ran all_gather of "
@@ -82,7 +82,7 @@ def test_a_collective_that_only_some_ranks_call(run):
 
 
 def test_a_rank_that_waits_for_something_else(run):
-    shown, found = run("stuck", "run.timeout_s=2")
+    shown, found = run("stuck", "run.timeout_s=5")
     assert (found["kind"], found["rank"]) == ("missing", 1)
     matches(rf"{ONE} keeps the others waiting, for \d+ s when it was asked: {FORWARD}wait_for_a_lock, .*", shown[0])
     matches(rf"  {GROUP}{ONE} did not run all_gather of \[36\], in which rank 0 waited", shown[1])

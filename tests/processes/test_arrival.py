@@ -61,7 +61,7 @@ def composing(place):
             materialise(preparation),
         )
     try:
-        composer3d.compose(Late, write_manifest("[sharding.fsdp2]\n"), loss_fn=sum_loss, timeout_s=5.0)
+        composer3d.compose(Late, write_manifest("[sharding.fsdp2]\n"), loss_fn=sum_loss, timeout_s=10.0)
     except RendezvousError as error:
         if store.add("told", 1) == 2:
             store.set("released", "1")
@@ -74,7 +74,7 @@ def composing(place):
 def test_a_rank_that_composes_for_too_long_is_named(place):
     first, _, third = run_ranks(composing, 3, place)
     for rank, text in ((0, first), (2, third)):
-        waited = f"within 5 s, and rank {rank} waited; look at what it does, or raise the timeout"
+        waited = f"within 10 s, and rank {rank} waited; look at what it does, or raise the timeout"
         assert text == f"rank 1 of 3 did not {place} {waited}"
 
 

@@ -51,7 +51,7 @@ def oteltap(folder):
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # else what it says stays with it
         process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=subprocess.DEVNULL, env=env)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while not path.read_text():  # it says that it listens
             assert process.poll() is None and time.monotonic() < deadline, "oteltap did not start"
         yield f"http://127.0.0.1:{port}", path

@@ -19,7 +19,7 @@ SESSION = "until-the-session-ends"
 # What other libraries and programs leave goes with the worker's folder.
 OURS = ("composer3d-", "torchelastic_")
 KEPT = frozenset({f"composer3d-{os.getuid()}", f"composer3d-ranks-{os.getuid()}"})  # of `user_folder`, there for good
-ENDING_S = 10.0  # that processes which were killed in a test may take to end
+ENDING_S = 60.0  # that processes which were killed in a test may take to end
 
 
 @contextmanager
