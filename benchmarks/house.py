@@ -38,6 +38,7 @@ ABOVE_COMPOSITION = (
     "importing",
     "scaffolding",
     "examples",
+    "selftest",
     "cli",
 )
 RESULT, README = ROOT / "benchmarks" / "results" / "house.json", ROOT / "benchmarks" / "README.md"

@@ -20,6 +20,7 @@ NAMES = (
     "schedule",
     "timeline",
     "doctor",
+    "selftest",
     "plugins",
     "schema",
     "init",

@@ -1,0 +1,74 @@
+"""The covering set that `composer3d selftest` runs: rows of the matrix of plugins on record, as manifests.
+
+Rows are ordered so that those that hold the most pairs of options for their time, that no earlier row holds, come
+first. Left out are rows that compile with inductor, for minutes of compilers. `composer3d/selftest/covering_set.json`
+has them with the share of pairs that are held up to each.
+
+Usage: python benchmarks/covering_set.py [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from harness import say
+from plugin_matrix import whole
+from plugin_matrix_cells import manifest_of
+
+HERE = Path(__file__).resolve().parent
+RESULT = HERE / "results" / "plugin_matrix.json"
+SHIPPED = HERE.parent / "composer3d" / "selftest" / "covering_set.json"
+NUM_ROWS = 80
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the rows in their order, each with its manifest, ranks, seconds and the share of pairs held so far."""
+    cells = [cell for cell in json.loads(RESULT.read_text())["cells"] if cell["outcome"] == "proven"]
+    cells = [cell for cell in cells if cell["row"].get("scheduling.compile") != "on"]
+    found = [(cell, whole(cell["row"])) for cell in cells]
+    pairs = [set(combinations(sorted(row.items()), 2)) for _, row in found]
+    # Several ranks come first: one alone exchanges nothing.
+    weights = [1.0 if _num_ranks(row) > 1 else 0.3 for _, row in found]
+    total, held, result = len(set().union(*pairs)), set(), []
+    left = list(range(len(found)))
+    while left and len(result) < NUM_ROWS:
+        best = max(left, key=lambda index: len(pairs[index] - held) / found[index][0]["wall_s"] * weights[index])
+        left.remove(best)
+        held |= pairs[best]
+        cell, row = found[best]
+        result.append(
+            {
+                "manifest": manifest_of(row),
+                "ranks": _num_ranks(row),
+                "seconds": cell["wall_s"],
+                "pairs": round(len(held) / total, 3),
+            }
+        )
+    return result
+
+
+def _num_ranks(row: Mapping[str, str]) -> int:
+    return math.prod(int(value) for key, value in row.items() if key.startswith("mesh."))
+
+
+def main() -> int:
+    """Print the set, or write it."""
+    parser = argparse.ArgumentParser(description="Make the covering set of selftest.")
+    parser.add_argument("--write", action="store_true", help="write it into the package")
+    made = json.dumps(rows(), indent=0) + "\n"
+    if parser.parse_args().write:
+        SHIPPED.write_text(made)
+    else:
+        say(made.rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
