@@ -127,10 +127,8 @@ def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Pr
         except HookError as error:
             return [problem_of_hook(error, manifest.document)]
         except ComposerError as error:
-            stated = manifest.document.get(("train", "global_batch")) is not None
-            path = ("train", "global_batch") if stated else (asked[0].info.family, asked[0].name)
-            hint = (
-                None if stated else f"set train.global_batch; the default is microbatch x data-parallel degree, {unit}"
-            )
-            return [manifest.document.problem(path, str(error), hint=hint, whole_table=not stated)]
+            key, own = manifest.train.batch_key, (asked[0].info.family, asked[0].name)
+            hint = None if key else f"set train.global_batch; the default is microbatch x data-parallel degree, {unit}"
+            path = ("train", key) if key else own
+            return [manifest.document.problem(path, str(error), hint=hint, whole_table=key is None)]
     return []

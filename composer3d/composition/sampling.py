@@ -233,7 +233,7 @@ def sampler_of(dataset: Any, context: RunContext) -> Sampler:
     return Sampler(
         dataset,
         seed=train.seed,
-        global_batch=train.global_batch or (train.microbatch or 1) * degree * context.layout.num_groups,
+        global_batch=train.batch_over(degree * context.layout.num_groups),
         rank=context.reader,
         degree=degree,
     )

@@ -13,7 +13,7 @@ __all__ = ["explained"]
 _STEPS = "train.steps counts optimizer steps, and nothing counts epochs"
 _BATCH = "train.microbatch is sequences per forward and rank, train.global_batch those of a step over all ranks"
 _CLIP = "write train.grad_clip"
-_ACCUMULATE = "write train.global_batch: what is above microbatch x data-parallel degree is accumulated"
+_ACCUMULATE = "write train.accumulate: micro-batches a step on each rank; or train.global_batch, sequences of all ranks"
 _DTYPES = "dtypes are plugins of the family precision: composer3d plugins lists them"
 _ANYWHERE = {
     "lr": "write optimizer.lr",
@@ -31,7 +31,7 @@ _ANYWHERE = {
     "micro_batch": "write train.microbatch",
     "per_device_train_batch_size": "write train.microbatch",
     "global_batch_size": "write train.global_batch",
-    "accumulate": _ACCUMULATE,
+    "accumulate": "write train.accumulate",
     "accumulation_steps": _ACCUMULATE,
     "gradient_accumulation_steps": _ACCUMULATE,
     "epochs": _STEPS,

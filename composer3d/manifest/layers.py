@@ -18,6 +18,11 @@ __all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
 
 # `name = "value"` at the top of a manifest is short for `[name] use = "value"`.
 SUGAR_TABLES = ("data", "lr_schedule", "model", "optimizer")
+# Two keys of a table that say the same in other units: a layer that states one replaces the inherited other.
+_ALTERNATIVES: Mapping[KeyPath, KeyPath] = {
+    ("train", "accumulate"): ("train", "global_batch"),
+    ("train", "global_batch"): ("train", "accumulate"),
+}
 # Integers beyond 64 bits are none that TOML promises, and Python refuses to print long ones.
 _LARGEST = 1 << 63
 _BEYOND = "beyond 64 bits"
@@ -83,7 +88,10 @@ def _shown(line: str) -> str:
 
 
 def merge(base: Layer, top: Layer) -> Layer:
-    """Merge one layer into another: tables merge, keys override, `table = false` removes an inherited table."""
+    """Merge one layer into another: tables merge, keys override, `table = false` removes an inherited table.
+
+    A key also overrides the inherited one that says the same in other units.
+    """
     places = dict(base.places)
     tables = _merge(base.tables, top.tables, (), places)
     return Layer(tables=tables, places=places | dict(top.places))
@@ -184,4 +192,8 @@ def _merge(
             del result[key]
         else:
             result[key] = value
+        other = _ALTERNATIVES.get(here)
+        if other is not None and other[-1] not in top:
+            result.pop(str(other[-1]), None)
+            places.pop(other, None)
     return result

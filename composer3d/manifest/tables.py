@@ -117,6 +117,8 @@ class TrainTable:
         microbatch: Sequences per forward and data-parallel rank; default: in a run 1, embedded the whole batch that
             the loop passes.
         global_batch: Sequences per optimizer step over the whole world; default microbatch x data-parallel degree.
+        accumulate: Micro-batches per optimizer step on each data-parallel rank, in place of `global_batch`, which then
+            grows with the data-parallel degree: accumulate x microbatch x degree.
         seed: Of weights, data order and dropout.
         random_numbers: `samples`: what a forward or a loss draws with the samples along its leading dim is drawn for
             each sample by its place in the global batch, so that layouts agree; a microsecond a torch function. `auto`
@@ -126,8 +128,34 @@ class TrainTable:
 
     microbatch: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
     global_batch: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
+    accumulate: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
     seed: int = Field(default=0, ge=0, le=(1 << 63) - 1)
     random_numbers: Literal["auto", "samples", "ranks"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_states_the_batch(self) -> TrainTable:
+        if self.global_batch is not None and self.accumulate is not None:
+            raise ValueError("accumulate and global_batch both state the batch of a step; keep one of them")
+        return self
+
+    @property
+    def batch_key(self) -> str | None:
+        """The key that states the batch of a step; None where the default holds."""
+        return (
+            "global_batch" if self.global_batch is not None else "accumulate" if self.accumulate is not None else None
+        )
+
+    def batch_over(self, degree: int) -> int:
+        """Return the sequences of an optimizer step over the whole world.
+
+        Args:
+            degree: Data-parallel ranks that read different samples, of all replica groups.
+        """
+        return self.global_batch or (self.accumulate or 1) * (self.microbatch or 1) * degree
+
+    def num_microbatches(self, degree: int) -> int:
+        """Return the micro-batches of an optimizer step on each of so many data-parallel ranks, at least one."""
+        return max(1, self.batch_over(degree) // ((self.microbatch or 1) * degree))
 
 
 CORE_TABLES: Mapping[str, type] = MappingProxyType({"mesh": MeshTable, "model": ModelTable, "train": TrainTable})

@@ -105,6 +105,4 @@ def schedule(
 
 def _num_microbatches(preparation: Preparation) -> int:
     """Return how many micro-batches a rank's share of the global batch makes."""
-    train, degree = preparation.context.manifest.train, preparation.context.data_parallel_degree
-    size = train.microbatch or 1
-    return max(1, (train.global_batch or size * degree) // (size * degree))
+    return preparation.context.manifest.train.num_microbatches(preparation.context.data_parallel_degree)

@@ -19,7 +19,7 @@ class BatchSize:
     """The global batch of every step.
 
     Args:
-        table: `[train]`, with `global_batch`, `microbatch` and `batch_ramp`.
+        table: `[train]`, with `global_batch` or `accumulate`, `microbatch` and `batch_ramp`.
         degree: Data-parallel degree: ranks that share the global batch.
 
     >>> from composer3d.runner.runner_tables import BatchRampTable, TrainTable
@@ -32,7 +32,7 @@ class BatchSize:
     def __init__(self, table: TrainTable, *, degree: int) -> None:
         self._table, self._degree = table, degree
         self._microbatch = table.microbatch or 1
-        self.largest = table.global_batch or self._microbatch * degree
+        self.largest = table.batch_over(degree)
 
     def of(self, step: int) -> int:
         """Return the sequences of a step, counted from 0."""

@@ -104,8 +104,7 @@ def in_backward_problems(manifest: Manifest, context: RunContext, *, has_schedul
     if tables["stability"].on_nonfinite == "skip":
         message = 'on_nonfinite = "skip" would have to take back what optimizer.in_backward has stepped'
         found.append((("stability", "on_nonfinite"), message, 'write "stop"'))
-    size, degree = train.microbatch or 1, context.data_parallel_degree
-    num_microbatches = (train.global_batch or size * degree) // (size * degree)
+    num_microbatches = train.num_microbatches(context.data_parallel_degree)
     if num_microbatches > 1:
         message = f"a gradient is complete after all {num_microbatches} micro-batches of a step, not after the first"
         found.append((own, message, "raise train.microbatch so that a step has one, and recompute activations"))

@@ -122,19 +122,24 @@ def _shrink_batch(
 ) -> None:
     """Keep the batch per rank, except for more micro-batches than fill a pipeline of the new depth."""
     train = manifest.train
-    if train.global_batch is None:
+    if train.batch_key is None:
         return
     size = train.microbatch or 1
-    before = train.global_batch // (size * layout.degree(Role.BATCH))
+    whole, before = train.batch_over(layout.degree(Role.BATCH)), train.num_microbatches(layout.degree(Role.BATCH))
     ranks = 1
     for name in layout.names(Role.BATCH):
         ranks *= degrees.get(name, 1)
     stages = max([degrees.get(name, 1) for name in layout.names(Role.STAGE)], default=1)
     number = max(1, min(before, max(2, 4 * stages if stages > 1 else 2)))
+    if train.accumulate is not None:
+        overrides.append(f"train.accumulate={number}")
+        if number != train.accumulate:
+            reduced.append(f"train.accumulate: {train.accumulate} -> {number} micro-batches")
+        return
     overrides.append(f"train.global_batch={number * size * ranks}")
     if getattr(train, "batch_ramp", None) is not None:
         overrides.append("train.batch_ramp=false")
-    reduced.append(f"train.global_batch: {train.global_batch} -> {number * size * ranks} sequences")
+    reduced.append(f"train.global_batch: {whole} -> {number * size * ranks} sequences")
 
 
 def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -> dict[str, tuple[int, int]]:

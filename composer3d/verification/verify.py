@@ -263,7 +263,6 @@ def _look(request: _Request) -> dict[str, Any]:
     if keep is not None and blocks > keep:
         reduced.append(f"blocks: {blocks} -> {keep}")
     train = smaller.manifest.tables["train"]
-    per_rank = (train.global_batch or 0) // (checked.layout.degree(Role.BATCH) * (train.microbatch or 1))
     return {
         "ok": True,
         "problems": [problem.to_json() for problem in found.ordered()],
@@ -272,7 +271,7 @@ def _look(request: _Request) -> dict[str, Any]:
         "notes": notes + _left_out(smaller.manifest),
         "device": where.type,
         "max_blocks": keep if keep is not None and blocks > keep else None,
-        "microbatches": per_rank or 1,
+        "microbatches": train.num_microbatches(checked.layout.degree(Role.BATCH)),
         "grad_clip": train.grad_clip,
     }
 

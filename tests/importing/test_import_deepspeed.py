@@ -202,12 +202,13 @@ def test_of_three_batch_sizes_the_missing_one_is_derived(tmp_path, sizes, option
     assert manifest_of(translated(tmp_path, "ds.json", content, **options))["train"] == expected
 
 
-def test_accumulation_without_a_world_size_is_the_loops_or_refused(tmp_path):
+def test_accumulation_without_a_world_size_is_the_loops_or_carried(tmp_path):
     content = document(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4)
     of_a_loop = translated(tmp_path, "ds.json", content)
     assert any(line.startswith("with run.accumulate(4):") for line in of_a_loop.loop)
     of_a_run = translated(tmp_path, "ds.json", content, target="run")
-    assert verdicts_of(of_a_run)["gradient_accumulation_steps"] == "refused"
+    assert verdicts_of(of_a_run)["gradient_accumulation_steps"] == "carried"
+    assert manifest_of(of_a_run)["train"] == {**manifest_of(of_a_run)["train"], "accumulate": 4, "microbatch": 2}
 
 
 def test_clipping_has_the_default_of_the_version(tmp_path):

@@ -74,7 +74,7 @@ def test_a_loop_takes_the_trainers_own_schedule(tmp_path):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "refused"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.5}}, "lr_scheduler_type", "refused"),
         ({"num_train_epochs": 3}, "num_train_epochs", "missing"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "refused"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "carried"),
         ({"hub_token": "hf_hidden"}, "hub_token", "meaningless"),
     ],
 )

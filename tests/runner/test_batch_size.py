@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from composer3d.errors import ManifestError
-from composer3d.manifest import read_text, type_manifest
+from composer3d.manifest import load_manifest, read_text, type_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.runner_tables import BatchRampTable, TrainTable
@@ -20,6 +20,28 @@ def test_the_position_is_the_sum_of_the_steps_before(ramp):
 
 def test_without_a_global_batch_every_rank_has_a_microbatch():
     assert BatchSize(TrainTable(steps=1, microbatch=3), degree=4).of(0) == 12
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_accumulated_microbatches_are_counted_on_every_rank(degree):
+    table = TrainTable(steps=1, microbatch=3, accumulate=5)
+    assert BatchSize(table, degree=degree).of(0) == 15 * degree and table.num_microbatches(degree) == 5
+
+
+def test_the_key_of_a_layer_replaces_the_inherited_one_of_other_units(tmp_path):
+    (tmp_path / "base.toml").write_text("composer3d = 1\ntrain = { steps = 1, global_batch = 8 }\n")
+    (tmp_path / "run.toml").write_text('composer3d = 1\nextends = "base.toml"\ntrain = { accumulate = 3 }\n')
+    train = load_manifest(tmp_path / "run.toml", tables=TABLES).train
+    assert (train.accumulate, train.global_batch) == (3, None)
+    train = load_manifest(tmp_path / "run.toml", tables=TABLES, overrides=["train.global_batch=4"]).train
+    assert (train.accumulate, train.global_batch) == (None, 4)
+
+
+def test_two_batches_of_one_step_are_refused():
+    document = read_text("composer3d = 1\n[train]\nsteps = 1\nglobal_batch = 8\naccumulate = 2\n")
+    message = "accumulate and global_batch both state the batch of a step; keep one of them"
+    with pytest.raises(ManifestError, match=message):
+        type_manifest(document, tables=TABLES)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def accumulate(t: Translation, key: str) -> None:
     if steps == 1:
         t.judge(key, "equal")
     elif t.is_run:
-        t.judge(key, "refused", f"train.global_batch = the loop's batch x {steps} x ranks, and the file has no batch")
+        t.put("train.accumulate", steps, key)
+        t.judge(key, "carried", note, to="train.accumulate")
     else:
         t.loop.append(f"with run.accumulate({steps}):  # {key}, as accelerator.accumulate(model)")
         t.judge(key, "derived", f"the loop's own: run.accumulate({steps}); {note}")

@@ -95,8 +95,8 @@ def _without_total(t: Translation, micro: int | None, steps: int, degree: int | 
         t.loop.append(f"with run.accumulate({steps}):  # {_STEPS}, around forward, backward and optimizer.step()")
         t.judge(_STEPS, "derived", f"the loop's own: run.accumulate({steps}); or give --world-size")
     else:
-        note = f"train.global_batch = {micro} x {steps} x the data-parallel degree: give --world-size"
-        t.judge(_STEPS, "refused", note)
+        t.put("train.accumulate", steps, _STEPS)
+        t.judge(_STEPS, "carried", to="train.accumulate")
     t.judge(_TOTAL, "derived", "microbatch x accumulation x data-parallel degree")
 
 

@@ -29,7 +29,7 @@ def batch(translation: Translation) -> None:
         t.put("train.global_batch", micro * steps * world, steps_key, reason=formula)
         t.judge(steps_key, "derived", f"global_batch = {formula}", to="train.global_batch")
     elif steps > 1 and t.is_run:
-        t.judge(steps_key, "refused", f"train.global_batch = {micro} x {steps} x the ranks: give --world-size")
+        t.carry(steps_key, "train.accumulate", steps)
     elif steps > 1:
         t.loop.append(f"with run.accumulate({steps}):  # {steps_key}, around forward, backward and optimizer.step()")
         t.judge(steps_key, "derived", f"the loop's own: run.accumulate({steps})")

@@ -110,7 +110,7 @@ def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
     pp = degrees.get("pp", 1)
     return Setup(
         seq_len=manifest.tables["data"].seq_len,
-        global_batch=manifest.train.global_batch or microbatch * replicas,
+        global_batch=manifest.train.batch_over(replicas),
         microbatch=microbatch,
         dp_replicate=degrees.get("dp_replicate", 1),
         dp_shard=degrees.get("dp_shard", 1),
@@ -183,7 +183,10 @@ def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered
     ]
     if setup.microbatch != own.microbatch:
         changes.append(f"train.microbatch={setup.microbatch}")
-    if manifest.train.global_batch is None and setup.microbatch * setup.data_parallel != setup.global_batch:
+    if manifest.train.accumulate is not None:
+        if setup.num_microbatches != manifest.train.accumulate:
+            changes.append(f"train.accumulate={setup.num_microbatches}")
+    elif manifest.train.global_batch is None and setup.microbatch * setup.data_parallel != setup.global_batch:
         changes.append(f"train.global_batch={setup.global_batch}")
     experts, before_experts = (_expert_degree(own, each) for each in (setup, own))
     changes += [f"mesh.ep={experts}"] if experts != (stated.get("ep") or 1) else []

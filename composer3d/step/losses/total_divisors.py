@@ -83,9 +83,8 @@ def total_divisor(parts: Sequence[Part], unknown: Callable[[str], LossError] = u
 
 def _refuse_constants(parts: Sequence[Part], unknown: Callable[[str], LossError]) -> None:
     """Refuse one divisor of all parts that counts nothing seen, which is no more a count than a constant."""
-    first = parts[0].divisor
-    if len(parts) > 1 and all(part.divisor == first and not part.is_counted for part in parts):
-        raise unknown(uncounted(first, "divides"))
+    if len(parts) > 1 and all(part.divisor == parts[0].divisor and not part.is_counted for part in parts):
+        raise unknown(uncounted(parts[0].divisor, "divides"))
 
 
 def _excess(part: Part) -> float:

@@ -163,17 +163,16 @@ class Pipeline:
         self._refuse_too_few(
             context,
             num_microbatches,
-            f"[train] global_batch = {train.global_batch} over {context.data_parallel_degree} data-parallel ranks "
-            f"makes {num_microbatches} micro-batches of {train.microbatch}",
+            f"[train] {train.batch_key} = {train.accumulate or train.global_batch} over {context.data_parallel_degree} "
+            f"data-parallel ranks makes {num_microbatches} micro-batches of {train.microbatch}",
         )
 
     @staticmethod
     def _num_microbatches(context: RunContext) -> int | None:
         train = context.manifest.train
-        if train.global_batch is None or train.microbatch is None:
+        if train.batch_key is None or train.microbatch is None:
             return None
-        degree = context.data_parallel_degree * context.layout.num_groups
-        return train.global_batch // (train.microbatch * degree)
+        return int(train.num_microbatches(context.data_parallel_degree * context.layout.num_groups))
 
     def _refuse_placement(self) -> None:
         placement, stated = RULES[self.schedule].placement, self.stages_per_rank
