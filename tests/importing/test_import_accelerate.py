@@ -73,6 +73,8 @@ def test_deepspeed_inside(tmp_path, stage, mode, verdict):
         "reduce_dtype": "float16",
         "norms": "as_others",
         "growth_interval": 1000,
+        "hysteresis": 2,
+        "min_scale": 1.0,
     }
     assert verdicts_of(translation)["deepspeed_config.offload_param_device"] == verdict
     assert any(line.startswith("with run.accumulate(4):") for line in translation.loop)

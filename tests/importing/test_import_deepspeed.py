@@ -179,8 +179,18 @@ def test_float16_has_deepspeeds_scale(tmp_path):
         "reduce_dtype": "float16",
         "initial_scale": 65536.0,
         "growth_interval": 1000,
+        "hysteresis": 2,
+        "min_scale": 1.0,
     }
-    assert verdicts_of(translation)["fp16.hysteresis"] == "changed"
+    assert verdicts_of(translation)["fp16.hysteresis"] == "carried"
+
+
+def test_a_static_scale_of_deepspeeds_is_carried(tmp_path):
+    content = document(train_batch_size=8, fp16={"enabled": True, "loss_scale": 128, "hysteresis": 4})
+    translation = translated(tmp_path, "ds.json", content)
+    assert manifest_of(translation)["precision"]["mixed"]["static_scale"] == 128.0
+    assert verdicts_of(translation)["fp16.loss_scale"] == "carried"
+    assert verdicts_of(translation)["fp16.hysteresis"] == "ignored-there"
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,19 @@ REFUSED = [
         'loss scale; write param_dtype = "float16"',
     ),
     (
+        'param_dtype = "float16"\nstatic_scale = 8.0\nhysteresis = 2',
+        ":2:12: [precision.mixed] hysteresis has no effect with static_scale, which never changes; keep one of the two",
+    ),
+    (
+        'param_dtype = "float16"\nmin_scale = 1e6',
+        ":2:12: [precision.mixed] min_scale = 1e+06 is above the initial scale, 65536",
+    ),
+    (
+        'param_dtype = "float16"\nhysteresis_restored = "step"',
+        ":2:12: [precision.mixed] hysteresis_restored has no effect without a hysteresis: the first overflow lowers "
+        "the scale; write hysteresis = 2",
+    ),
+    (
         'param_dtype = "float16"\ninitial_scale = inf',
         ":4:1: [precision.mixed] precision.mixed.initial_scale must be a finite number, not inf",
     ),

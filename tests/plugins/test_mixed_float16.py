@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer3d_plugins.precision.mixed.scaler import LossScaler
 from support.models import composed, mine, padded
 from support.narrow_dtypes import FLOAT16, LAYOUTS, narrow_reference
 from support.shared_worlds import by_world_size, in_one_world
@@ -195,9 +196,7 @@ def test_a_run_goes_on_in_the_other_precision(tmp_path):
 
 
 def test_a_scale_that_finds_no_end_stops_the_run():
-    from composer3d_plugins.precision.mixed.scaler import DynamicScaler
-
-    scaler = DynamicScaler(scale=2.0**-22, growth=2.0, backoff=0.5, interval=9)
+    scaler = LossScaler(scale=2.0**-22, growth=2.0, backoff=0.5, interval=9)
     scaler.update(True)
     scaler.update(True)
     with pytest.raises(StepError) as caught:
@@ -206,3 +205,66 @@ def test_a_scale_that_finds_no_end_stops_the_run():
         "float16 overflows at any loss scale: after 3 skipped steps it would be 2.98023e-08; what overflows lies in "
         'the model\'s own values; write param_dtype = "bfloat16", or lower optimizer.lr'
     )
+
+
+def scales_of_the_rule(overflows, *, hysteresis, window, is_restored_by_steps):
+    """Return the scale after every step by the rule of DeepSpeed's and Megatron-LM's scalers, from 2**10."""
+    scale, patience, since = 2.0**10, hysteresis, 0
+    for overflow in overflows:
+        if overflow:
+            since = 0
+            if patience > 1:
+                patience -= 1
+            else:
+                scale = max(scale / 2, 1.0)
+        else:
+            since += 1
+            if is_restored_by_steps:
+                patience = hysteresis
+            if since == window:
+                since, scale, patience = 0, scale * 2, hysteresis
+        yield scale
+
+
+@pytest.mark.parametrize("is_restored_by_steps", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_is_that_of_other_systems(hysteresis, is_restored_by_steps):
+    scaler = LossScaler(
+        scale=2.0**10,
+        growth=2.0,
+        backoff=0.5,
+        interval=3,
+        hysteresis=hysteresis,
+        is_restored_by_steps=is_restored_by_steps,
+        smallest=1.0,
+    )
+    overflows = [digit == "1" for digit in "1101000110000001110100000000011011000100100100"]
+    scales = []
+    for overflow in overflows:
+        scaler.update(overflow)
+        scales.append(scaler.factor)
+    options = {"hysteresis": hysteresis, "window": 3, "is_restored_by_steps": is_restored_by_steps}
+    assert scales == list(scales_of_the_rule(overflows, **options)) and len(set(scales)) > 3
+
+
+def test_a_resumed_scale_tolerates_as_many_overflows():
+    def scaler(**options):
+        return LossScaler(scale=1024.0, growth=2.0, backoff=0.5, interval=9, hysteresis=3, **options)
+
+    first, second = scaler(), scaler()
+    first.update(True)
+    second.load_state_dict(dict(first.state_dict()))
+    for overflow in (True, True, False, True):
+        first.update(overflow)
+        second.update(overflow)
+        assert first.state_dict() == second.state_dict()
+    assert first.factor == 256.0
+
+
+def test_a_static_scale_never_changes():
+    scaler = LossScaler(scale=128.0, growth=2.0, backoff=0.5, interval=1, is_static=True)
+    for overflow in (False, True, False, True, True):
+        scaler.update(overflow)
+    assert (scaler.factor, scaler.num_overflows) == (128.0, 3)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    assert scaler.factor == 128.0

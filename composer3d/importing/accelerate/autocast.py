@@ -36,7 +36,8 @@ def _sixteen_bits(t: Translation, key: str, dtype: str) -> None:
         t.put("@mixed.reduce_dtype", dtype, key, reason="DeepSpeed reduces in it; float32 is better")
         t.put("@mixed.norms", "as_others", reason="DeepSpeed casts the whole model, norms too")
         if dtype == "float16":
-            t.put("@mixed.growth_interval", 1000, reason="DeepSpeed's default")
+            for name, value in (("growth_interval", 1000), ("hysteresis", 2), ("min_scale", 1.0)):
+                t.put(f"@mixed.{name}", value, reason="DeepSpeed's default")
         t.judge(key, "carried", f"weights float32, compute and reduction {dtype}", to="@mixed.param_dtype")
     else:
         t.put("@mixed.norms", "float32", reason="autocast computes norms in float32")

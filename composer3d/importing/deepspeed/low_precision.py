@@ -70,39 +70,46 @@ def _reduction(t: Translation, dtype: str) -> None:
     t.carry(key, "@mixed.reduce_dtype", known)
 
 
+_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+
+
 def _scaling(t: Translation, block: str) -> None:
     scale = t.number("fp16.loss_scale", 0) or 0
     if scale:
-        note = f"a static scale of {scale:g}: here it begins there, grows after growth_interval steps and falls"
-        t.put("@mixed.initial_scale", float(scale), "fp16.loss_scale")
-        t.judge("fp16.loss_scale", "changed", note, to="@mixed.initial_scale")
-        t.judge("fp16.initial_scale_power", "ignored-there", "the scale is static")
+        t.carry("fp16.loss_scale", "@mixed.static_scale", float(scale))
+        for name in _DYNAMIC:
+            t.judge(f"fp16.{name}", "ignored-there", "the scale is static")
     else:
         t.judge("fp16.loss_scale", "equal", "the scale is dynamic")
-        power = t.number("fp16.initial_scale_power", 16) or 0
-        if abs(power) > 64:
-            t.wrong("fp16.initial_scale_power", "is beyond float32")
-            power = 16
-        reason = None if "fp16.initial_scale_power" in t else "DeepSpeed's default, 2^16"
-        t.put("@mixed.initial_scale", 2.0**power, "fp16.initial_scale_power", reason=reason)
-        t.judge("fp16.initial_scale_power", "carried", f"2^{power:g}", to="@mixed.initial_scale")
-    window = t.integer("fp16.loss_scale_window", 1000, least=1) or 1000
-    reason = None if "fp16.loss_scale_window" in t else "DeepSpeed's default"
-    t.put("@mixed.growth_interval", window, "fp16.loss_scale_window", reason=reason)
-    t.judge("fp16.loss_scale_window", "carried", to="@mixed.growth_interval")
-    patience = t.integer("fp16.hysteresis", 2) or 1
-    if patience > 1:
-        note = f"the scale falls at overflow number {patience} there, at the first one here"
-        t.judge("fp16.hysteresis", "changed", note)
-    t.judge("fp16.hysteresis", "equal", "the first overflow lowers the scale")
-    t.judge("fp16.consecutive_hysteresis", "changed" if t.flag("fp16.consecutive_hysteresis") else "equal")
-    lowest = t.number("fp16.min_loss_scale", 1) or 0
-    t.judge("fp16.min_loss_scale", "changed", f"the run stops below {lowest:g} there, below 2^-24 here")
+        _dynamic(t)
     t.judge("fp16.auto_cast", "equal", "inputs of the model are cast")
     key = "fp16.fp16_master_weights_and_grads"
     if t.flag(key):
         t.judge(key, "refused", "float16 weights in the optimizer: no float32 copy keeps small updates")
     t.judge(key, "equal", "weights stay float32 in the optimizer")
+
+
+def _dynamic(t: Translation) -> None:
+    power = t.number("fp16.initial_scale_power", 16) or 0
+    if abs(power) > 64:
+        t.wrong("fp16.initial_scale_power", "is beyond float32")
+        power = 16
+    reason = None if "fp16.initial_scale_power" in t else "DeepSpeed's default, 2^16"
+    t.put("@mixed.initial_scale", 2.0**power, "fp16.initial_scale_power", reason=reason)
+    t.judge("fp16.initial_scale_power", "carried", f"2^{power:g}", to="@mixed.initial_scale")
+    window = t.integer("fp16.loss_scale_window", 1000, least=1) or 1000
+    reason = None if "fp16.loss_scale_window" in t else "DeepSpeed's default"
+    t.put("@mixed.growth_interval", window, "fp16.loss_scale_window", reason=reason)
+    t.judge("fp16.loss_scale_window", "carried", to="@mixed.growth_interval")
+    patience = t.integer("fp16.hysteresis", 2, least=1) or 2
+    t.state("fp16.hysteresis", "@mixed.hysteresis", patience)
+    if patience > 1 and t.flag("fp16.consecutive_hysteresis"):
+        t.carry("fp16.consecutive_hysteresis", "@mixed.hysteresis_restored", "step")
+    t.judge("fp16.consecutive_hysteresis", "equal")
+    lowest = t.number("fp16.min_loss_scale", 1.0)
+    if lowest:
+        t.state("fp16.min_loss_scale", "@mixed.min_scale", float(min(lowest, 2.0**power)))
+    t.judge("fp16.min_loss_scale", "changed", "no least scale there; the run stops below 2^-24 here")
 
 
 def _brain(t: Translation, block: str) -> None:

@@ -43,18 +43,17 @@ def _reduction(t: Translation, key: str) -> None:
 def _scaling(t: Translation) -> None:
     static = t.number("loss_scale")
     if static:
-        note = f"a static scale of {static:g}: here it begins there, grows after growth_interval steps and falls"
-        t.put("@mixed.initial_scale", float(static), "loss_scale")
-        t.judge("loss_scale", "changed", note, to="@mixed.initial_scale")
-        t.judge("initial_loss_scale", "ignored-there", "the scale is static")
+        t.carry("loss_scale", "@mixed.static_scale", float(static))
+        for name in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"):
+            t.judge(name, "ignored-there", "the scale is static")
     else:
         first = float(t.number("initial_loss_scale", 2.0**32) or 2.0**32)
         t.state("initial_loss_scale", "@mixed.initial_scale", first)
-    t.state("loss_scale_window", "@mixed.growth_interval", int(t.number("loss_scale_window", 1000) or 1000))
-    patience = t.integer("hysteresis", 2) or 1
-    note = f"the scale falls at overflow number {patience} there, at the first one here"
-    t.judge("hysteresis", "changed" if patience > 1 else "equal", note if patience > 1 else "")
-    t.judge("min_loss_scale", "changed", "the floor of the scale; here the run stops below 2^-24")
+        t.state("loss_scale_window", "@mixed.growth_interval", int(t.number("loss_scale_window", 1000) or 1000))
+        t.state("hysteresis", "@mixed.hysteresis", t.integer("hysteresis", 2, least=1) or 2)
+        lowest = min(float(t.number("min_loss_scale", 1.0) or 1.0), first)
+        t.put("@mixed.min_scale", lowest, "min_loss_scale", reason=_TITLE)
+        t.judge("min_loss_scale", "changed", "overflows at that scale are skipped for ever there, and end the run here")
     t.put("stability.on_nonfinite", "skip", reason="steps whose gradients overflow are skipped")
 
 

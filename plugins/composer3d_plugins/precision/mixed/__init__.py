@@ -27,7 +27,7 @@ from composer3d import (
     torch_compat,
 )
 from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms, find_statistics
-from composer3d_plugins.precision.mixed.scaler import DynamicScaler
+from composer3d_plugins.precision.mixed.scaler import SMALLEST, LossScaler
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 
 Name = Literal["bfloat16", "float16", "float32"]
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-SCALE = ("initial_scale", "growth_factor", "backoff_factor", "growth_interval")
+INITIAL = 65536.0
+DYNAMIC = (
+    "initial_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "hysteresis_restored",
+    "min_scale",
+)
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -72,6 +81,11 @@ class Mixed:
         growth_factor: Factor of the scale after growth_interval steps without overflow; default 2.
         backoff_factor: Factor of the scale after an overflow; default 0.5.
         growth_interval: Steps without overflow before the scale grows; default 2000.
+        hysteresis: Overflows before the scale falls, counted from its last growth; default 1: the first one.
+        hysteresis_restored: When these overflows are counted anew: "growth" of the scale, the default, or every "step"
+            without overflow.
+        min_scale: Where another overflow ends the run; default 2^-24, the least number of float16.
+        static_scale: A scale that never changes, in place of all these; steps that overflow are skipped.
     """
 
     param_dtype: Name = "bfloat16"
@@ -84,6 +98,10 @@ class Mixed:
     growth_factor: float | None = Field(default=None, gt=1)
     backoff_factor: float | None = Field(default=None, gt=0, lt=1)
     growth_interval: int | None = Field(default=None, ge=1)
+    hysteresis: int | None = Field(default=None, ge=1)
+    hysteresis_restored: Literal["growth", "step"] | None = None
+    min_scale: float | None = Field(default=None, gt=0)
+    static_scale: float | None = Field(default=None, gt=0)
 
     @hookimpl
     def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
@@ -97,12 +115,7 @@ class Mixed:
         """Refuse options that would do nothing."""
         if self.param_dtype == "float16":
             context.claim("grad_scaler", by=self)
-        stated = [name for name in SCALE if getattr(self, name) is not None]
-        if stated and self.param_dtype != "float16":
-            raise PluginError(
-                f'{stated[0]} has no effect with param_dtype = "{self.param_dtype}": its exponents need no loss scale',
-                hint='write param_dtype = "float16"',
-            )
+        self._refuse_scales()
         if self.norm_modules is not None and self.norms == "as_others":
             raise PluginError(
                 'norm_modules has no effect with norms = "as_others"', hint='write norms = "float32" or "float32_units"'
@@ -112,6 +125,26 @@ class Mixed:
             raise PluginError(
                 'norms = "float32" has no effect with param_dtype = "float32", in which all modules compute',
                 hint="remove norms",
+            )
+
+    def _refuse_scales(self) -> None:
+        """Refuse options of a loss scale that there is not, or that another one decides."""
+        dynamic = [name for name in DYNAMIC if getattr(self, name) is not None]
+        stated = [*dynamic, *(["static_scale"] if self.static_scale is not None else [])]
+        if stated and self.param_dtype != "float16":
+            raise PluginError(
+                f'{stated[0]} has no effect with param_dtype = "{self.param_dtype}": its exponents need no loss scale',
+                hint='write param_dtype = "float16"',
+            )
+        if self.static_scale is not None and dynamic:
+            raise PluginError(f"{dynamic[0]} has no effect with static_scale, which never changes; keep one of the two")
+        first = self.initial_scale or INITIAL
+        if self.min_scale is not None and first < self.min_scale:
+            raise PluginError(f"min_scale = {self.min_scale:g} is above the initial scale, {first:g}")
+        if self.hysteresis_restored is not None and (self.hysteresis or 1) == 1:
+            raise PluginError(
+                "hysteresis_restored has no effect without a hysteresis: the first overflow lowers the scale",
+                hint="write hysteresis = 2",
             )
 
     @hookimpl
@@ -172,7 +205,7 @@ class Mixed:
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric] | None:
         """Report the scale and the steps that overflowed."""
-        scaler: DynamicScaler | None = context.state.get(self)
+        scaler: LossScaler | None = context.state.get(self)
         if scaler is None:
             return None
         return [
@@ -180,17 +213,21 @@ class Mixed:
             Metric(name="overflow_steps", value=float(scaler.num_overflows), reduction="rank0"),
         ]
 
-    def _scaler(self, context: RunContext) -> DynamicScaler | None:
+    def _scaler(self, context: RunContext) -> LossScaler | None:
         if self.param_dtype != "float16":
             return None
         if self not in context.state:
-            context.state[self] = DynamicScaler(
-                scale=65536.0 if self.initial_scale is None else self.initial_scale,
-                growth=2.0 if self.growth_factor is None else self.growth_factor,
-                backoff=0.5 if self.backoff_factor is None else self.backoff_factor,
-                interval=2000 if self.growth_interval is None else self.growth_interval,
+            context.state[self] = LossScaler(
+                scale=self.static_scale or self.initial_scale or INITIAL,
+                growth=self.growth_factor or 2.0,
+                backoff=self.backoff_factor or 0.5,
+                interval=self.growth_interval or 2000,
+                hysteresis=self.hysteresis or 1,
+                is_restored_by_steps=self.hysteresis_restored == "step",
+                smallest=self.min_scale or SMALLEST,
+                is_static=self.static_scale is not None,
             )
-        scaler: DynamicScaler = context.state[self]
+        scaler: LossScaler = context.state[self]
         return scaler
 
     def _select_norms(self, model: nn.Module, context: RunContext) -> list[str]:
