@@ -15,6 +15,7 @@ from typing import Any
 from composer3d.cli import (
     calibrate,
     check,
+    completion,
     doctor,
     export,
     import_command,
@@ -57,6 +58,7 @@ COMMANDS = (
     export,
     import_command,
     new_plugin_command,
+    completion,
 )
 WRONG, FAILED = 2, 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from pathlib import Path
 
@@ -21,24 +22,31 @@ def add(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "init",
-        help="copy a shipped manifest or example; without a name, list them",
+        help="copy a shipped manifest or example; without a name, ask for model and data, or list them",
         description="Copy a shipped manifest to a file of your own, or a shipped example, a complete small program, to "
-        "a folder. Without a name, list both.",
+        "a folder. Without a name, on a terminal, ask for model, data and devices, and write a manifest; elsewhere, or "
+        "with --list, list what is shipped.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the shipped manifest or example")
     parser.add_argument("--to", metavar="PATH", type=Path, help="where to; default: ./NAME.toml, or the folder ./NAME")
+    parser.add_argument("--list", action="store_true", help="list shipped manifests and examples, and ask nothing")
     parser.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Copy one, or list all; never overwrites."""
+    """Copy one, ask, or list all; never overwrites, and asks only on a terminal."""
     from composer3d.examples import shipped_examples, summary_of
     from composer3d.manifest import shipped
 
     manifests = {name: content.read_text(encoding="utf-8") for name, content in shipped().items()}
     examples = shipped_examples()
     names = [*manifests, *examples]
+    if arguments.list and (arguments.name or arguments.to):
+        complain("--list stands alone; composer3d init NAME copies what it lists")
+        return 2
     if arguments.name is None and arguments.to is None:
+        if not arguments.list and sys.stdin.isatty() and sys.stdout.isatty():
+            return _guided()
         print_table(("manifest", "what it is"), [(name, summary_of(text)) for name, text in manifests.items()])
         say("")
         print_table(("example", "what it is"), [(name, example.summary) for name, example in examples.items()])
@@ -53,6 +61,21 @@ def execute(arguments: argparse.Namespace) -> int:
         complain(f'there is no shipped manifest or example "{arguments.name}"' + (f"; {hint}" if hint else ""))
         return 2
     return _manifest(manifests[arguments.name], arguments.to or Path(f"{arguments.name}.toml"))
+
+
+def _guided() -> int:
+    """Ask on the terminal; as many ranks as there are GPUs are proposed, or two."""
+    from composer3d.cli.guided_init import from_terminal, guide
+    from composer3d.processes import default_device
+
+    device = default_device()
+    import torch
+
+    devices = torch.cuda.device_count() if device.type == "cuda" else 2
+    code = guide(from_terminal, devices=devices, device=device.type, heading=f"#:schema {SCHEMA}\n")
+    if code == 0:
+        Path(SCHEMA).write_text(f"{schema_text()}\n", encoding="utf-8")
+    return code
 
 
 def _manifest(text: str, target: Path) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from composer3d.errors import PluginError, did_you_mean
 from composer3d.registry import FAMILIES
 
-__all__ = ["NewPlugin", "new_plugin"]
+__all__ = ["NewPlugin", "filled", "new_plugin"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -68,7 +69,7 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
         f"{module}.py": f"{family}.py.txt",
         f"tests/test_{module}.py": f"test_{family}.py.txt",
     }
-    texts = {path: _filled(template, words) for path, template in contents.items()}
+    texts = {path: filled(template, words) for path, template in contents.items()}
     try:
         target.mkdir(parents=True)
     except FileExistsError:
@@ -84,7 +85,13 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
     )
 
 
-def _filled(template: str, words: dict[str, str]) -> str:
+def filled(template: str, words: Mapping[str, str]) -> str:
+    """Return a template with words in place of its placeholders.
+
+    Args:
+        template: File in `templates/`.
+        words: By placeholder.
+    """
     text = (_TEMPLATES / template).read_text(encoding="utf-8")
     for word, value in words.items():
         text = text.replace(word, value)

@@ -27,6 +27,7 @@ NAMES = (
     "export",
     "import",
     "new-plugin",
+    "completion",
 )
 HEAVY = ("torch", "pydantic", "numpy", "rich", "pluggy", "tomli")
 
