@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, spec_of
+from composer3d.propagation.shards import PREFIX, TENSOR_AXIS, ShardSpec, attach, spec_of
 from composer3d.propagation.whole_operands import Meeting
 
 __all__ = ["Decision", "Memory", "Work"]
@@ -24,7 +24,7 @@ AUTOCAST = ("cpu", "cuda")
 NUMBERS = (bool, int, float, complex)
 HASHABLE = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
 
-# Does on local shards what a function does on replicated tensors.
+# Does on local shards what a function does on replicated tensors; called without torch functions.
 Work = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 # The same, of a forward's operands.
 Decision = Callable[[Meeting, Any, Sequence[Any], dict[str, Any]], Any]
@@ -40,15 +40,21 @@ class Memory:
     """
 
     def __init__(self, axis: str = TENSOR_AXIS) -> None:
-        self._axis = axis
+        self._axis, self._attribute = axis, PREFIX + axis
         self._decisions: dict[Any, Decision] = {}
 
     def key(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Return the key of a call; None if its arguments have no reliable key."""
+        """Return the key of a call; None if its arguments have no reliable key, or none of them is sharded.
+
+        Asked without torch functions, before every function of the model.
+        """
         key: list[Any] = [func, torch.is_grad_enabled(), *map(torch.is_autocast_enabled, AUTOCAST)]
-        if not all(_describe(each, key, self._axis) for each in (args, tuple(options), tuple(options.values()))):
-            return None
-        return tuple(key)
+        found = _describe(args, key, self._attribute)
+        if options and found is not None:
+            key += options
+            others = _describe(tuple(options.values()), key, self._attribute)
+            found = None if others is None else found or others
+        return tuple(key) if found else None
 
     def get(self, key: Any) -> Decision | None:
         """Return the decision for a key, if there is one."""
@@ -98,11 +104,10 @@ class _Single(_Kept):
 
     def __call__(self, meeting: Meeting, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Return the result, marked."""
-        with torch_compat.without_torch_functions():
-            result = self._run(meeting, func, args, options)
-            if self._spec is not None:
-                attach(result, self._spec)
-            return result
+        result = self._run(meeting, func, args, options)
+        if self._spec is not None:
+            attach(result, self._spec)
+        return result
 
 
 class _Several(_Kept):
@@ -112,34 +117,35 @@ class _Several(_Kept):
 
     def __call__(self, meeting: Meeting, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Return the results, marked."""
-        with torch_compat.without_torch_functions():
-            result = self._run(meeting, func, args, options)
-            for leaf, spec in zip(torch_compat.tree_leaves(result), self._specs, strict=True):
-                if spec is not None:
-                    attach(leaf, spec)
-            return result
+        result = self._run(meeting, func, args, options)
+        for leaf, spec in zip(torch_compat.tree_leaves(result), self._specs, strict=True):
+            if spec is not None:
+                attach(leaf, spec)
+        return result
 
 
-def _describe(values: Sequence[Any], key: list[Any], axis: str) -> bool:
-    """Append to a key what distinguishes arguments; return False if nothing does."""
+def _describe(values: Sequence[Any], key: list[Any], attribute: str) -> bool | None:
+    """Append to a key what distinguishes arguments; return whether any is sharded, None if nothing tells them apart."""
+    found = False
     for value in values:
         if isinstance(value, Tensor):
-            spec = spec_of(value, axis)
-            with torch_compat.without_torch_functions():
-                key += (spec, value.shape, value.stride(), value.dtype, value.requires_grad, value.is_meta)
+            spec = getattr(value, attribute, None)
+            found = found or spec is not None
+            key += (spec, value.shape, value.dtype, value.layout, value.requires_grad, value.is_meta)
+            if value.layout is torch.strided:
+                key.append(value.stride())
         elif isinstance(value, NUMBERS):
             # 1, 1.0 and True are equal.
             key += (type(value), value)
         elif isinstance(value, HASHABLE):
             key.append(value)
-        elif isinstance(value, list | tuple):
-            key += (type(value), len(value))
-            if not _describe(value, key, axis):
-                return False
-        elif isinstance(value, slice):
-            key.append(slice)
-            if not _describe((value.start, value.stop, value.step), key, axis):
-                return False
+        elif isinstance(value, list | tuple | slice):
+            inner = (value.start, value.stop, value.step) if isinstance(value, slice) else value
+            key += (type(value), len(inner))
+            one = _describe(inner, key, attribute)
+            if one is None:
+                return None
+            found = found or one
         else:
-            return False
-    return True
+            return None
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ MIXING = (
 )
 
 
+@functools.lru_cache(4096)
 def name_of(func: Any) -> str:
     """Return a function's name; properties come as the getter of their descriptor."""
     name = getattr(func, "__name__", str(func))

@@ -129,15 +129,16 @@ class Propagation(ShapeRules):
         return result
 
     def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        if not self._specs_in(args, options):
-            return self._unsharded(func, args, options)
         name = name_of(func)
         if name in OBJECT:
             return func(*args, **options)
-        key = memory.key(func, args, options)
-        decision = None if key is None else memory.get(key)
-        if decision is not None:
-            return decision(self._meeting, func, args, options)
+        with torch_compat.without_torch_functions():
+            key = memory.key(func, args, options)
+            decision = None if key is None else memory.get(key)
+            if decision is not None:
+                return decision(self._meeting, func, args, options)
+        if key is None and not self._specs_in(args, options):
+            return self._unsharded(func, args, options)
         self._forget()
         acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(options))

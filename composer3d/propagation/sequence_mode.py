@@ -77,6 +77,8 @@ class SequencePropagation(SequenceWholes):
             return func(*args, **(kwargs or {}))
         self._is_busy = True
         try:
+            if self._memory is not None and not self.inside:
+                return self._remembered(self._memory, func, args, kwargs or {})
             return super().__torch_function__(func, types, args, kwargs)
         finally:
             self._is_busy = False

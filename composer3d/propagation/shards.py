@@ -16,6 +16,7 @@ from composer3d.propagation.view_shapes import Placed
 
 __all__ = [
     "AXES",
+    "PREFIX",
     "SEQUENCE",
     "TENSOR_AXIS",
     "ShardSpec",
@@ -38,6 +39,7 @@ __all__ = [
     "unmark",
 ]
 
+# Of the attribute of a tensor that has its mark, before the axis.
 PREFIX = "composer3d_shard_"
 # The mesh axis of marks that name none.
 TENSOR_AXIS = "tp"

@@ -104,6 +104,8 @@ def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> An
     import torch
     from torch import overrides
 
+    if not torch._C._len_torch_function_stack():
+        return func(*args, **options)
     stack = function_modes()
     others = [mode for mode in stack if not isinstance(mode, kind)]
     if not others:

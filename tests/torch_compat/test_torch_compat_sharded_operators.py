@@ -29,9 +29,13 @@ def handled():
         calls.append(operator.name())
         return torch.tensor(7.0)
 
+    settled = {negate: lambda args, kwargs: args[0].shape[0] == 2}
     torch_compat.handle_operators(
-        {negate: handler}, uncovered=uncovered, mixed=lambda operator: None, owns=lambda args: bool(owned)
-    )
+        {negate: handler}, uncovered=uncovered, mixed=lambda operator: None, owns=lambda args: bool(owned),
+        settled=settled,
+    )  # fmt: skip
+    for _ in range(2):
+        assert zeros(2, 3, device_mesh=mesh, placements=[Shard(0)]).add_(1.0).neg_().to_local().tolist() == [[-1.0] * 3]
     tensor = zeros(4, 3, requires_grad=False, device_mesh=mesh, placements=[Shard(0)])
     tensor.neg_()
     found = calls, tensor.to_local().tolist(), float(torch.renorm(tensor, 2, 1, 0.5)), isinstance(tensor, DTensor)
@@ -70,7 +74,7 @@ def num_fake_modes():
 
     nothing = dict.fromkeys(("uncovered", "mixed"), lambda *args: None)
     torchs = of(2)
-    torch_compat.handle_operators({}, owns=lambda args: False, **nothing)
+    torch_compat.handle_operators({}, owns=lambda args: False, settled={}, **nothing)
     ours = of(8)
     torch_compat.leave_operators()
     return torchs > 10, ours, of(14) == torchs

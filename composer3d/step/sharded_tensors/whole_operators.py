@@ -26,6 +26,7 @@ from composer3d.step.sharded_tensors.written_views import (
     compute_by_torch,
     compute_view,
     compute_write,
+    is_settled,
     remember_views,
 )
 
@@ -59,13 +60,16 @@ def compute_whole_operators(context: RunContext) -> Callable[[], None]:
     know_orders(context)
     know_meshes(context)
     handlers = _handlers()
+    settled = dict.fromkeys(torch_compat.mixable_operators().elementwise, is_settled)
     for operator in torch_compat.writing_operators():
+        settled |= {} if operator in handlers else {operator: is_settled}
         handlers[operator] = functools.partial(compute_write, handlers.get(operator, compute_by_torch))
     torch_compat.handle_operators(
         handlers,
         uncovered=_compute_whole,
         mixed=_refuse_mixed,
         owns=owns,
+        settled=settled,
     )
     torch_compat.assign_data(assign_values)
     return functools.partial(forget_meshes, context)

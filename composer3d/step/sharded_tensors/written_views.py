@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Handler", "compute_by_torch", "compute_view", "compute_write", "remember_views"]
+__all__ = ["Handler", "compute_by_torch", "compute_view", "compute_write", "is_settled", "remember_views"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _COPIES = torch_compat.weak_tensor_dictionary()
@@ -88,6 +88,24 @@ def compute_write(inner: Handler, operator: Any, args: tuple[Any, ...], kwargs: 
         if steps:
             initialisation.place(target, view)
     return target
+
+
+def is_settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether every tensor among an operator's arguments is a DTensor of one mesh, and none a copy of views."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    first = args[0]
+    if type(first) is not DTensor or (_COPIES and first in _COPIES):
+        return False
+    mesh = first.device_mesh
+    for arg in (*args[1:], *kwargs.values()):
+        if type(arg) is DTensor:
+            if arg.device_mesh is not mesh:
+                return False
+        elif isinstance(arg, torch.Tensor | list | tuple):
+            return False
+    return True
 
 
 def compute_by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
