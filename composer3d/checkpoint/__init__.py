@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.checkpoint.archive import STORAGE_DTYPES
 from composer3d.checkpoint.checkpoint_folder import complete, latest, prune
 from composer3d.checkpoint.find import find_checkpoint, other_than
 from composer3d.checkpoint.loading import load
@@ -11,7 +12,8 @@ from composer3d.checkpoint.optimizer_state import (
     match_optimizer_state,
     optimizer_tensors,
 )
-from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
+from composer3d.checkpoint.reader import TensorInfo, contents, open_foreign, read_into, read_tensor, read_tensors
+from composer3d.checkpoint.restricted_pickle import Asked
 from composer3d.checkpoint.saving import AFTER_ERROR_S, AsyncSaver, save
 from composer3d.checkpoint.state_file import read_state
 from composer3d.checkpoint.state_schema import validated_composition, validated_run
@@ -19,7 +21,9 @@ from composer3d.checkpoint.wrappers import unwrapped
 
 __all__ = [
     "AFTER_ERROR_S",
+    "Asked",
     "AsyncSaver",
+    "STORAGE_DTYPES",
     "TensorInfo",
     "complete",
     "contents",
@@ -29,9 +33,11 @@ __all__ = [
     "load",
     "load_optimizer_json",
     "match_optimizer_state",
+    "open_foreign",
     "optimizer_tensors",
     "other_than",
     "prune",
+    "read_into",
     "read_state",
     "read_tensor",
     "read_tensors",

@@ -21,12 +21,12 @@ from composer3d.checkpoint.restricted_pickle import Asked, Made, unpickle
 from composer3d.errors import CheckpointError
 from composer3d.torch_compat import CHECKPOINT_REBUILDS
 
-__all__ = ["tensor_of"]
+__all__ = ["STORAGE_DTYPES", "tensor_of"]
 
 _MAX_PICKLE_BYTES = 64 * 1024
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 # `torch.save` names a dtype by the storage class that it once had; newer dtypes stand beside an untyped storage.
-_STORAGES = {
+STORAGE_DTYPES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
     "torch.HalfStorage": torch.float16,
@@ -117,7 +117,7 @@ def _records(data: bytearray) -> dict[str, tuple[int, int]]:
 def _is_allowed(module: str, name: str) -> bool:
     full_name = f"{module}.{name}"
     return (
-        full_name in _STORAGES
+        full_name in STORAGE_DTYPES
         or full_name in CHECKPOINT_REBUILDS
         or full_name == "collections.OrderedDict"
         or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype))
@@ -135,7 +135,7 @@ def _layout_of(found: Any, dtype: torch.dtype, sizes: tuple[int, ...], num_bytes
     named = found.args[6] if found.called(CHECKPOINT_REBUILDS[1]) else None
     storage, offset, held, strides = found.args[:4]
     kind, key, numel = storage.args[0][1], storage.args[0][2], storage.args[0][4]
-    stored = _STORAGES[kind.full_name]
+    stored = STORAGE_DTYPES[kind.full_name]
     saved = vars(torch)[named.full_name.removeprefix("torch.")] if isinstance(named, Asked) else stored
     held, strides = (tuple(each) for each in (held, strides))
     if any(type(value) is not int or value < 0 for value in (offset, numel, *held, *strides)) or key != "0":

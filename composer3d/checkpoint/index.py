@@ -58,12 +58,13 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def parse_index(data: bytes, file: Path) -> dict[str, Entry]:
+def parse_index(data: bytes, file: Path, skipped: list[str] | None = None) -> dict[str, Entry]:
     """Return the tensors of a checkpoint by key, out of the bytes of its `.metadata`.
 
     Args:
         data: The file's content.
         file: Where it came from, for errors.
+        skipped: Takes the keys of entries that are pickled, which are not read; None refuses them.
 
     Raises:
         CheckpointError: Damaged or malicious content, entries that are no tensors, or tensors whose chunks do not hold
@@ -71,7 +72,7 @@ def parse_index(data: bytes, file: Path) -> dict[str, Entry]:
     """
     try:
         found = unpickle(data, allowed=_is_allowed, refusal=lambda name: _refusal(file, name))
-        return _entries(found, file)
+        return _entries(found, file, skipped)
     except CheckpointError as error:
         raise error if str(error).startswith(f"{file.parent}") else CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -94,13 +95,17 @@ def _is_allowed(module: str, name: str) -> bool:
     )
 
 
-def _entries(found: Any, file: Path) -> dict[str, Entry]:
+def _entries(found: Any, file: Path, skipped: list[str] | None) -> dict[str, Entry]:
     if not (isinstance(found, Made) and found.called(f"{_META}Metadata")):
         raise CheckpointError(f"damaged: it holds a {_kind(found)}, not metadata")
     state = _state(found)
     tensors, storage = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise CheckpointError("damaged: its lists of tensors are missing")
+    if skipped is not None:
+        skipped += [key for key, held in tensors.items() if _is_pickled(held)]
+        tensors = {key: held for key, held in tensors.items() if not _is_pickled(held)}
+        storage = {at: where for at, where in storage.items() if _state(at).get("fqn") in tensors}
     places = dict(_place(*item) for item in storage.items())
     if len(places) != len(storage):
         raise CheckpointError("damaged: it says twice where a shard is")
@@ -110,6 +115,10 @@ def _entries(found: Any, file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"damaged: it says where a shard of {key} at {list(offsets)} is, which no tensor has")
     _refuse_shared_bytes(entries)
     return dict(sorted(entries.items()))
+
+
+def _is_pickled(held: Any) -> bool:
+    return isinstance(held, Made) and held.called(f"{_META}BytesStorageMetadata")
 
 
 def _kind(found: Any) -> str:
@@ -159,7 +168,7 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], tuple[st
 
 
 def _entry(key: str, held: Any, places: dict[Any, tuple[str, int, int]], file: Path) -> Entry:
-    if isinstance(held, Made) and held.called(f"{_META}BytesStorageMetadata"):
+    if _is_pickled(held):
         raise CheckpointError(f"{file.parent}: {key} is saved as pickled bytes, which are never read; only tensors are")
     if not (isinstance(held, Made) and held.called(f"{_META}TensorStorageMetadata")):
         raise CheckpointError(f"damaged: {key} is a {_kind(held)}, not a tensor")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-__all__ = ["Saved", "TensorInfo", "contents", "open_saved", "read_into", "read_tensor", "read_tensors"]
+__all__ = ["Saved", "TensorInfo", "contents", "open_foreign", "open_saved", "read_into", "read_tensor", "read_tensors"]
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,18 @@ def open_saved(path: Path) -> Saved:
         if is_first:
             checksums.verify_sizes()
     return Saved(path=path, entries=entries, checksums=checksums)
+
+
+def open_foreign(path: Path) -> tuple[Saved, list[str]]:
+    """Read the index of a folder that torch's own `save` wrote; return it, and the keys of entries that are pickled.
+
+    Raises:
+        CheckpointError: There is no index, or it is damaged or malicious.
+    """
+    skipped: list[str] = []
+    with open_file(path / METADATA) as file:
+        entries = parse_index(file.read(), path / METADATA, skipped)
+    return Saved(path=path, entries=entries, checksums=None), sorted(skipped)
 
 
 def read_into(saved: Saved, tensors: dict[str, Tensor]) -> None:

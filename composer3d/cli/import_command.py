@@ -1,4 +1,4 @@
-"""`composer3d import`: a configuration of another system becomes a manifest."""
+"""`composer3d import`: a configuration of another system becomes a manifest, and a checkpoint one of composer3d."""
 
 from __future__ import annotations
 
@@ -57,8 +57,24 @@ def add(subparsers: Subparsers) -> None:
         help="value of a variable that a launch script takes from outside, or of its argument 1, 2, ...; repeatable",
     )
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write the manifest; default: printed")
+    _add_checkpoints(parser)
     add_json(parser)
     parser.set_defaults(execute=execute)
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints", "FILE is a checkpoint's folder: weights and optimizer state")
+    group.add_argument("--to", metavar="FOLDER", type=Path, help="where to write the folder step-N of a checkpoint")
+    group.add_argument("--step", type=int, metavar="N", help="steps that were done, where the checkpoint is silent")
+    group.add_argument("--optimizer", metavar="CLASS", help="of the run that goes on; default: AdamW or SGD, by names")
+    group.add_argument("--dtype", metavar="DTYPE", help="of weights and moments; default: as the checkpoint has them")
+    group.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="beginning of the names of weights, and what the model has in its place; repeatable",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -66,6 +82,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from composer3d import import_config
 
     words: list[str] = arguments.source
+    if arguments.to is not None:
+        return _import_checkpoint(arguments)
     source = words[0] if words and not words[0].startswith("-") else None
     flags = words if source is None else words[1:]
     values = dict(value.partition("=")[::2] for value in arguments.values)
@@ -109,6 +127,33 @@ def execute(arguments: argparse.Namespace) -> int:
         elif result.manifest:
             say(coloured(f"wrote {output}; next: composer3d check {output}", good=result.ok))
     return 0 if result.ok else 1
+
+
+def _import_checkpoint(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint; 2 where it cannot be read."""
+    from composer3d.errors import CheckpointError
+    from composer3d.importing.checkpoints import import_checkpoint
+
+    if len(arguments.source) != 1:
+        complain("name one checkpoint: composer3d import CHECKPOINT --to FOLDER")
+        return 2
+    unnamed = next((each for each in arguments.rename if "=" not in each), None)
+    if unnamed is not None:
+        complain(f"--rename {unnamed}: write OLD=NEW")
+        return 2
+    names = dict(each.partition("=")[::2] for each in arguments.rename)
+    options = {"step": arguments.step, "optimizer": arguments.optimizer, "names": names, "dtype": arguments.dtype}
+    try:
+        result = import_checkpoint(arguments.source[0], arguments.to, **options)
+    except CheckpointError as error:
+        complain(str(error))
+        return 2
+    if arguments.json:
+        say_json(result.to_json())
+        return 0
+    complain("\n".join(result.lines()))
+    say(coloured(f"wrote {result.path}; next: composer3d run run.toml --resume {result.path}", good=True))
+    return 0
 
 
 def _wrong(source: str | None, flags: list[str], values: list[str]) -> str | None:

@@ -151,8 +151,9 @@ class Persistence:
         state = checkpoint.validated_composition(path, checkpoint.read_state(path))
         tensors: dict[str, Tensor] = self._model_tensors()
         saved: Mapping[str, Any] = state.get("optimizer") or {}
-        if optimizer is not None and not saved:
+        if optimizer is not None and not saved and not state.get("imported"):
             raise CheckpointError(f"{path}: holds no optimizer state, and this run has an optimizer")
+        optimizer = optimizer if saved else None  # weights of another system are loaded without its state
         if optimizer is not None:
             checkpoint.match_optimizer_state(optimizer, self._parameters(), saved)
         with _plain_state(optimizer, write=True):
@@ -277,7 +278,7 @@ class Persistence:
         saved = set(state["states"])
         lacking, extra = sorted(stateful.keys() - saved), sorted(saved - stateful.keys())
         needed = [prefix for prefix in lacking if prefix not in _dispensable(stateful)]
-        if needed:
+        if needed and not state.get("imported"):
             raise CheckpointError(f'{path}: holds no state "{needed[0]}", which this run has{_OTHER_STATES}')
         needed = [prefix for prefix in extra if prefix not in state.get("dispensable", ())]
         if needed:

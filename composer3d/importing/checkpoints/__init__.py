@@ -1,0 +1,7 @@
+"""Checkpoints of other systems, read as data and written as composer3d's, from which a run goes on."""
+
+from __future__ import annotations
+
+from composer3d.importing.checkpoints.conversion import ImportedCheckpoint, import_checkpoint
+
+__all__ = ["ImportedCheckpoint", "import_checkpoint"]

@@ -1,0 +1,73 @@
+"""Folders and files of weights: safetensors, and what `torch.save` wrote of a state dict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from composer3d.errors import CheckpointError
+from composer3d.importing.checkpoints.found_state import FoundState, number_in, unwrapped_name
+from composer3d.importing.checkpoints.torch_archive import read_archive
+
+__all__ = ["read_weight_folder"]
+
+_NUMBERED = "numbers parameters in the order of a program's model and groups, which no file says"
+_OTHER_FILES = {
+    "optimizer.pt": _NUMBERED,
+    "optimizer.bin": _NUMBERED,
+    "scheduler.pt": "of the loop that wrote it",
+    "training_args.bin": "pickled objects of a program",
+}
+
+
+def read_weight_folder(path: Path) -> FoundState | None:
+    """Return the weights of a Hugging Face folder, of files of safetensors, or of one file; None for others."""
+    folder = path if path.is_dir() else path.parent
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin")) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+    if not files:
+        return None
+    found = FoundState(system="weights", step=_step_of(folder, path))
+    for file in files:
+        for name, tensor in _tensors(file):
+            found.weights[unwrapped_name(name)] = tensor
+    if path.is_dir():
+        found.skipped += [f"{name}: {why}" for name, why in _OTHER_FILES.items() if (path / name).is_file()]
+        found.skipped += [f"{each.name}: random numbers of a rank" for each in sorted(path.glob("rng_state*"))]
+    return found
+
+
+def _step_of(folder: Path, path: Path) -> int | None:
+    state = folder / "trainer_state.json"
+    if not state.is_file():
+        return number_in([path])
+    try:
+        steps = json.loads(state.read_text(encoding="utf-8")).get("global_step")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{state}: cannot be read: {error}") from error
+    return steps if isinstance(steps, int) and steps >= 0 else None
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    yield name, opened.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        return
+    content = read_archive(file)
+    for key in ("state_dict", "model"):
+        content = content[key] if isinstance(content, dict) and isinstance(content.get(key), dict) else content
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, not a state dict")
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor) and isinstance(name, str):
+            yield name, value
