@@ -132,7 +132,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _import_checkpoint(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint; 2 where it cannot be read."""
     from composer3d.errors import CheckpointError
-    from composer3d.importing.checkpoints import import_checkpoint
+    from composer3d.importing.foreign_checkpoints import import_checkpoint
 
     if len(arguments.source) != 1:
         complain("name one checkpoint: composer3d import CHECKPOINT --to FOLDER")

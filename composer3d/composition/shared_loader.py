@@ -64,12 +64,17 @@ def _saying_the_last(batches: Iterator[Any], accumulated: AccumulatedSteps) -> I
 
 def shared_loader(loader: DataLoader[Any], context: RunContext, accumulated: AccumulatedSteps) -> DataLoader[Any]:
     """Return a loader of this rank's samples that says which batch is its last; see `Composition.loader`."""
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         raise StepError(
             "run.loader(...) takes a DataLoader with batches of a map-style dataset; let an IterableDataset yield "
             "sample i where i % run.context.num_readers == run.context.reader"
+        )
+    if isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), DistributedSampler):
+        raise StepError(
+            "run.loader(...) was given a DataLoader with a DistributedSampler, whose part of the samples it would "
+            "divide again, and never read the rest; leave it out, and write shuffle=True and all ranks' batch_size"
         )
     kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
     options = {name: getattr(loader, name) for name in (*kept, "multiprocessing_context", "persistent_workers")}

@@ -74,6 +74,7 @@ from composer3d.torch_compat.messages import (
 )
 from composer3d.torch_compat.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.modes import (
+    SCALED_STEP,
     backward_inside,
     call_beside,
     call_within,
@@ -113,6 +114,7 @@ from composer3d.torch_compat.pipelines import (
 )
 from composer3d.torch_compat.processes import (
     CHECKPOINT_METADATA_GLOBALS,
+    CHECKPOINT_PARAMETER,
     CHECKPOINT_REBUILDS,
     CHECKPOINT_STORAGE_INFO,
     all_gather_single,
@@ -185,6 +187,7 @@ from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
     "CHECKPOINT_METADATA_GLOBALS",
+    "CHECKPOINT_PARAMETER",
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
     "CaptureError",
@@ -195,6 +198,7 @@ __all__ = [
     "LaterBackwards",
     "Places",
     "ResultMemory",
+    "SCALED_STEP",
     "ShardOf",
     "UnitShard",
     "Units",

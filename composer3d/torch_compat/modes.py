@@ -11,6 +11,7 @@ from typing import Any, cast
 from composer3d.torch_compat.operators import operator_python
 
 __all__ = [
+    "SCALED_STEP",
     "backward_inside",
     "call_beside",
     "call_within",
@@ -32,6 +33,9 @@ __all__ = [
     "without_torch_functions",
     "works_on_meta",
 ]
+
+# Read of an optimizer by torch's GradScaler in its step, and by nothing else.
+SCALED_STEP = "_step_supports_amp_scaling"
 
 
 def dispatch_mode(

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "CHECKPOINT_METADATA_GLOBALS",
+    "CHECKPOINT_PARAMETER",
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
     "all_gather_single",
@@ -140,6 +141,7 @@ CHECKPOINT_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 # What `torch.save` writes of a tensor to have it made again (torch 2.11-2.15): the dtype is in the storage's class, or,
 # for dtypes that never had one, beside an untyped storage. A safe reader reads the arguments alone.
+CHECKPOINT_PARAMETER = "torch._utils._rebuild_parameter"  # by which torch.save's files name a parameter
 CHECKPOINT_REBUILDS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 
 

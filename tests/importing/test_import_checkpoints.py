@@ -10,11 +10,15 @@ import pytest
 import torch
 from support.foreign_checkpoints import WRITERS, trained, write_universal, write_weights, write_zero_2
 from support.models import composed, mean_loss, mine, seeded, unpadded
+from support.training import MANIFEST, write
+from support.training import start as start_run
+from torch.distributed import checkpoint as dcp
 
 from composer3d import CheckpointError
-from composer3d.checkpoint import contents, read_state
+from composer3d.checkpoint import contents, read_state, read_tensors
 from composer3d.cli import main
-from composer3d.importing.checkpoints import import_checkpoint
+from composer3d.importing.foreign_checkpoints import import_checkpoint
+from composer3d.runner.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 LAYOUT = "[sharding.fsdp2]\n"
@@ -135,3 +139,26 @@ def test_the_command_writes_renames_and_reports(tmp_path, capsys):
     assert read_state(path)["imported"] == "deepspeed-universal"
     assert main([*arguments, "--rename", "layers"]) == 2
     assert capsys.readouterr().err == "--rename layers: write OLD=NEW\n"
+
+
+def as_torchtitan(saved, folder):
+    """Write a run's checkpoint as torchtitan would have written it."""
+    tensors = dict(read_tensors(saved, list(contents(saved))))
+    state = {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
+    for key, tensor in tensors.items():
+        if key.startswith("optimizer/"):
+            _, fqn, name = key.split("/")
+            state[f"optimizer.state.{fqn}.{name}"] = tensor
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_a_run_resumes_from_what_was_imported(tmp_path):
+    path = write(tmp_path, MANIFEST.replace(", dropout = 0.1", ""))
+    start_run(path, 1, "checkpoint.every=3", "checkpoint.keep=9", output=tmp_path / "whole")
+    run_ranks(as_torchtitan, 1, tmp_path / "whole" / "checkpoints" / "step-3", tmp_path / "titan" / "step-3")
+    imported = import_checkpoint(tmp_path / "titan" / "step-3", tmp_path / "imported").path
+    start_run(path, 2, resume=str(imported), output=tmp_path / "rest")
+    rows, wanted = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("rest", "whole"))
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted[3:]]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted[3:]], rel=1e-5)

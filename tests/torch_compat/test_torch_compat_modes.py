@@ -221,3 +221,18 @@ def test_transforms_of_functions_are_left_and_found_again():
     x = torch.arange(3.0)
     assert torch.vmap(torch.func.grad(square))(x).tolist() == [0, 2, 4]
     assert seen[0].tolist() == [0, 2, 4] and torch_compat.untransformed(x) is x
+
+
+def test_a_scaler_asks_an_optimizer_whether_it_scales_itself():
+    class Optimizer(torch.optim.SGD):
+        pass
+
+    asked = []
+    setattr(Optimizer, torch_compat.SCALED_STEP, property(lambda self: asked.append(self) or False))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = Optimizer([parameter], lr=0.1), torch.amp.GradScaler("cpu")
+    optimizer.step()
+    assert asked == []
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert asked == [optimizer]

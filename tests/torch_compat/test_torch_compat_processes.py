@@ -77,6 +77,13 @@ def test_a_tensor_is_saved_as_one_of_the_two_calls(dtype, number):
     assert f"{module}\n{name}\n".encode() in buffer.getvalue()
 
 
+def test_a_parameter_is_saved_by_its_call():
+    buffer = io.BytesIO()
+    torch.save(torch.nn.Parameter(torch.zeros(2)), buffer)
+    module, _, name = torch_compat.CHECKPOINT_PARAMETER.rpartition(".")
+    assert f"{module}\n{name}\n".encode() in buffer.getvalue()
+
+
 def test_the_place_of_a_shard_has_its_name():
     module, _, name = torch_compat.CHECKPOINT_STORAGE_INFO.rpartition(".")
     assert (module, name) in torch_compat.CHECKPOINT_METADATA_GLOBALS

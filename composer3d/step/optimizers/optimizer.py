@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d.errors import PatternError, StepError
 from composer3d.manifest.regular_expressions import Expression
 from composer3d.step.optimizers.optimizer_probe import probe_optimizer
@@ -136,6 +137,12 @@ def compose_step(
         cls.add_param_group(self, param_group)
         added(self.param_groups[-1]["params"])
 
+    def scaled_step(self: torch.optim.Optimizer) -> bool:
+        raise StepError(
+            "a GradScaler of the loop's own would skip the step only on ranks whose shards overflow: leave it out, "
+            "and name a plugin of [precision] with param_dtype = float16, whose scale all ranks agree on"
+        )
+
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]
     # Checkpoints unwrap `step` down to the bare one: initialising the state must not run hooks on steps.
@@ -143,6 +150,12 @@ def compose_step(
     optimizer.__class__ = type(
         cls.__name__,
         (cls,),
-        {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__module__": cls.__module__},
+        {
+            "step": step,
+            "zero_grad": zero_grad,
+            "add_param_group": add_param_group,
+            torch_compat.SCALED_STEP: property(scaled_step),
+            "__module__": cls.__module__,
+        },
     )
     return optimizer

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
 from composer3d.errors import CheckpointError
-from composer3d.importing.checkpoints.distributed_folders import read_distributed_folder
-from composer3d.importing.checkpoints.found_state import FoundState
-from composer3d.importing.checkpoints.weight_folders import read_weight_folder
-from composer3d.importing.checkpoints.zero_files import read_universal_folder, read_zero_folder
+from composer3d.importing.foreign_checkpoints.distributed_folders import read_distributed_folder
+from composer3d.importing.foreign_checkpoints.found_state import FoundState
+from composer3d.importing.foreign_checkpoints.weight_folders import read_weight_folder
+from composer3d.importing.foreign_checkpoints.zero_files import read_universal_folder, read_zero_folder
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,9 @@ def import_checkpoint(
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path}: is not there")
-    found = next((state for read in _READERS if (state := read(path)) is not None), None)
+    found: FoundState | None = None
+    for read in _READERS:
+        found = found or read(path)
     if found is None:
         raise CheckpointError(
             f"{path}: is no checkpoint of a system that is read: a folder with .metadata "

@@ -1,4 +1,4 @@
-"""What an importer has found in another system's checkpoint, under composer3d's keys."""
+"""Weights and optimizer state out of another system's checkpoint, by FQN."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from composer3d.checkpoint import open_foreign, read_into
-from composer3d.importing.checkpoints.found_state import FoundState, number_in, unwrapped_name
+from composer3d.importing.foreign_checkpoints.found_state import FoundState, number_in, unwrapped_name
 
 __all__ = ["read_distributed_folder"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composer3d.checkpoint import STORAGE_DTYPES, Asked
 from composer3d.errors import CheckpointError
-from composer3d.torch_compat import CHECKPOINT_REBUILDS
+from composer3d.torch_compat import CHECKPOINT_PARAMETER, CHECKPOINT_REBUILDS
 
 __all__ = ["Note", "read_archive"]
 
@@ -66,7 +66,7 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
-        if full_name == "torch._utils._rebuild_parameter":
+        if full_name == CHECKPOINT_PARAMETER:
             return _same
         if full_name in CHECKPOINT_REBUILDS:
             return self._tensor if full_name == CHECKPOINT_REBUILDS[0] else self._named_tensor

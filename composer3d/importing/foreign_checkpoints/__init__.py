@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from composer3d.importing.checkpoints.conversion import ImportedCheckpoint, import_checkpoint
+from composer3d.importing.foreign_checkpoints.checkpoint_import import ImportedCheckpoint, import_checkpoint
 
 __all__ = ["ImportedCheckpoint", "import_checkpoint"]

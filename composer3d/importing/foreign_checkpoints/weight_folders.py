@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.errors import CheckpointError
-from composer3d.importing.checkpoints.found_state import FoundState, number_in, unwrapped_name
-from composer3d.importing.checkpoints.torch_archive import read_archive
+from composer3d.importing.foreign_checkpoints.found_state import FoundState, number_in, unwrapped_name
+from composer3d.importing.foreign_checkpoints.torch_archive import read_archive
 
 __all__ = ["read_weight_folder"]
 
