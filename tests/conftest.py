@@ -18,6 +18,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 # Whether there is a GPU is asked without CUDA's driver: ranks forked from a process that used it could not.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# Plans are traced: what an earlier version of the code traced is no test of this one.
+os.environ["COMPOSER3D_TRACES"] = "off"
 # Where nothing may write bytecode, every process that a test starts would compile composer3d anew, 0.9 s each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -16,6 +16,7 @@ from composer3d.planning.costs.whole_run import Questions
 from composer3d.planning.schedules.simulation import Costs, peak_held, simulate
 from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
+from composer3d.planning.tracing.trace_cache import remembered, trace_key
 from composer3d.planning.tracing.traced import RankTrace
 
 if TYPE_CHECKING:
@@ -149,15 +150,13 @@ def make_plan(
     enough = partial(enough_microbatches, orders_of, job.num_microbatches)
     tracer = Tracer(job, extrapolate=extrapolate, enough=lambda position: enough(position=position))
     chosen = chosen_ranks(layout, simulation, choice, tracer.contents() if choice == "worst" else ())
-    traces = tracer.trace_all(chosen)
+    traces = remembered(
+        lambda: trace_key(tracer.job, chosen, extrapolate=extrapolate), lambda: tracer.trace_all(chosen)
+    )
     if hardware is not None:
         hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node).with_stack(tracer.stack)
         memory_bytes = memory_bytes or hardware.device.memory_bytes
-    ranks = []
-    for trace in sorted(traces, key=lambda trace: -trace.memory.peak):
-        allocation = allocate(trace, None if hardware is None else hardware.device)
-        verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
-        ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
+    ranks = _allocated(traces, hardware, memory_bytes)
     fullest = max(ranks, key=lambda rank: rank.allocation.total)
     return Plan(
         layout=layout,
@@ -175,6 +174,16 @@ def make_plan(
         else advice_on(fullest.trace, job, layout, hardware, memory_bytes or 0, total_bytes=fullest.allocation.total),
         notes=_notes(traces, hardware, memory_bytes),
     )
+
+
+def _allocated(traces: Sequence[RankTrace], hardware: Hardware | None, memory_bytes: int | None) -> list[RankPlan]:
+    """Return what ranks need of a device and whether they fit, the one with the highest peak first."""
+    ranks = []
+    for trace in sorted(traces, key=lambda trace: -trace.memory.peak):
+        allocation = allocate(trace, None if hardware is None else hardware.device)
+        verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
+        ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
+    return ranks
 
 
 def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:

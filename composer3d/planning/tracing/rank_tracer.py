@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer3d import torch_compat
@@ -204,6 +204,11 @@ class Tracer:
             is_extrapolated=is_extrapolated or more > 0,
             notes=[*traced.notes, *([_UNCOMPILED] if self._compiles else []), *self._assumptions],
         )
+
+    @property
+    def job(self) -> Job:
+        """What is traced, with its preparation."""
+        return replace(self._job, preparation=self._preparation)
 
     @property
     def stack(self) -> StackName:

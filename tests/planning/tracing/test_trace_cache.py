@@ -1,0 +1,120 @@
+"""Traces kept on disk: found again where nothing that they depend on changed, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from composer3d import plan
+from composer3d.planning.tracing import trace_cache
+from composer3d.planning.tracing.rank_tracer import Tracer
+
+MODEL = """
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+"""
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Return a manifest of a model of its own, with a folder for traces, and how often ranks were traced."""
+    module = f"cached_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(MODEL)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'composer3d = 1\n[mesh]\ndp_shard = 2\n[model]\nuse = "{module}:Model"\n[data]\nuse = "synthetic"\n'
+        "vocab_size = 64\nseq_len = 8\n[train]\nsteps = 1\nglobal_batch = 4\n[sharding.fsdp2]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPOSER3D_TRACES", str(tmp_path / "kept"))
+    traced = []
+    original = Tracer.trace_all
+
+    def counted(self, chosen):
+        traced.append(chosen)
+        return original(self, chosen)
+
+    monkeypatch.setattr(Tracer, "trace_all", counted)
+    return str(path), traced, tmp_path / f"{module}.py"
+
+
+def entries(tmp_path):
+    return sorted((tmp_path / "kept").glob("composer3d-traces-*/*.json"))
+
+
+def test_another_question_of_the_same_step_needs_no_trace(asked, tmp_path, monkeypatch):
+    path, traced, _ = asked
+    plain = plan(path, hardware="h100").to_json()
+    slower = plan(path, hardware="h100", what_if={"flops": 0.5}).to_json()
+    assert len(traced) == len(entries(tmp_path)) == 1
+    assert plan(path, hardware="h100").to_json() == plain
+    monkeypatch.setenv("COMPOSER3D_TRACES", "off")
+    assert plan(path, hardware="h100", what_if={"flops": 0.5}).to_json() == slower
+    assert len(traced) == 2
+    assert slower["time"]["step_s"]["value"] >= plain["time"]["step_s"]["value"]
+
+
+def test_what_a_trace_depends_on_is_in_its_key(asked, tmp_path):
+    path, traced, source = asked
+    plan(path)
+    plan(path, overrides=["train.microbatch=2"])
+    plan(path, overrides=["data.seq_len=16"])
+    plan(path, rank=1)
+    plan(path, full=True)
+    source.write_text(MODEL + "# the code of the model, or anything that it may call\n")
+    plan(path)
+    assert len(traced) == len(entries(tmp_path)) == 6
+
+
+def test_what_is_not_what_was_written_is_made_anew(asked, tmp_path, caplog):
+    path, traced, _ = asked
+    before = plan(path).to_json()
+    (entry,) = entries(tmp_path)
+    whole = entry.read_bytes()
+    foreign = json.dumps([{"rank": 0}]).encode()
+    for content, told in [
+        (whole[:-9], "is not what was written there"),
+        (whole.replace(b'"peak":', b'"peak":1', 1), "is not what was written there"),
+        (trace_cache._digest(entry.name, foreign) + b"\n" + foreign, "holds no traces"),
+    ]:
+        entry.write_bytes(content)
+        caplog.clear()
+        assert plan(path).to_json() == before
+        assert told in caplog.text
+        assert entry.read_bytes() == whole
+    assert len(traced) == 4
+
+
+def test_a_folder_that_others_may_read_is_not_used(asked, tmp_path, caplog):
+    path, traced, _ = asked
+    plan(path)
+    (folder,) = (tmp_path / "kept").iterdir()
+    folder.chmod(0o755)
+    with caplog.at_level("INFO", logger=trace_cache.__name__):
+        plan(path)
+    assert len(traced) == 2
+    assert "traces are not kept: " in caplog.text
+
+
+def test_the_oldest_entries_are_removed(asked, tmp_path, monkeypatch):
+    path, _, _ = asked
+    monkeypatch.setattr(trace_cache, "_MOST_ENTRIES", 1)
+    plan(path)
+    (first,) = entries(tmp_path)
+    plan(path, overrides=["data.seq_len=16"])
+    (second,) = entries(tmp_path)
+    assert first != second
