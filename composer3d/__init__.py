@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
+    from composer3d.step.rank_numbers import RankNumbers
     from composer3d.step.step_state import StepState
     from composer3d.step.units.gathered_units import make_unit
     from composer3d.step.units.own_meshes import own_meshes
@@ -151,6 +152,7 @@ _MODULES = {
         "TransformError",
     ),
     "step.evaluation": ("EvaluatedWeights", "Evaluation"),
+    "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
     "step.units.own_meshes": ("own_meshes",),
@@ -250,6 +252,7 @@ __all__ = [
     "Problem",
     "QueryError",
     "RankError",
+    "RankNumbers",
     "Recorder",
     "ReplicaPolicy",
     "ReplicaReduction",

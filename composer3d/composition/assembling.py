@@ -44,6 +44,7 @@ from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_totals import LossTotals
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_numbers.random_streams import Streams
+from composer3d.step.rank_numbers import RankNumbers
 from composer3d.step.sharded_tensors.whole_operators import compute_whole_operators
 from composer3d.transform import Phase, StepAction, order
 
@@ -231,6 +232,7 @@ def _guard(
         whole_sequences=bool(preparation.hooks.place_batch()),
         replicas=replica_axes(context) if plan is not None else (),
         shared=shared_axes(context) if plan is not None else (),
+        numbers=context.stash(RankNumbers),
     )
 
 

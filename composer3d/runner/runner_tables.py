@@ -16,6 +16,7 @@ from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 from composer3d.runner.lr_schedule_table import LRScheduleTable
 from composer3d.runner.node_counts import node_counts
+from composer3d.runner.spot_notice import NoticeTable
 
 __all__ = [
     "TABLES",
@@ -56,6 +57,8 @@ class RunTable:
             `mesh.gpus_per_node` ranks, by default 1. Ranks that are started again are those of the next smaller number;
             under torchrun, those of the nodes that are there.
         grace_s: Seconds that ranks have to save and stop after a SIGTERM.
+        notice: A file or an address at which the cloud says that it takes this machine away: the run then saves and
+            stops, as after SIGTERM. A table with `at` and options, or `at` alone.
     """
 
     output: str | None = None
@@ -69,11 +72,14 @@ class RunTable:
     max_restarts: int = Field(default=0, ge=0)
     nodes: int | str | tuple[int, ...] | None = None
     grace_s: float = Field(default=30.0, ge=0, le=LONGEST_S)
+    notice: str | NoticeTable | None = None
 
     @model_validator(mode="after")
     def _nodes_are_counts(self) -> RunTable:
         if self.nodes is not None:
             node_counts(self.nodes)
+        if isinstance(self.notice, str):
+            NoticeTable(at=self.notice)
         return self
 
 

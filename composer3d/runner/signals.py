@@ -31,11 +31,16 @@ class Preemption:
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, object] = {}
         self._received: signal.Signals | None = None
+        self._is_asked = False
 
     @property
     def requested(self) -> bool:
         """Return whether this process was requested to stop."""
-        return self._received is not None
+        return self._received is not None or self._is_asked
+
+    def request(self) -> None:
+        """Ask for a stop without a signal; from any thread."""
+        self._is_asked = True
 
     @property
     def received(self) -> signal.Signals | None:

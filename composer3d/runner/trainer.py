@@ -40,6 +40,7 @@ from composer3d.runner.resume import (
 )
 from composer3d.runner.shared_writing import SharedWriting
 from composer3d.runner.signals import Preemption
+from composer3d.runner.spot_notice import watching
 from composer3d.runner.stability import Stability
 from composer3d.runner.step_times import StepClock
 from composer3d.runner.tokenizer import with_tokenizer
@@ -241,7 +242,8 @@ class Trainer:
             return self._run(preemption)
 
     def _run(self, preemption: Preemption) -> Outcome:
-        with GarbageCollection(self.manifest.tables["run"].gc_every) as garbage:
+        table = self.manifest.tables["run"]
+        with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption):
             return self._loop(preemption, garbage)
 
     def _load(self, path: Path) -> None:

@@ -18,6 +18,7 @@ from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step.loops.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
+from composer3d.step.rank_numbers import RankNumbers
 from composer3d.step.same_batches import SameBatches
 from composer3d.step.sharded_tensors.written_values import WRITTEN
 
@@ -82,8 +83,9 @@ class Guard:
         whole_sequences: Whether ranks along a sequence axis receive the same batch, which a plugin shards.
         replicas: Axes along which all parameters are replicated.
         shared: Axes along which some parameters are replicated.
+        numbers: Further numbers of each rank; None without any.
 
-    Collectives: one all-reduce of 3 + 5 x ranks integers a call.
+    Collectives: one all-reduce of 3 + (5 + numbers) x ranks integers a call.
     """
 
     def __init__(
@@ -99,11 +101,13 @@ class Guard:
         whole_sequences: bool = True,
         replicas: Sequence[str] = (),
         shared: Sequence[str] = (),
+        numbers: RankNumbers | None = None,
     ) -> None:
         import torch.distributed as dist
 
         self._ranks = dist.get_process_group_ranks(group) if group is not None else range(layout.world_size)
         self._group, self._device, self._layout = group, device, layout
+        self._numbers = numbers or RankNumbers()
         self._slot = list(self._ranks).index(rank)
         self._plan, self._compares, self._is_answered = plan % (1 << _PLAN_BITS), compares, is_answered
         coordinates = layout.coordinates(rank)
@@ -178,8 +182,8 @@ class Guard:
         import torch
         import torch.distributed as dist
 
-        size = len(self._ranks) if self._compares else 0
-        vector = [0] * (3 + 5 * size)
+        size, numbers = len(self._ranks) if self._compares else 0, self._numbers
+        vector = [0] * (3 + (5 + len(numbers.names)) * size)
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         if size:
@@ -189,14 +193,20 @@ class Guard:
             vector[3 + 2 * size + self._slot] = digest
             vector[3 + 3 * size + self._slot] = decided.state
             vector[3 + 4 * size + self._slot] = decided.weights
+            for place, name in enumerate(numbers.names, start=5):
+                vector[3 + place * size + self._slot] = numbers.own.get(name, 0)
         tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
+            numbers.ranks = tuple(self._ranks)
+            for place, name in enumerate(numbers.names, start=5):
+                numbers.everyone[name] = tuple(total[3 + place * size : 3 + (place + 1) * size])
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size])
             if self._same.is_looking and call == 0:
                 self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
-            self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
+            states, weights = total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size : 3 + 5 * size]
+            self._compare_decided(total[3], states, weights, decided)
         if not self._is_answered:
             return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)
         count, microbatches, squares = total[:3]

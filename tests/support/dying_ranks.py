@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import asdict
 
 import torch
@@ -15,6 +16,7 @@ from composer3d.runner.launcher import launch_local
 from composer3d.runner.metrics import read_metrics
 
 DIES = "DIES_AT"  # restart, rank and micro-batch on that rank, as "0:1:9 1:0:4"
+LAME = 6  # micro-batches in which rank 1 is slow
 calls = 0
 
 
@@ -47,3 +49,13 @@ def launched(path, output, *overrides, dies="", **options):
 
     with limit_ranks(options["num_ranks"]):
         return Child(launch).result(), list(read_metrics(output / "metrics.jsonl"))
+
+
+def lame_loss(output, target):
+    """Return the loss; rank 1 computes for longer in its first micro-batches than the others do in all of a step."""
+    if os.environ.get("RANK") == "1" and calls < LAME:
+        end = time.thread_time() + 0.1
+        work = torch.ones(64, 64)
+        while time.thread_time() < end:
+            work = torch.tanh(work @ work)
+    return loss(output, target)

@@ -28,6 +28,7 @@ RULES = (
         "5m",
         "a rank computes half as long again as the mean of all",
     ),
+    ("Composer3dSlowRank", "composer3d_slow_rank >= 0", "0m", "a rank was slow for several steps in a row"),
     ("Composer3dMemory", "composer3d_memory_used_ratio > 0.95", "1m", "a rank's memory is nearly full"),
 )
 
