@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data.data_source import Source
+    from composer3d.runner.data.stream import StreamSource
     from composer3d.runner.lr_schedule_table import LRScheduleTable
     from composer3d.runner.model_factory import ModelFactory
 
@@ -174,7 +175,7 @@ def schedule_change(path: Path, table: LRScheduleTable, *, num_steps: int, folde
     )
 
 
-def record_of(tables: Mapping[str, Any], factory: ModelFactory, source: Source) -> dict[str, Any]:
+def record_of(tables: Mapping[str, Any], factory: ModelFactory, source: Source | StreamSource) -> dict[str, Any]:
     """Return the values that must be equal when a run resumes.
 
     Args:

@@ -44,9 +44,9 @@ class Stragglers:
         least_s: Seconds a step by which it must be slower: a difference of a few is noise in short steps.
     """
 
-    ratio: float = Field(default=1.3, gt=1, examples=[1.3])
-    steps: int = Field(default=5, ge=1, examples=[5])
-    least_s: float = Field(default=0.002, ge=0, examples=[0.002])
+    ratio: float = Field(default=1.3, gt=1, examples=[])
+    steps: int = Field(default=5, ge=1, examples=[])
+    least_s: float = Field(default=0.002, ge=0, examples=[])
 
     @hookimpl
     def composer3d_recorder(self, context: RunContext) -> Recorder | None:
