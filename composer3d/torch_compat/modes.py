@@ -47,8 +47,13 @@ def dispatch_mode(
     (torch 2.11-2.15). `handler` may return NotImplemented, so that a tensor subclass takes the operator apart first.
     `compiles=False` promises that nothing inside is compiled; else the first operator imports torch._dynamo, for 1 s.
     Of operators made by `custom_operator` the handler sees those that they consist of, unless `opens=False`.
+    A number that autograd has saved as a tensor arrives as a number, which reading it again (`float(saved)`) cannot
+    take: it is returned as it is.
     """
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    reading = torch.ops.aten._local_scalar_dense.default
 
     class Mode(TorchDispatchMode):
         @classmethod
@@ -56,6 +61,8 @@ def dispatch_mode(
             return compiles
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is reading and not isinstance(args[0], torch.Tensor):
+                return args[0]
             function = operator_python(func) if opens else None
             if function is None:
                 return handler(func, types, args, kwargs or {})

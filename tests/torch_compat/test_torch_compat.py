@@ -38,6 +38,12 @@ def test_wrapper_subclasses_are_told_from_plain_tensors():
     assert not torch_compat.is_wrapper_subclass(torch.nn.Parameter)
 
 
+def test_a_number_that_autograd_has_saved_is_read_within_a_dispatch_mode():
+    number = (torch.ones((), requires_grad=True).exp() * 0.25).grad_fn._saved_other
+    with torch_compat.dispatch_mode(lambda func, types, args, kwargs: func(*args, **kwargs)):
+        assert float(number) == 0.25
+
+
 def test_a_dispatch_mode_that_compiles_nothing_imports_no_compiler():
     script = (
         "import sys, torch; from composer3d.torch_compat import dispatch_mode\n"

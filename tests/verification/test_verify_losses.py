@@ -51,6 +51,12 @@ def clip_loss(output, target):
     return F.cross_entropy(scale * one @ other.T, torch.arange(len(one)), reduction="sum"), len(one)
 
 
+def siglip_loss(output, target):
+    one, other, scale = output
+    labels = 2 * torch.eye(len(one), dtype=one.dtype) - 1
+    return -F.logsigmoid(labels * (scale * one @ other.T)).sum(), len(one)
+
+
 def pairwise_loss(logits, target):
     return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), len(logits)
 
@@ -80,7 +86,10 @@ def balanced_loss(output, target):
     return total + 0.01 * output[1] * count, count
 
 
-@pytest.mark.parametrize(("factory", "loss_fn"), [(TwoTowers, clip_loss), (Pairwise, pairwise_loss), (OwnLoss, None)])
+@pytest.mark.parametrize(
+    ("factory", "loss_fn"),
+    [(TwoTowers, clip_loss), (TwoTowers, siglip_loss), (Pairwise, pairwise_loss), (OwnLoss, None)],
+)
 def test_a_contrastive_loss_is_found(factory, loss_fn):
     assert_named(DDP, {"factory": factory, "loss_fn": loss_fn, "microbatch": 3}, SUM)
 
@@ -127,15 +136,23 @@ OTHER = (
 )
 
 
-def test_another_padding_than_torchs_is_refused_unless_it_is_counted():
+def added(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
+
+
+def test_another_padding_than_torchs_is_read_from_a_mean_and_refused_in_a_sum_unless_it_is_counted():
     logits, target = torch.zeros(2, 3, 5, requires_grad=True), torch.tensor([[1, 2, -1], [-1, -1, 0]])
-    for criterion, piece in [
-        (Criterion(mean), Batch(args=(logits,), target=target)),
-        (Criterion(None), Batch(args=(logits,), kwargs={"targets": target}, target=None)),
-    ]:
+    for loss_fn, own in [(mean, False), (mean, True), (added, False), (added, True)]:
+        criterion = Criterion(None if own else loss_fn)
+        piece = Batch(args=(logits,), kwargs={"targets": target} if own else {}, target=None if own else target)
         criterion.count_all([piece])
+        output = loss_fn(logits, target) if own else logits
+        if loss_fn is mean:
+            found = criterion.loss(output, piece.target, equal=True)
+            assert (float(found.count), float(found.sum.detach())) == (3, 3 * float(mean(logits, target).detach()))
+            continue
         with pytest.raises(LossError) as caught:
-            criterion.loss(mean(logits, target) if piece.target is None else logits, piece.target, equal=True)
+            criterion.loss(output, piece.target, equal=True)
         assert str(caught.value) == OTHER
     counted = Criterion(mean, lambda target: int((target != -1).sum()))
     assert counted.count_all([Batch(args=(logits,), target=target)]) == [3]
