@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,36 @@ def assert_losses_are_alike(
     for alone, together in run_ranks(losses, num_ranks, name, folder, calls, before):
         assert len(alone) == len(together) and len(set(alone)) > 1
         assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < TIGHT
+
+
+def as_torchrun() -> None:
+    """Set torchrun's environment, which trainers read, for the group that exists; without one, none."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    if torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        os.environ.update(zip(names, map(str, (rank, rank, size, size, 0, 1)), strict=True))
+        os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    else:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def run_program(name, program, folder, batch_size):
+    """Run one program of an example with a trainer of its own; return its losses."""
+    torch.set_default_dtype(torch.float64)
+    if program == "one_device":
+        torch.distributed.destroy_process_group()
+    as_torchrun()
+    sys.path.insert(0, str(EXAMPLES / name))
+    return importlib.import_module(program).main(str(folder / program), batch_size=batch_size)
+
+
+def assert_trainers_are_alike(name: str, folder: Path, *, batch_size: int, at_most: float = TIGHT) -> None:
+    """Compare a program with a trainer on one device with itself on two ranks, each with half of the batch."""
+    (alone,) = run_ranks(run_program, 1, name, "one_device", folder, batch_size)
+    for together in run_ranks(run_program, 2, name, "train", folder, batch_size // 2):
+        assert len(alone) == len(together) and len(set(alone)) > 1
+        assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < at_most
 
 
 def assert_as_many_lines_change_as_it_says(name: str, *, before: str = "one_device") -> None:
