@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def latest(folder: Path) -> Path | None:
     return steps[-1][1] if steps else None
 
 
-def prune(folder: Path, keep: int) -> tuple[Path, ...]:
+def prune(folder: Path, keep: int, *, spare: Collection[str] = ()) -> tuple[Path, ...]:
     """Remove all complete checkpoints but the last few, never the one that the marker names; return the removed.
 
     What no save wrote, an evaluation's results for example, is left in the folder of a removed one, and logged. Called
@@ -95,11 +95,13 @@ def prune(folder: Path, keep: int) -> tuple[Path, ...]:
     Args:
         folder: Holds the checkpoints.
         keep: How many to keep, at least 1.
+        spare: Names of checkpoints that are kept besides these.
     """
     if keep < 1:
         raise CheckpointError(f"{folder}: keep = {keep} would remove every checkpoint; at least 1 stays")
     name = _marked(folder)
-    removed = tuple(path for _, path in list(_steps(folder))[:-keep] if path.name != name)
+    others = [path for _, path in _steps(folder) if path.name not in spare]
+    removed = tuple(path for path in others[:-keep] if path.name != name)
     for path in removed:
         if path.is_symlink() or not (foreign := foreign_in(path)):
             discard(path)

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
         optimizer_class,
         untrained_problem,
     )
+    from composer3d.runner.outcome import Outcome
     from composer3d.runner.progress import LastSeen
     from composer3d.runner.quantised_weights import find_form
     from composer3d.runner.runner_tables import TABLES, ModelTable, TrainTable
     from composer3d.runner.tokenizer import with_tokenizer
-    from composer3d.runner.trainer import Outcome, output_folder, train
+    from composer3d.runner.trainer import output_folder, train
     from composer3d.runner.warnings_once import warning_once
     from composer3d.runner.weight_export import Exported, export_checkpoint
 
@@ -52,7 +53,8 @@ _MODULES = {
     "quantised_weights": ("find_form",),
     "runner_tables": ("ModelTable", "TABLES", "TrainTable"),
     "tokenizer": ("with_tokenizer",),
-    "trainer": ("Outcome", "output_folder", "train"),
+    "outcome": ("Outcome",),
+    "trainer": ("output_folder", "train"),
     "warnings_once": ("warning_once",),
     "weight_export": ("Exported", "export_checkpoint"),
     "node_counts": ("world_sizes",),

@@ -13,7 +13,7 @@ from composer3d.runner.node_counts import world_sizes
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
-    from composer3d.runner.trainer import Outcome
+    from composer3d.runner.outcome import Outcome
 
 __all__ = ["begin_world", "leave_world"]
 

@@ -16,7 +16,7 @@ from composer3d.processes import join_launcher, machine_error
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.runner.failures import FailureReport
-    from composer3d.runner.trainer import Outcome
+    from composer3d.runner.outcome import Outcome
 
 __all__ = ["RunResult", "output_of", "run"]
 

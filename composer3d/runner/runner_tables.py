@@ -13,6 +13,7 @@ from composer3d.manifest import MOST_SAMPLES, Expression, SlowExpression, table
 from composer3d.manifest import ModelTable as CoreModelTable
 from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
+from composer3d.runner.evaluation_table import EvaluationTable
 from composer3d.runner.loss_table import LossTable
 from composer3d.runner.lr_schedule_table import LRScheduleTable
 from composer3d.runner.node_counts import node_counts
@@ -290,31 +291,6 @@ class CheckpointTable:
     keep: int = Field(default=3, ge=1)
     asynchronous: bool = True
     final: bool = True
-
-
-@table
-class EvaluationTable:
-    """Evaluation on the data that is held out.
-
-    Args:
-        every: Steps between two, and at the end; default: never.
-        batches: At most so many global batches each time.
-        metrics: Further figures by name: `accuracy`, or `module:callable`, called with the model's output and the
-            targets of a micro-batch; it returns a sum and what it counts, or a mean.
-    """
-
-    every: int | None = Field(default=None, ge=1)
-    batches: int = Field(default=8, ge=1)
-    metrics: dict[str, str] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _metrics_are_references(self) -> EvaluationTable:
-        for name, use in self.metrics.items():
-            if use != "accuracy" and ":" not in use:
-                raise ValueError(f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
-            if not name.isidentifier():
-                raise ValueError(f'metrics."{name}" is no name of a figure: use letters, digits and underscores')
-        return self
 
 
 @table

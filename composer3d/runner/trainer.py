@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import EvaluatedWeights, checkpoint
 from composer3d.errors import DataError, ManifestError, ReferenceFailure
 from composer3d.runner.batch_size import BatchSize
+from composer3d.runner.best_model import BestModel
 from composer3d.runner.blackbox import BlackBox
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.display import Display
@@ -28,6 +28,7 @@ from composer3d.runner.local_checkpoints import local_checkpoints
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
 from composer3d.runner.model_factory import ModelFactory
+from composer3d.runner.outcome import Outcome
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.resume import (
     RunState,
@@ -50,24 +51,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.runner.data import Batch, Loader
 
-__all__ = ["Outcome", "Trainer", "output_folder", "train"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended on this rank.
-
-    Args:
-        status: `preempted` saved and stopped because a signal asked for it; `already finished` had nothing to do.
-        step: Optimizer steps done, over all starts of the run.
-        loss: Of the last step, None where this start made none.
-        output: The run's folder.
-    """
-
-    status: Literal["finished", "preempted", "already finished"]
-    step: int
-    loss: float | None
-    output: str
+__all__ = ["Trainer", "output_folder", "train"]
 
 
 def output_folder(manifest: Manifest) -> Path:
@@ -152,6 +136,7 @@ class Trainer:
         self.stability = Stability(tables["stability"], overflow_is_expected=self.run.has_grad_scaler)
         ema = tables["ema"]
         self.ema = None if ema.decay is None else EMA(self.run, decay=ema.decay, every=ema.every)
+        self.best = None if tables["evaluation"].best is None else BestModel(tables["evaluation"])
         record = record_of(tables, self.factory, self.source)
         self.state = RunState(record, self.batch_size, planned_steps=self.num_steps)
         self._attach()
@@ -204,6 +189,8 @@ class Trainer:
         self.run.attach("stability", self.stability)
         if self.ema is not None:
             self.run.attach("ema", self.ema)
+        if self.best is not None:
+            self.run.attach("best", self.best)
 
     # ---- start and end -----------------------------------------------------------------------------------------------
 
@@ -235,6 +222,9 @@ class Trainer:
             elif path is not None:
                 self._load(path)
                 where = str(path)
+                if self.best is not None and self.best.is_over:
+                    self.writing.message(f"{self.output} is finished: {self.best}; raise evaluation.patience to go on")
+                    return self._outcome("already finished", step=start)
             if replicas is not None:
                 replicas.begin(start)
             if self.writing.is_first and self.state.num_steps == start:
@@ -289,23 +279,29 @@ class Trainer:
             row = self._step(step, batch)
             stop = clock.finish(row, batch, preemption.requested)
             self.state.num_tokens += row.get("tokens", 0)
-            done = step + 1
+            done, is_best = step + 1, False
             self.state.num_steps = done
             if _due(tables["evaluation"].every, done, self.num_steps):
-                row["evaluation_loss"] = self._evaluate(step)
-                row |= {f"evaluation_{name}": value for name, value in self.figures.settle().items()}
+                figures = {"loss": self._evaluate(step), **self.figures.settle()}
+                row |= {f"evaluation_{name}": value for name, value in figures.items()}
+                is_best = self.best is not None and self.best.judge(done, figures)
             row = self.run.report(done, row)
             self.writing.row(row)
             if stop and done < self.num_steps and replicas is None:
                 return self._preempted(done)
-            if _due(tables["checkpoint"].every, done, None):
+            if is_best or _due(tables["checkpoint"].every, done, None):
                 self._save(done, asynchronous=tables["checkpoint"].asynchronous)
             if self.local is not None and _due(tables["checkpoint"].local_every, done, None):
                 self.local.save(done)
+            if self.best is not None and self.best.is_over:
+                last = done
+                break
             garbage.step(step)
             clock.restart()
         self.stability.finish(self.state.num_steps)
-        self._save_last(last, wanted=tables["checkpoint"].final and self.until >= self.num_steps)
+        self._save_last(last, wanted=tables["checkpoint"].final and (self.until >= self.num_steps or last < self.until))
+        if self.best is not None:
+            self.writing.message(str(self.best))
         self._close_local(forget=self._saved == last)
         return self._outcome("finished", step=last)
 
@@ -386,7 +382,8 @@ class Trainer:
     def prune(self) -> None:
         """Remove all checkpoints but the last ones; on the first rank."""
         if self.writing.is_first:
-            checkpoint.prune(self.output / "checkpoints", self.manifest.tables["checkpoint"].keep)
+            spare = () if self.best is None else self.best.checkpoint
+            checkpoint.prune(self.output / "checkpoints", self.manifest.tables["checkpoint"].keep, spare=spare)
 
     def _average_buffers(self) -> None:
         if self.manifest.tables["train"].sync_buffers:

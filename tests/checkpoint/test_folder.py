@@ -150,6 +150,12 @@ def test_prune_keeps_the_last_and_the_marked(tmp_path):
     assert prune(tmp_path, 2) == ()
 
 
+def test_prune_spares_what_it_is_told_to(tmp_path):
+    for number in (1, 2, 3, 4):
+        make(tmp_path / f"step-{number}")
+    assert prune(tmp_path, 1, spare=("step-2",)) == (tmp_path / "step-1", tmp_path / "step-3")
+
+
 def test_prune_never_removes_all(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         prune(tmp_path, 0)

@@ -73,6 +73,8 @@ def test_a_loop_takes_the_trainers_own_schedule(tmp_path):
         ({"label_smoothing_factor": 0.0}, "label_smoothing_factor", "equal"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "refused"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.5}}, "lr_scheduler_type", "refused"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "load_best_model_at_end", "changed"),
+        ({"load_best_model_at_end": True, "metric_for_best_model": "f1"}, "metric_for_best_model", "missing"),
         ({"num_train_epochs": 3}, "num_train_epochs", "missing"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "carried"),
         ({"hub_token": "hf_hidden"}, "hub_token", "meaningless"),

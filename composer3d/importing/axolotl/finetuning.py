@@ -206,7 +206,12 @@ def watched(translation: Translation) -> None:
         t.judge(
             key, "missing" if t.get(key) else "meaningless", "by epochs: write checkpoint.every or evaluation.every"
         )
-    t.judge("early_stopping_patience", "missing" if t.get("early_stopping_patience") else "meaningless", "an early end")
+    patience = t.integer("early_stopping_patience", least=1) if t.get("early_stopping_patience") else None
+    if patience is not None and "evaluation.every" in t.settings:
+        t.put("evaluation.best", "loss", "early_stopping_patience", reason="axolotl compares the loss")
+        t.carry("early_stopping_patience", "evaluation.patience", patience)
+    note = "an early end needs evaluations: write evaluation.every, best and patience"
+    t.judge("early_stopping_patience", "missing" if patience else "meaningless", note)
     for key in t.tree.leaves:
         if key.startswith(("wandb_", "use_tensorboard", "use_wandb")):
             t.judge(key, "meaningless", "off")

@@ -145,6 +145,26 @@ def switches(translation: Translation) -> None:
         t.judge(name, "ignored-there", "finetuning_type is not lora")
 
 
+def _best(t: Translation) -> None:
+    """Carry the comparison of evaluations; figures that a script computes are not known here."""
+    others = ("metric_for_best_model", "greater_is_better")
+    key, figure = "load_best_model_at_end", t.text("metric_for_best_model", "loss").removeprefix("eval_")
+    if not t.flag(key):
+        for name in (key, *others):
+            t.judge(name, "meaningless", "evaluations are not compared")
+    elif figure != "loss" or "evaluation.every" not in t.settings:
+        for name in (key, *others):
+            t.judge(name, "missing", "name the figure in evaluation.metrics, and write evaluation.every and best")
+    else:
+        t.put("evaluation.best", "loss", key, "metric_for_best_model")
+        note = "the best checkpoint is kept and named; the run's own end is not replaced by it"
+        t.judge(key, "changed", note, to="evaluation.best")
+        t.judge("metric_for_best_model", "carried", to="evaluation.best")
+        if "greater_is_better" in t:
+            t.put("evaluation.goal", "highest" if t.flag("greater_is_better") else "lowest", "greater_is_better")
+        t.judge("greater_is_better", "carried", to="evaluation.goal")
+
+
 def saving(translation: Translation) -> None:
     """Carry the distances of checkpoints, evaluations and log lines."""
     t = translation
@@ -167,6 +187,7 @@ def saving(translation: Translation) -> None:
             t.put("evaluation.every", int(steps), "eval_steps", strategy)
             t.judge("eval_steps", "carried", to="evaluation.every")
             t.judge(strategy, "carried", to="evaluation.every")
+    _best(t)
     named = t.get("report_to")
     watchers = [str(item) for item in named] if isinstance(named, list) else [str(named)]
     if "wandb" in watchers:
