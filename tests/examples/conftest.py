@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
 
 from composer3d.cli import main
+from composer3d.testing.conformance import HEADINGS, Conformance, conformance_checks, run_conformance
 
 
 @pytest.fixture
@@ -25,3 +27,29 @@ def copied(tmp_path, monkeypatch, capsys):
     for name in set(sys.modules) - before:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def effect(copied):
+    """Return what the conformance suite sees of the plugin of an example, copied here."""
+
+    def see(example, module, name, **options):
+        copied(example)
+        plugin = getattr(importlib.import_module(module), name)
+        (check,) = conformance_checks(Conformance(plugin=plugin, options=(options,)), headings=("effect",))
+        return check()
+
+    return see
+
+
+@pytest.fixture
+def conforms(copied):
+    """Assert every heading of the conformance suite but the matrix for the plugin of an example."""
+
+    def judge(example, module, name, **options):
+        copied(example)
+        plugin = getattr(importlib.import_module(module), name)
+        found = list(run_conformance(Conformance(plugin=plugin, options=(options,)), headings=HEADINGS[:-1]))
+        assert [f"{finding.heading}: {finding.verdict}: {finding.detail}" for finding in found if not finding.ok] == []
+
+    return judge
