@@ -259,6 +259,7 @@ def test_one_divisor_of_all_parts_that_counts_nothing_is_refused():
     with pytest.raises(LossError, match="it divides a sum by 1000, and what it adds up does not show so many samples"):
         total_divisor([constant, constant])
     assert total_divisor([constant]) == 1000  # one device's
+    assert total_divisor([]) == 0  # of a rank of a plan, whose losses are other ranks'
     assert total_divisor([constant, other]) == 1024  # ranks' own counts
 
 
