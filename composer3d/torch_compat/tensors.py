@@ -239,6 +239,17 @@ def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
 
 
+def has_flops(operator: Any) -> bool:
+    """Return whether `num_flops` counts anything of an operator: products, convolutions and attention."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(operator, "_overloadpacket", operator)
+    known = packet in flop_registry or packet is torch.ops.aten._int_mm
+    name = getattr(packet, "__name__", "")
+    return known or name in _CPU_ATTENTION or name in ("_grouped_mm", "_scaled_grouped_mm")
+
+
 def orthogonalised(matrix: Any, num_steps: int) -> Any:
     """Return a matrix orthogonalised in bfloat16 as `torch.optim.Muon` does it; it has no public name (2.11-2.15)."""
     from torch.optim import _muon as muon

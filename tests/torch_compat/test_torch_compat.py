@@ -149,6 +149,13 @@ def test_num_flops_counts_products():
     assert counted["aten::add.Tensor"] == 0
 
 
+def test_operators_whose_flops_are_counted_are_told_from_others():
+    aten = torch.ops.aten
+    counted = [aten.mm.default, aten.convolution.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    assert all(torch_compat.has_flops(operator) for operator in (*counted, aten._grouped_mm.default))
+    assert not any(torch_compat.has_flops(operator) for operator in (aten.mul.Tensor, aten.view.default))
+
+
 def test_num_flops_counts_grouped_products():
     counted = []
 

@@ -14,6 +14,7 @@ from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.hardware.cluster import StackName
+from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
@@ -39,7 +40,10 @@ __all__ = ["Depths", "Tracer"]
 _SHORT = 3
 # A trace of a rank with that many blocks of each stage.
 _Short = tuple[int, int]
-_UNCOMPILED = "blocks that are compiled were traced as they are written: compiled, they keep less and run faster"
+_UNCOMPILED = (
+    "modules that are compiled were traced as they are written, and keep what products and attention make: a compiler "
+    "may keep other tensors of the same size"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,6 +267,7 @@ class Tracer:
                     return _Traced(
                         sketch=None, names=truncation.names, are_alike=truncation.are_alike, num_traced=number
                     )
+                keep_as_compiled(run, self._preparation)
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
                 args, inputs, target = job.batch(number)
