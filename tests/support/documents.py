@@ -15,6 +15,7 @@ DOCUMENTS = (
     "benchmarks/README.md",
     "composer3d/README.md",
     "composer3d/cli/README.md",
+    "composer3d/examples/README.md",
     "composer3d/huggingface/README.md",
     "composer3d/importing/README.md",
     "composer3d/integrations/README.md",
