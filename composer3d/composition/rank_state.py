@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checkpoint import TensorInfo
+from composer3d.checkpoint import TensorInfo, copied
 from composer3d.errors import CheckpointError
 from composer3d.step.gradients import local
 
@@ -56,8 +56,11 @@ class RankState:
         self._persistence, self._optimizer = persistence, optimizer
         self._bypassed, self._changed = bypassed, changed
 
-    def copy(self) -> StoredState:
+    def copy(self, into: StoredState | None = None) -> StoredState:
         """Return a copy in host memory.
+
+        Args:
+            into: An earlier copy that nobody needs any more: its memory is used again.
 
         Memory: this rank's state once more, on the host. Collectives: those of describing the optimizer's state.
         """
@@ -65,7 +68,8 @@ class RankState:
 
         with self._persistence.readable(self._optimizer) as (tensors, state), torch.no_grad():
             shapes = {key: [list(each.shape), str(each.dtype).removeprefix("torch.")] for key, each in tensors.items()}
-            copies = {key: local(each).detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
+            before = {} if into is None else into.tensors
+            copies = {key: copied(local(each).detach().contiguous(), before.get(key)) for key, each in tensors.items()}
         return StoredState(tensors=copies, state={**state, "shapes": shapes})
 
     def fill(self, stored: StoredState) -> None:

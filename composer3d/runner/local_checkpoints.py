@@ -92,6 +92,7 @@ class LocalCheckpoints:
                 shutil.rmtree(other, ignore_errors=True)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._stored: StoredState | None = None
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", group_desc="composer3d_local")
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -106,8 +107,9 @@ class LocalCheckpoints:
             CheckpointError: The one before could not be written; the run has those of the storage alone.
         """
         self.wait()
-        stored = self._run.rank_state.copy()
-        self._thread = threading.Thread(target=self._write, args=(step, stored), name="composer3d-local", daemon=True)
+        self._stored = self._run.rank_state.copy(into=self._stored)
+        arguments = step, self._stored
+        self._thread = threading.Thread(target=self._write, args=arguments, name="composer3d-local", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

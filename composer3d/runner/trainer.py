@@ -12,6 +12,7 @@ from composer3d.errors import DataError, ManifestError, ReferenceFailure
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.best_model import BestModel
 from composer3d.runner.blackbox import BlackBox
+from composer3d.runner.clocks import compare_clocks
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
@@ -124,6 +125,7 @@ class Trainer:
         self.run.averages_buffers = False  # once before an evaluation of many batches, and as the manifest says
         self.factory.refuse_unmatched()
         agree_on_data(self.run.context, self.source.record())
+        compare_clocks(self.run.context)
         context = self.run.context
         self.batch_size = BatchSize(tables["train"], degree=context.num_readers * context.layout.num_groups)
         self.batch_size.check(manifest)
