@@ -1,7 +1,9 @@
 """Seconds of `composer3d plan` for large models: Llama-3-70B on 512 ranks, and Llama-3-405B on 16384.
 
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
-the process and of the one beside it is shown too. The median of the rounds is what is limited.
+the process and of the one beside it is shown too, and as a multiple of what `import torch` takes on the same machine.
+The median of the rounds is what is limited: each begins without traces of earlier ones. `again` is a plan for another
+network by the traces that the round has kept.
 
 Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
 """
@@ -10,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ _OF_405B = {
     "num_heads = 64": "num_heads = 128",
     "global_batch = 512": "global_batch = 2048",
 }
-CASES = (
+CASES: tuple[tuple[str, int, Mapping[str, str], float], ...] = (
     ("Llama-3-70B on 512 ranks", 512, {}, 10.0),
     ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 30.0),
 )
@@ -36,7 +40,7 @@ CASES = (
 
 def measure(num_rounds: int) -> list[dict[str, Any]]:
     """Return a row for each model."""
-    rows = []
+    rows, torch_s = [], _import_torch_s(num_rounds)
     for name, world_size, changes, limit in CASES:
         text = MANIFEST
         for before, after in changes.items():
@@ -45,18 +49,45 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.toml"
             path.write_text(text)
-            times = [_planned(path, world_size) for _ in range(num_rounds)]
+            times, again = [], []
+            for number in range(num_rounds):
+                os.environ["COMPOSER3D_TRACES"] = f"{folder}/{number}"
+                times.append(_planned(path, world_size))
+                again.append(_planned(path, world_size, "--what-if", "network=0.5x"))
         seconds, cpu_s = (round(statistics.median(column), 2) for column in zip(*times, strict=True))
+        again_s, again_cpu_s = (round(statistics.median(column), 2) for column in zip(*again, strict=True))
         slowest = round(max(passed for passed, _ in times), 2)
-        rows.append({"name": name, "seconds": seconds, "slowest_s": slowest, "cpu_s": cpu_s, "budget_s": limit})
+        rows.append(
+            {
+                "name": name,
+                "seconds": seconds,
+                "slowest_s": slowest,
+                "cpu_s": cpu_s,
+                "times_import_torch": round(cpu_s / torch_s, 1),
+                "again_s": again_s,
+                "again_cpu_s": again_cpu_s,
+                "again_times_import_torch": round(again_cpu_s / torch_s, 1),
+                "budget_s": limit,
+            }
+        )
         note(f"{name}: {seconds} s")
     return rows
 
 
-def _planned(path: Path, world_size: int) -> tuple[float, float]:
+def _import_torch_s(num_rounds: int) -> float:
+    """Return the CPU time of a process that imports torch and nothing else."""
+    times = []
+    for _ in range(num_rounds):
+        started = children_cpu_s()
+        child(sys.executable, "-c", "import torch", timeout_s=TIMEOUT_S)
+        times.append(children_cpu_s() - started)
+    return statistics.median(times)
+
+
+def _planned(path: Path, world_size: int, *more: str) -> tuple[float, float]:
     """Return the seconds that pass and the CPU time of a plan."""
     started, cpu_started = time.monotonic(), children_cpu_s()
-    options = ("--world-size", str(world_size), "--hardware", "h100", "--json")
+    options = ("--world-size", str(world_size), "--hardware", "h100", "--json", *more)
     told = json.loads(child(sys.executable, "-m", "composer3d", "plan", str(path), *options, timeout_s=TIMEOUT_S))
     assert told["world_size"] == world_size, "another world was planned"
     return time.monotonic() - started, children_cpu_s() - cpu_started
