@@ -7,6 +7,7 @@ from support.dying_ranks import launched
 from support.training import MANIFEST, write
 
 import composer3d
+from composer3d.cli import main
 
 ELASTIC = (
     MANIFEST.replace("microbatch = 2", 'microbatch = 2, loss = "support.dying_ranks:loss"')
@@ -74,3 +75,13 @@ def test_a_world_that_is_not_stated_is_refused(tmp_path):
 def test_groups_that_come_and_go_have_one_size(tmp_path):
     found = messages(tmp_path, RANGE.replace("[sharding", "mesh.replica = 2\n[communication.replicas]\n[sharding"))
     assert "several world sizes beside replica = 2: groups have one size" in found
+
+
+def test_plan_has_a_row_for_every_stated_world(tmp_path, capsys):
+    keys = "mesh.layouts = { 2 = {}, 1 = {} }\ncheckpoint.local_every = 2"
+    path = write(tmp_path, MANIFEST.replace('run.device = "cpu"', keys))
+    assert main(["plan", str(path)]) == 0
+    told = capsys.readouterr().out
+    rows = told[told.index("every stated world:") :].split("\n")
+    assert [row.split()[:4] for row in rows[2:4]] == [["on", "1", "ranks", "1"], ["on", "2", "ranks", "dp_shard=2"]]
+    assert "checkpoint.local_every = 2: a rank keeps at most" in told
