@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from composer3d.errors import StepError, TransformError
 from composer3d.initialisation.parameter_order import StoredOrders
-from composer3d.interfaces import Dtypes, Example, Microbatches, ParameterMesh, Part, Recorder, Split
+from composer3d.interfaces import Dtypes, Example, LossFunction, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.observation import spans
 from composer3d.patterns import called, select, sharing_nothing
@@ -63,6 +63,7 @@ class RunContext:
         applied_part: The part that a transform is being applied to.
         flight: Flight recorder of this rank; None in a world of one.
         own_units: Modules selected before DATA that data-parallel plugins take as units of their own.
+        loss_fn: The loss function as `compose` was given it; None where the model returns its loss.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class RunContext:
         self.ties: tuple[tuple[str, ...], ...] = ()
         self.own_units: tuple[str, ...] = ()
         self.state: dict[Any, Any] = {}
+        self.loss_fn: LossFunction | None = None
         self.parts: tuple[Part, ...] = ()
         self.split: Split | None = None
         self.applied_part: Part | None = None

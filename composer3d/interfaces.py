@@ -152,12 +152,15 @@ class Batch:
         target: Second argument of the loss; a tensor, or a nested container of tensors.
         is_own_forward: Whether the loop calls the model itself, and reads its output: a plugin that shards the batch
             then returns outputs whole.
+        copy: This rank's index among ranks that compute the same loss of the same targets, and their number. The first
+            reports it; the gradients of all of them add up.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     is_own_forward: bool = False
+    copy: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

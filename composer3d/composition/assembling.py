@@ -79,7 +79,7 @@ class Assembled:
 
     def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
         """Return a loop's arguments as this rank's batch, as plugins place it, on its device."""
-        if target is None and self.engine.criterion.is_the_models:
+        if target is None and self.engine.criterion.given is None:
             target = kwargs.get("labels")  # it is what the model counts, too
         batch = to_device(self._placed(Batch(args=args, kwargs=kwargs, target=target)), self.context.device)
         for function in self.observe_batch:
@@ -344,7 +344,7 @@ def freeze(
         streams=streams,
         criterion=criterion,
     )
-    engine.scaling.scaler = hooks.grad_scaler(context)
+    engine.scaling.scaler, context.loss_fn = hooks.grad_scaler(context), criterion.given
     recorders = hooks.recorders(context)
     context.freeze(
         recorders=(acting, *recorders) if recorders else (),

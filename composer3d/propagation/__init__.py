@@ -20,6 +20,7 @@ from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
 from composer3d.propagation.function_dims import name_of
 from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.loss_mode import LossPropagation, Relation
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
@@ -53,6 +54,7 @@ __all__ = [
     "ShardSpec",
     "Flow",
     "Kind",
+    "LossPropagation",
     "Marks",
     "Memory",
     "Placed",
@@ -64,6 +66,7 @@ __all__ = [
     "Ranges",
     "Reach",
     "Record",
+    "Relation",
     "SEQUENCE",
     "SMALL",
     "SequencePropagation",

@@ -15,7 +15,7 @@ from composer3d.step.evaluation import reshard_units
 from composer3d.step.guard import Guard
 from composer3d.step.loops.accumulated_steps import AccumulatedSteps
 from composer3d.step.loops.dropped_gradients import DroppedGradients
-from composer3d.step.loops.loop_state import Decided, LoopState
+from composer3d.step.loops.loop_state import LoopState
 from composer3d.step.loops.outside_parameters import OutsideParameters
 from composer3d.step.loops.own_forward import OwnForward
 from composer3d.step.loops.own_steps import OwnSteps, refuse_incomplete
@@ -149,7 +149,7 @@ class StepEngine:
         microbatches = split_batch(batch, size)
         if self.stepper is not None:
             self.stepper.begin(self.call + len(microbatches))
-        self._agree(self.criterion.count_all(microbatches), identity)
+        self._agree(self.criterion.count_all(microbatches), identity, batch.copy)
         self.own_steps.num_backwards += 1
         self._scheduled = True
         try:
@@ -169,7 +169,8 @@ class StepEngine:
         microbatches = split_batch(batch, size)
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
-            totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
+            totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])
+        self.loss_totals.copy = batch.copy
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
             streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
@@ -255,6 +256,7 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
+        self.loss_totals.copy = 0, 1
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
         if self.stepper is not None:
@@ -289,14 +291,14 @@ class StepEngine:
         """Drop the losses recorded so far in this step."""
         self.loss_totals.forget()
 
-    def _agree(self, counts: Sequence[int], identity: int) -> None:
+    def _agree(self, counts: Sequence[int], identity: int, copy: tuple[int, int] = (0, 1)) -> None:
         assert self.state is not None, "inside a step"
-        step, call = self.state.step, self.call
+        step, call, self.loss_totals.copy = self.state.step, self.call, copy
         with self._context.span("all_reduce", group="counts", axis="world"):
             # `verify` lets a fault run on, and reports its effects.
             compares = self._guard.compares and not call and self._context.purpose == "run"
-            decided = self.loop.decided(step, self.optimizer) if compares else Decided()
-            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, decided=decided)
+            given = {"decided": self.loop.decided(step, self.optimizer)} if compares else {}
+            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, copy=copy[0], **given)
         self.call, self._equal = self.call + 1, totals.equal
         self.state.count += totals.count
         self.loss_totals.announce(totals.count)

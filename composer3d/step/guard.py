@@ -166,6 +166,7 @@ class Guard:
         counts: Sequence[int],
         digest: int = 0,
         decided: Decided = _NOTHING,
+        copy: int = 0,
     ) -> Totals:
         """Sum counts over all ranks; verify that they run the same step, and that peers have the same batch.
 
@@ -175,6 +176,7 @@ class Guard:
             counts: Valid tokens of each of this rank's micro-batches.
             digest: Digest of the batch; compared between ranks that must have the same one.
             decided: Decisions of this rank's loop.
+            copy: This rank's index among those that count the same targets; the first's counts are summed.
 
         Raises:
             StepError: Ranks differ; raised on every rank, with their names.
@@ -184,7 +186,7 @@ class Guard:
 
         size, numbers = len(self._ranks) if self._compares else 0, self._numbers
         vector = [0] * (3 + (5 + len(numbers.names)) * size)
-        if self._counts:
+        if self._counts and not copy:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         if size:
             # Calls start at 1, so that an empty slot differs from step 0.

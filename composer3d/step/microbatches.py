@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
@@ -93,6 +94,7 @@ def split_batch(batch: Batch, size: int | None) -> list[Batch]:
             args=tuple(_slice(batch.args, start, size, length)),
             kwargs=_slice(batch.kwargs, start, size, length),
             target=_slice(batch.target, start, size, length),
+            copy=batch.copy,
         )
         for start in range(0, length, size)
     ]
@@ -122,7 +124,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def move(value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
-    return Batch(args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
+    return replace(batch, args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
 
 
 class Digest:

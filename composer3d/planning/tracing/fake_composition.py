@@ -213,6 +213,7 @@ class _Alone(Guard):
         digest: int = 0,
         own: bool = False,
         decided: Decided | None = None,
+        copy: int = 0,
     ) -> Totals:
         import torch
         import torch.distributed as dist

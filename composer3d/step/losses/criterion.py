@@ -29,7 +29,7 @@ class Criterion:
     """Computes losses of micro-batches, each as a sum and a count.
 
     Attributes:
-        is_the_models: There is no loss function: the model returns its loss.
+        given: The loss function; None where the model returns its loss.
         told: Reduction of a scalar loss as stated to `compose`; it also holds for a loop's own losses, unlike the one
             found in the loss function's graph.
     """
@@ -40,7 +40,7 @@ class Criterion:
         count_fn: Callable[[Any], int] | None = None,
         reduction: Reduction | None = None,
     ) -> None:
-        self.is_the_models = loss_fn is None
+        self.given = loss_fn
         self.told = self._reduction = reduction
         self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
         self._counts: dict[int, int] = {}

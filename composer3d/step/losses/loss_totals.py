@@ -60,6 +60,8 @@ class LossTotals:
     ) -> None:
         self._averages, self._contributes, self._spread = averages, contributes, spread
         self._group, self._device = group, device
+        # This rank's index among those that compute the same losses, and their number; set by every batch.
+        self.copy = 0, 1
         self.clear()
 
     def clear(self) -> None:
@@ -93,7 +95,7 @@ class LossTotals:
     def scaled(self, loss: Loss) -> Tensor:
         """Record a micro-batch's loss and return the scaled scalar whose backward runs."""
         assert self.divisor is not None, "announce comes first"
-        return self.record(loss) * (self._averages / self.divisor)
+        return self.record(loss) * (self._averages / self.divisor / self.copy[1])
 
     def record(self, loss: Loss) -> Tensor:
         """Record a micro-batch's loss and return its objective, not divided by anything."""
@@ -145,7 +147,7 @@ class LossTotals:
         # The fourth informs ranks without losses (other stages) that the loss is float64.
         compares = own and self._spread != 0.0
         numbers = [0.0] * _NUMBERS + list(also) + [0.0] * compares
-        own_entries = entries if self._contributes else []
+        own_entries = entries if self._contributes and not self.copy[0] else []
         numbers[1] = float(sum(entry.count for entry in own_entries if not isinstance(entry.count, torch.Tensor)))
         numbers[3] = float(sum(entry.loss.dtype is torch.float64 for entry in own_entries))
         parts = [entry.part() for entry in own_entries if entry.divided is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -40,6 +41,8 @@ __all__ = ["ContextParallel"]
 
 # Modules that do the same with every token, whatever their code: what transformers' experts have in common.
 EXPERTS = ("num_experts", "_apply_gate")
+
+GATHERED = "the loss relates positions, by {by}: what the model returns is gathered, and every rank computes it whole"
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -147,9 +150,28 @@ class ContextParallel:
             positions=lambda length: self._positions(length, degree),
             rank=context.coordinates["cp"],
             by_document=self.balanced and not found.is_captured(),
+            relation=lambda target, num_samples, lengths: self._relation(context, target, num_samples, lengths),
         )
         placed, found.sequences = placement.place(batch)
         return placed
+
+    def _relation(self, context: RunContext, target: Any, num_samples: int, lengths: tuple[int, ...]) -> str:
+        """Return by what the loss relates positions, which a plan reports; empty where it does not."""
+        from composer3d_plugins.sharding.context_parallel.loss_positions import Losses
+
+        found: Found = context.state[self]
+        if context.loss_fn is None or found.form is None:
+            return ""
+        if found.losses is None:
+            degree = context.degrees["cp"]
+            positions = partial(self._positions, degree=degree)
+            found.losses = Losses(form=found.form, dim=self.sequence_dim, degree=degree, positions=positions)
+        by = found.losses.relation(context.loss_fn, target, num_samples=num_samples, lengths=lengths)
+        if by and (note := f"context_parallel: {GATHERED.format(by=by)}") not in (
+            notes := context.stash(Decisions).notes
+        ):
+            notes.append(note)
+        return by
 
     def _cluster(self) -> Hardware | None:
         """Return the described cluster, if there is one."""

@@ -68,13 +68,24 @@ class Sequences:
 
     Attributes:
         lengths: Number of tokens, by padded length.
-        is_own_forward: Whether outputs are gathered.
+        is_own_forward: Whether a loop calls the model itself.
+        relation: By what the loss relates positions; empty where it does not.
+        in_order: Padded lengths in order of the arguments.
+        num_samples: Of the first of them.
         positions: Positions by length, where they differ from those of all batches.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
     positions: dict[int, Positions] = field(default_factory=dict)
     is_own_forward: bool = False
+    relation: str = ""
+    in_order: tuple[int, ...] = ()
+    num_samples: int = 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether outputs are gathered."""
+        return self.is_own_forward or bool(self.relation)
 
     def tokens(self, length: int) -> int:
         """Return the number of tokens of a sequence, without padding."""
@@ -94,6 +105,7 @@ class Placement:
         positions: Returns the positions of every rank of a sequence of a length.
         rank: This rank's index along the axis.
         by_document: Whether positions are balanced by the documents in the inputs.
+        relation: Returns by what the loss relates positions, given targets, the number of samples and the lengths.
     """
 
     names: Sequence[str]
@@ -104,6 +116,7 @@ class Placement:
     positions: Callable[[int], Positions]
     rank: int
     by_document: bool = False
+    relation: Callable[[Any, int, tuple[int, ...]], str] = lambda target, num_samples, lengths: ""
 
     def place(self, batch: Batch) -> tuple[Batch, Sequences]:
         """Return the batch sliced to this rank's positions, and its lengths.
@@ -113,10 +126,14 @@ class Placement:
         """
         dims = sharded_inputs(batch.args, batch.kwargs, self.names, self.dim)
         named = list(_named(batch.args, batch.kwargs, self.names))
-        sharded = [(at, x.shape[dims[at]]) for at, _, x in named if at in dims]
-        found = Sequences(is_own_forward=batch.is_own_forward)
-        for _, length in sharded:
-            found.lengths[self._padded(length)] = length
+        sharded = [(x.shape[0], x.shape[dims[at]]) for at, _, x in named if at in dims]
+        tokens = tuple(length for _, length in sharded)
+        found = Sequences(
+            is_own_forward=batch.is_own_forward,
+            in_order=tuple(map(self._padded, tokens)),
+            num_samples=sharded[0][0] if sharded else 0,
+        )
+        found.lengths |= zip(found.in_order, tokens, strict=True)
         padded = {tokens: length for length, tokens in found.lengths.items() if tokens != length}
         if self.by_document:
             whole = [(name, x) for at, name, x in named if at not in dims and isinstance(x, Tensor)]
@@ -134,10 +151,13 @@ class Placement:
         args = tuple(values[at] for at in range(len(batch.args)))
         kwargs = {name: values[name] for name in batch.kwargs}
         targets = batch.target
-        if targets is not None and self.shares_target:
+        if targets is not None and self.shares_target and sharded and not batch.is_own_forward:
+            found.relation = self.relation(targets, found.num_samples, tokens)
+        if targets is not None and self.shares_target and not found.gathers:
             lengths = set(found.lengths.values())
             targets = torch_compat.tree_map(lambda leaf: self._target(leaf, lengths, positions), targets)
-        return replace(batch, args=args, kwargs=kwargs, target=targets), found
+        copy = (self.rank, self.positions(found.in_order[0]).degree) if found.relation else batch.copy
+        return replace(batch, args=args, kwargs=kwargs, target=targets, copy=copy), found
 
     def _padded(self, length: int) -> int:
         """Return the length with padding."""

@@ -30,6 +30,7 @@ from composer3d.propagation import (
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number
+from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
@@ -57,6 +58,8 @@ class Found:
         unpadded: Why lengths that do not divide are not padded; empty where they are.
         sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
+        form: What the model returned.
+        losses: Decisions about the run's loss function.
         layers: Forwards of the classes of linear layers, by FQN, before precision plugins convert them.
         is_captured: Returns whether blocks run as graphs, in which positions are constants.
     """
@@ -72,6 +75,8 @@ class Found:
     unpadded: str = ""
     sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
+    form: OutputForm | None = None
+    losses: Losses | None = None
     layers: dict[str, Any] = field(default_factory=dict)
     is_captured: Callable[[], bool] = lambda: False
 
@@ -130,7 +135,7 @@ def dry_run(
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
-    call = _narrowed(whole_call.fresh(), found, placement)
+    call, sequences = _narrowed(whole_call.fresh(), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -151,7 +156,8 @@ def dry_run(
     }
     if not call.has_values:
         forwards |= {model.get_submodule(fqn): _without_values(model.get_submodule(fqn).forward) for fqn in rowwise}
-    _run(model, call, sequence, forwards, rules)
+    output = _run(model, call, sequence, forwards, rules)
+    found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     _summarise(found, rules)
     _refuse(found, rules, context, Method(method), inner_degree)
@@ -221,10 +227,10 @@ def _run(
     sequence: PropagatedSequence,
     forwards: Mapping[nn.Module, Callable[..., Any]],
     rules: DryRules,
-) -> None:
+) -> Any:
     try:
         with patched(forwards), sequence.hooked(model):
-            on_meta(model, call)
+            return on_meta(model, call)
     except PropagationError as error:
         text = str(error) if str(error).startswith('"') else f'"{rules.failed}": {error}'
         raise PluginError(
@@ -283,16 +289,16 @@ def begins_of(found: Found, dim: int) -> Begins | None:
     return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
 
 
-def _narrowed(call: Call, found: Found, placement: Placement) -> Call:
-    """Return the call of a rank."""
+def _narrowed(call: Call, found: Found, placement: Placement) -> tuple[Call, Sequences]:
+    """Return the call of a rank, and the lengths of its sequences."""
     if not sharded_inputs(call.args, call.kwargs, found.names, placement.dim) and not found.begins:
         raise PluginError(
             f"context_parallel finds no input of the model with a dim {placement.dim} to shard, and no list of blocks "
             "between which a sequence could be",
             hint='state the repeated blocks: [model] blocks = "PATTERN"',
         )
-    batch, _ = placement.place(Batch(args=call.args, kwargs=call.kwargs))
-    return replace(call, args=batch.args, kwargs=batch.kwargs)
+    batch, sequences = placement.place(Batch(args=call.args, kwargs=call.kwargs))
+    return replace(call, args=batch.args, kwargs=batch.kwargs), sequences
 
 
 def _without_values(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class Outputs:
         """Return this rank's tokens if the sequence is the batch's, and all tokens of any other sequence.
 
         Targets are sharded like the batch; those of lengths that the model creates itself are not. A loop that calls
-        the model itself always receives all tokens.
+        the model itself always receives all tokens, and so does a loss that relates them.
 
         Collectives: where all tokens are returned, or shards are reordered: 1 all-gather, backward 1 reduce-scatter.
         """
@@ -45,9 +45,9 @@ class Outputs:
         sequences = self.found.sequences
         tokens = sequences.tokens(length)
         is_of_batch = length in sequences.lengths
-        if sequences.is_own_forward or not is_of_batch or len(placed.parts) > 1:
+        if sequences.gathers or not is_of_batch or len(placed.parts) > 1:
             whole: Tensor = gather_parts(output, placed, self.rules)
-            if sequences.is_own_forward or not is_of_batch:
+            if sequences.gathers or not is_of_batch:
                 return whole.narrow(placed.dim, 0, tokens)
             output = whole.index_select(placed.dim, self.rules.index(length, whole.device))
         if tokens == length:
