@@ -13,6 +13,8 @@ from support.models import composed, mean_loss, mine, seeded, unpadded
 from support.training import MANIFEST, write
 from support.training import start as start_run
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from composer3d import CheckpointError
 from composer3d.checkpoint import contents, read_state, read_tensors
@@ -162,3 +164,26 @@ def test_a_run_resumes_from_what_was_imported(tmp_path):
     assert [row["step"] for row in rows] == [row["step"] for row in wanted[3:]]
     for key in ("loss", "grad_norm", "lr"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted[3:]], rel=1e-5)
+
+
+def written_by_fsdp(folder):
+    """Train three steps of FSDP2 on two ranks, saved as torch's tutorial does; return the losses of two more."""
+    torch.set_default_dtype(torch.float64)
+    rank, model = torch.distributed.get_rank(), seeded()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+    batches = [tuple(each.chunk(2)[rank] for each in unpadded(seed=seed)) for seed in range(5)]
+    trained(model, optimizer, batches[:3], mean_loss)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({"app": state}, checkpoint_id=folder / "checkpoint" / "step-3")
+    return trained(model, optimizer, batches[3:], mean_loss)
+
+
+def test_what_fsdp_wrote_on_two_ranks_goes_on(tmp_path):
+    (first, second) = run_ranks(written_by_fsdp, 2, tmp_path)
+    result = import_checkpoint(tmp_path / "checkpoint" / "step-3", tmp_path / "own")
+    assert result.step == 3 and any("app.optim.param_groups" in each for each in result.skipped)
+    for found in run_ranks(gone_on, 2, tmp_path):
+        assert found == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-12)
