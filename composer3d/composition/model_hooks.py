@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
@@ -15,6 +15,7 @@ from composer3d.composition.copied_models import copy_composed
 from composer3d.composition.plain_states import record_loaded, refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
+from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.loops.whole_gradients import refuse_rank_gradients
@@ -89,6 +90,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
         return Shards(state) if owner is module and not prefix and are_sharded(state.values()) else state
 
+    vars(module)["compile"] = _refuse_compiling
     module.register_forward_pre_hook(enter_normal_mode, prepend=True)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
@@ -101,6 +103,13 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
         # Those of torch's data parallelism refuse; copy looks at the instance first.
         vars(module)["__deepcopy__"] = functools.partial(copy_composed, module, context)
     span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
+
+
+def _refuse_compiling(*args: Any, **options: Any) -> NoReturn:
+    raise StepError(
+        "run.model.compile() would compile what a step does around the model's forward; name a plugin of [scheduling] "
+        "that compiles blocks, or write model = torch.compile(run.model)"
+    )
 
 
 def _gradient_watch(engine: StepEngine, context: RunContext) -> Callable[[Any], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,6 @@ class Composer3DTrainer(Trainer):
         self._readers = self.run.context.num_readers
         self.accelerator.backward = self._backward
         self._num_items: Tensor | int | None = None
-        if self._readers < self.args.world_size:
-            self.gather_function = self._gather_of_readers
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -88,6 +86,16 @@ class Composer3DTrainer(Trainer):
             return super()._get_dataloader(*args, **kwargs)
         finally:
             accelerator.prepare = prepare
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What evaluations gather with: one rank of each that read the same samples."""
+        is_shared = "_readers" in vars(self) and self._readers < self.args.world_size
+        return self._gather_of_readers if is_shared else self._gather_of_all
+
+    @gather_function.setter
+    def gather_function(self, gather: Callable[..., Any]) -> None:
+        self._gather_of_all = gather  # the Trainer sets it anew after every evaluation
 
     def _gather_of_readers(self, tensor: Tensor) -> Tensor:
         """Gather of one rank of each that read the same samples, without what a last batch repeats."""

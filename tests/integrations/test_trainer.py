@@ -141,6 +141,34 @@ def test_it_resumes_in_another_layout(tmp_path):
         assert_alike(found, wanted)
 
 
+def predicted(folder, manifest):
+    """Evaluate before training, then predict samples that do not divide into batches; return both."""
+    torch.set_default_dtype(torch.float64)
+    data = {"eval_dataset": dataset(3, 8), "compute_metrics": accuracy}
+    if manifest is None:
+        from transformers import Trainer
+
+        torch.distributed.destroy_process_group()
+        as_torchrun()
+        trainer = Trainer(model(), arguments(folder, 1), **data)
+    else:
+        from composer3d.integrations.transformers import Composer3DTrainer
+
+        as_torchrun()
+        readers = 1 if "tensor_parallel" in manifest else 2
+        trainer = Composer3DTrainer(model(), arguments(folder, readers), manifest=write_manifest(manifest), **data)
+    return trainer.evaluate()["eval_loss"], torch.from_numpy(trainer.predict(dataset(3, 10)).predictions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+def test_it_evaluates_and_predicts_without_training(layout, tmp_path):
+    ((loss, wanted),) = run_ranks(predicted, 1, tmp_path, None)
+    for own_loss, found in run_ranks(predicted, 2, tmp_path, LAYOUTS[layout]):
+        assert abs(own_loss - loss) < 2e-6 and found.shape == wanted.shape
+        assert float((found - wanted).abs().max()) < 1e-12
+
+
 def refused(folder):
     from composer3d.integrations.transformers import Composer3DTrainer
 
