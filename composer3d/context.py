@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from composer3d.errors import StepError, TransformError
+from composer3d.forward_example import checked_example
 from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Dtypes, Example, LossFunction, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
@@ -121,12 +122,12 @@ class RunContext:
     def example(self) -> Example | None:
         """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made at the first access."""
         if callable(self._example):
-            self._example = self._example()
+            self._example = checked_example(self._example())
         return self._example
 
     def set_example(self, example: Example | Callable[[], Example | None] | None) -> None:
         """Set the example, or a function that makes it; called by the core before any hook."""
-        self._example = example
+        self._example = checked_example(example)
 
     @property
     def plugins(self) -> tuple[Registered, ...]:

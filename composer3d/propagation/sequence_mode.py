@@ -78,7 +78,7 @@ class SequencePropagation(SequenceWholes):
         self._is_busy = True
         try:
             if self._memory is not None and not self.inside:
-                return self._remembered(self._memory, func, args, kwargs or {})
+                return self._remembered(self._memory, func, args, dict(kwargs) if kwargs else {})
             return super().__torch_function__(func, types, args, kwargs)
         finally:
             self._is_busy = False

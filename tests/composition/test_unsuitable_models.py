@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 
 import pytest
-from support.models import composed, seeded, unpadded
+import torch
+from support.models import composed, seeded, unpadded, write_manifest
 from torch import nn
 
+import composer3d
 from composer3d import ComposerError, TransformError
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 FSDP = "[sharding.fsdp2]\n"
 PLANS = {
@@ -154,3 +156,21 @@ def unreadable(make, as_factory):
 )
 def test_models_without_shapes_or_an_end_are_refused_with_the_module(make, message, as_factory):
     assert unreadable(make, as_factory) == message
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        ((torch.zeros(2, 4),), "tuple of Tensor was given"),
+        (torch.zeros(2, 4), "Tensor was given"),
+        (lambda: (torch.zeros(2, 4), {}), "tuple of Tensor, dict was given"),
+    ],
+    ids=["one argument", "a tensor", "made"],
+)
+def test_an_example_that_is_no_pair_is_refused(example, said):
+    with fake_world(2), pytest.raises(ComposerError) as caught:
+        composer3d.compose(
+            Layers, write_manifest("[mesh]\npp = 2\n[scheduling.pipeline]\n"), loss_fn=lambda out, target: out.sum(),
+            example=example,
+        )  # fmt: skip
+    assert f"{said}; write example=((tokens,), {{}}), or ((), {{...}})" in str(caught.value)
