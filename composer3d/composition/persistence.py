@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint, initialisation, torch_compat
+from composer3d import checkpoint, initialisation
+from composer3d.composition.full_states import full, full_state_of
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.interfaces import Exports, Stateful
@@ -137,13 +138,7 @@ class Persistence:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's tensors; see `Composition.full_state_dict`."""
-        context, result = self._assembled.context, {}
-        reshard_units(context.parts)
-        for fqn, tensor in context.parts[0].module.state_dict().items():
-            full = context.in_model_order(fqn, _full(tensor)).cpu()
-            if context.rank == 0:
-                result[fqn] = full.clone() if full is tensor else full
-        return result
+        return full_state_of(self._assembled.context, self._assembled.group)
 
     def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """Load everything; see `Composition.load`."""
@@ -186,7 +181,7 @@ class Persistence:
             extra = [*extra, *(apart + prefix for prefix in extra), _APART]
             checkpoint.load(path, tensors={apart + key: t for key, t in tensors.items()}, allow_extra=extra)
         for key, tensor, order in reordered:
-            initialisation.place(tensor, order.stored(_full(tensors[key])))
+            initialisation.place(tensor, order.stored(full(tensors[key])))
         if optimizer is not None:
             checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
         for prefix, thing in stateful.items():
@@ -318,21 +313,12 @@ def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]
     return opened
 
 
-def _full(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor
-    torch_compat.silence_redistribution()  # nobody can mend that what is cut twice is gathered twice
-    return tensor.full_tensor()
-
-
 def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor of the same placement with rewritten values. Collectives: an all-gather of one such tensor."""
     import torch
 
     result = torch.empty_like(tensor)
-    initialisation.place(result, rewrite(_full(tensor)))
+    initialisation.place(result, rewrite(full(tensor)))
     return result
 
 

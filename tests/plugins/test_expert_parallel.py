@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composer3d
 from composer3d import CheckpointError, DataDependent, PatternError, PluginError
+from composer3d.checkpoint import contents
 from composer3d.testing import fake_world, full, run_ranks
 
 EP = "[sharding.expert_parallel]\n"
@@ -144,6 +145,24 @@ def loaded(path, sizes):
         return str(caught.value)
     finally:
         run.close()
+
+
+def full_states(name, text, path):
+    """Return what every rank is given of the whole state, and what a checkpoint of it holds."""
+    run = composer3d.compose(seeded(MIXTURES[name]), write_manifest(text))
+    run.save(path)
+    found = run.full_state_dict(), set(contents(path))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["looped", "stacked"])
+def test_the_first_rank_is_given_the_experts_of_all(name, tmp_path):
+    (state, saved), (other, _) = run_ranks(full_states, 2, name, ep(2, "dp_shard = 2"), tmp_path / "saved")
+    whole = seeded(MIXTURES[name]).state_dict()
+    assert list(state) == list(whole) and not other
+    assert all(torch.equal(state[fqn], tensor) for fqn, tensor in whole.items())
+    assert saved == {f"model/{fqn}" for fqn in whole}
 
 
 def test_experts_of_another_checkpoint_are_refused_with_both_shapes(tmp_path):
