@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TextIO
 
 from composer3d.errors import ComposerError, Problem
@@ -14,6 +15,7 @@ from composer3d.errors import ComposerError, Problem
 __all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json", "write_output"]
 
 FORMAT = 1
+_NARROWEST = 10  # characters of a column below which a drawn table is hard to read
 _KIND = 9  # characters: <!doctype, <svg xmln
 
 
@@ -82,7 +84,7 @@ def print_problems(problems: Sequence[Problem]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table: drawn on a terminal, aligned plain text elsewhere.
+    """Write a table: drawn on a terminal, aligned plain text elsewhere; on a narrow terminal a line for each cell.
 
     Args:
         columns: Heading of each column.
@@ -93,10 +95,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
+        console = Console()
+        if console.width < _NARROWEST * len(columns):
+            for row in rows:
+                say(row[0])
+                for column, cell in zip(columns[1:], row[1:], strict=True):
+                    say(fill(f"{column}: {cell}", console.width, initial_indent="  ", subsequent_indent="    "))
+            return
         table = Table(*columns)
         for row in rows:
             table.add_row(*map(Text, row))
-        Console().print(table)
+        console.print(table)
         return
     lines = [columns, *rows]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -79,3 +80,10 @@ def test_a_drawing_replaces_an_earlier_one_and_nothing_else(tmp_path):
     with pytest.raises(ComposerError, match="plan.html exists, holds something else and is not overwritten"):
         write_output(page, text)
     assert page.read_text() == "composer3d = 1\n"
+
+
+def test_a_table_on_a_narrow_terminal_is_a_line_for_each_cell(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "28")
+    print_table(("plugin", "family", "devices"), [("one", "sharding", "a text that is longer than lines")])
+    assert capsys.readouterr().out == ("one\n  family: sharding\n  devices: a text that is\n    longer than lines\n")
