@@ -207,9 +207,11 @@ def _keep_fake_mode(propagator: Any) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    kept, metadata = threading.local(), getattr(propagator, _METADATA)
+    kept = threading.local()
 
     def found(op_schema: Any) -> Any:
+        # As the class has it now: `fake_tensors` replaces it there while a plan records what is computed.
+        metadata = functools.partial(getattr(type(propagator), _METADATA), propagator)
         if active_fake_mode() is not None:  # torch takes that one
             return metadata(op_schema)
         if not hasattr(kept, "mode"):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from composer3d.context import RunContext
     from composer3d.interfaces import Example, LossFunction
     from composer3d.manifest import Manifest
 
@@ -154,9 +155,21 @@ def is_compiled(preparation: Preparation) -> bool:
 
 
 @contextlib.contextmanager
+def _planned(context: RunContext) -> Iterator[None]:
+    purpose, context.purpose = context.purpose, "plan"
+    try:
+        yield
+    finally:
+        context.purpose = purpose
+
+
+@contextlib.contextmanager
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
-    """Set a preparation to another rank, on a copy of the model; what composing adds is removed afterwards."""
-    with preparation.context.as_rank(rank):
+    """Set a preparation to another rank, on a copy of the model; what composing adds is removed afterwards.
+
+    Whatever it was made for, plugins are told that they are planned.
+    """
+    with preparation.context.as_rank(rank), _planned(preparation.context):
         model = copy.deepcopy(preparation.model, torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)

@@ -51,7 +51,7 @@ class Float8:
     Every operand is scaled so that its largest element is the largest of float8. The recipes differ in the granularity
     of scales: "tensorwise" a whole tensor, "rowwise" every row, "rowwise_with_gw_hp" every row, and the gradients of
     weights are computed in the dtype of the activations. Where the device has no float8 products they are emulated by
-    rounding to float8 and multiplying in the wider dtype, and the plan says so.
+    rounding to float8 and multiplying in the wider dtype, and `check` says so; `plan` counts float8 products.
     Memory: float8 copies of the operands of the layer at work.
     Collectives: none of its own under data parallelism alone. all_gather = true: FSDP2 gathers converted weights as one
         byte an element, and after every optimizer step one all-reduce a mesh agrees on their scales. Under tp the
@@ -164,16 +164,22 @@ class Float8:
         return chosen
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
-        label = f"{self.recipe}_emulated" if self._emulates(context.device) else self.recipe
+        label = f"{self.recipe}_emulated" if self._emulates(context) else self.recipe
         return {label: context.state[self]}
 
-    def _emulates(self, device: torch.device) -> bool:
-        return not _has_products(device) if self.emulate is None else self.emulate
+    def _emulates(self, context: RunContext) -> bool:
+        """Return whether products are emulated; a plan is of the devices of its hardware file, not of this machine's.
+
+        What a device of that file cannot multiply in float8 the plan's time model takes as it is emulated, in float32.
+        """
+        if self.emulate is not None:
+            return self.emulate
+        return context.purpose != "plan" and not _has_products(context.device)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         float8: Any = torch_compat.import_torchao("torchao.float8")
         recipe = float8.Float8LinearConfig.from_recipe_name(self.recipe)
-        config = replace(recipe, emulate=self._emulates(context.device))
+        config = replace(recipe, emulate=self._emulates(context))
         gathered = replace(config, enable_fsdp_float8_all_gather=True) if self.all_gather else config
         tied = {fqn for group in context.ties for fqn in group}
         cls = layer_class(by_row=self.recipe != "tensorwise")
