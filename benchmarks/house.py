@@ -36,6 +36,7 @@ ABOVE_COMPOSITION = (
     "testing",
     "diagnostics",
     "importing",
+    "exporting",
     "scaffolding",
     "examples",
     "selftest",

@@ -21,7 +21,7 @@ from composer3d.importing.translation import AUTO, Options, Translation, transla
 from composer3d.importing.verdicts import ImportResult, Verdict
 from composer3d.manifest import FILL_IN
 
-__all__ = ["import_config", "read_translation"]
+__all__ = ["import_config", "read_translation", "translate_tree"]
 
 # What stands in for what is to be filled in, so that the rest of a manifest is checked.
 _STAND_INS = {
@@ -111,10 +111,15 @@ def read_translation(
         found, tree = _read(path, system, flags or Flags())
     except UnreadableSource as error:
         raise ManifestError([error.problem]) from None
-    table = load_key_table(found)
+    return translate_tree(found, tree, options)
+
+
+def translate_tree(system: str, tree: SourceTree, options: Options) -> Translation:
+    """Translate a source of a system, read into leaves before; see `import_config`, which checks the result too."""
+    table = load_key_table(system)
     if options.target is None:
         options = replace(options, target="run" if table.target == "run" else "compose")
-    module = import_module(f"composer3d.importing.{found}")
+    module = import_module(f"composer3d.importing.{system}")
     if hasattr(module, "normalised"):
         tree = module.normalised(tree)
     translation = Translation(tree=tree, table=table, options=options)

@@ -109,6 +109,11 @@ def test_an_import_in_python_is_as_shown(folder):
     assert names["changed"] == {} and "zero = 3" in names["result"].manifest
 
 
+def test_an_export_in_python_is_as_shown(folder):
+    names = runpy.run_path("exports.py")
+    assert {str(entry.verdict) for entry in names["result"].keys} == {"carried"}
+
+
 def own_forward():
     names = runpy.run_path("own_forward.py")
     return float(names["loss"]), float(names["norm"])

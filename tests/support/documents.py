@@ -16,6 +16,7 @@ DOCUMENTS = (
     "composer3d/README.md",
     "composer3d/cli/README.md",
     "composer3d/examples/README.md",
+    "composer3d/exporting/README.md",
     "composer3d/huggingface/README.md",
     "composer3d/importing/README.md",
     "composer3d/integrations/README.md",
