@@ -34,7 +34,15 @@ ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys("roll take_along_dim".split(), (2, None)),
     "normalize": (2, 1),
     "gumbel_softmax": (4, -1),
+    "msort": (99, 0),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), (2, 0)),
+    **dict.fromkeys(("hsplit", "vsplit", "dsplit", "diagonal_scatter"), (99, None)),
 }
+# They read any position that an operand's values name, or all of them: of shards, wherever these are sharded.
+ANYWHERE = frozenset(
+    "take put bincount histc searchsorted isin lexsort grid_sample grid_sampler grid_sampler_2d grid_sampler_3d pinv "
+    "pinverse fill_diagonal unique unique_consecutive".split()
+)
 # Same shape, other meaning: they go along the last two dims.
 LAST_TWO = frozenset({"scaled_dot_product_attention", "flex_attention", "tril", "triu", "tril_", "triu_", "inverse"})
 # They mix neighbours, channels or groups, in ways that shapes do not show.
@@ -76,6 +84,9 @@ def name_of(func: Any) -> str:
 def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:
     """Return whether a function on a shard along `dim` of `ndim` gives wrong numbers though the shapes fit."""
     if name == "pad" and _pads(args, options, ndim, dim):
+        return True
+    name = name.removeprefix("special_").removeprefix("linalg_")
+    if name.rstrip("_") in ANYWHERE:
         return True
     along = (name in ALONG or name.rstrip("_") in ALONG) and _along(name, args, options, ndim, dim)
     return along or (name in LAST_TWO and dim >= ndim - 2) or any(name.find(word) >= 0 for word in MIXING)

@@ -27,7 +27,7 @@ from composer3d.propagation.multihead_attention import NAME, attend_with_heads, 
 from composer3d.propagation.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
 from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import BATCHED, PAIRED, is_in_place
+from composer3d.propagation.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,6 +116,9 @@ class SequencePropagation(SequenceWholes):
                 return self._local(func, args, options)
         if name in PAIRED and len({place(spec) for spec in specs}) > 1:
             args, options = self._aligned(name, args, options)
+        if name in BY_INDEX and not self._fit(args, options):
+            self._forget()
+            return self._on_whole(func, name, args, options)
         if len(specs) == 1 and args and self._spec_of(args[0]) is specs[0]:
             found = self._with_neighbours(func, name, args, options, specs[0])
             if found is not None:
@@ -153,6 +156,16 @@ class SequencePropagation(SequenceWholes):
 
         self._rules.note("products", name)
         return torch_compat.tree_map(aligned, list(args)), torch_compat.tree_map(aligned, options)
+
+    def _fit(self, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Return whether all operands have the same positions of a dim: torch would take the first ones of larger."""
+        leaves = [x for x in torch_compat.tree_leaves([list(args), options]) if isinstance(x, Tensor) and x.ndim]
+        specs = [spec for leaf in leaves if (spec := self._spec_of(leaf)) is not None]
+        if len({(spec.shadow.ndim, spec.placed) for spec in specs}) != 1:
+            return False
+        dim, size = specs[0].placed.dim, sum(specs[0].placed.parts)
+        wholes = [leaf for leaf in leaves if self._spec_of(leaf) is None]
+        return all(whole.ndim == specs[0].shadow.ndim and whole.shape[dim] == size for whole in wholes)
 
     def _product(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
         """Return a product's arguments: of two that are sharded, the rows of the first stay so, the second is whole."""

@@ -20,10 +20,17 @@ __all__ = ["Meeting", "is_in_place"]
 PAIRING = (
     "add sub subtract mul multiply div divide truediv true_divide floordiv pow mod remainder fmod matmul bmm and or "
     "xor eq ne lt le gt ge maximum minimum where masked_fill addcmul addcdiv lerp atan2 logaddexp heaviside "
-    "copysign hypot cat concat concatenate stack broadcast_tensors scaled_dot_product_attention"
+    "copysign hypot gather take_along_dim scatter scatter_add scatter_reduce "
+    "cat concat concatenate stack broadcast_tensors scaled_dot_product_attention"
 )
 PAIRED = frozenset(
     form.format(name) for name in PAIRING.split() for form in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+)
+# Of these, that read and write by index where another dim than the sharded one is indexed: sizes need not be equal.
+BY_INDEX = frozenset(
+    form.format(name)
+    for name in "gather take_along_dim scatter scatter_add scatter_reduce".split()
+    for form in ("{}", "{}_")
 )
 BATCHED = frozenset({"matmul", "bmm", "__matmul__", "__rmatmul__"})
 
