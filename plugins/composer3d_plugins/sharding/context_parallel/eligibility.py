@@ -18,6 +18,7 @@ from composer3d.propagation import (
     PropagationError,
     Sharded,
     ShardSpec,
+    activation_of,
     blocks_of,
     kind_of,
     on_meta,
@@ -51,6 +52,7 @@ class Found:
         lengths: Of sequences inside of the model that do not divide.
         has_flex: Whether FlexAttention is called.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
+        given_whole: Blocks whose activation is whole where they are called.
         rows: FQNs of modules by what is done in them: attention, products, neighbours, gathered.
         rowwise: Modules that are said to do the same with every position.
         names: Of the model's parameters.
@@ -69,6 +71,7 @@ class Found:
     lengths: tuple[int, ...] = ()
     has_flex: bool = False
     blocks: dict[str, Sharded] = field(default_factory=dict)
+    given_whole: set[str] = field(default_factory=set)
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
     shares_output: bool = True
@@ -181,8 +184,13 @@ def _summarise(found: Found, rules: DryRules) -> None:
         if what not in UNLISTED:
             found.rows.setdefault(what, []).append(fqn)
         found.has_flex |= name == "flex_attention"
-    # Those that take shards never take a local shard for the whole: what a stage receives carries no mark.
-    found.begins = tuple(fqn for fqn in found.begins if not any(d is not None for d in found.blocks.get(fqn, ())))
+    # Those that take shards never take a local shard for the whole: what a stage receives carries no mark. A decoder's
+    # first takes its own sequence whole, beside a shard of the encoder's.
+    found.begins = tuple(
+        fqn
+        for fqn in found.begins
+        if fqn in found.given_whole or not any(d is not None for d in found.blocks.get(fqn, ()))
+    )
 
 
 def _refuse_kernels(model: nn.Module) -> None:
@@ -318,6 +326,9 @@ def _tracked(
     def tracked(*args: Any, **kwargs: Any) -> Any:
         if fqn in blocks:
             found.blocks.setdefault(fqn, _dims_of(args, kwargs))
+            key = activation_of(args, kwargs)
+            if key is not None and spec_of(args[key] if isinstance(key, int) else kwargs[key], AXIS) is None:
+                found.given_whole.add(fqn)
         rules.at_work.append(fqn)
         try:
             return forward(*args, **kwargs)
