@@ -49,7 +49,7 @@ def export_config(
     simple_keys(meaning, table, file)
     translation = _read_back(to, writer, file, meaning)
     there = meaning_of(read_text(write_manifest(translation)), world=meaning.world)
-    keys = compare(meaning, there, translation, writer, allowed=allow)
+    keys = compare(meaning, there, translation, writer, unsaid=file.unsaid, allowed=allow)
     name = meaning.manifest.document.file
     refused = [entry for entry in keys if entry.verdict is Verdict.REFUSED and not entry.is_allowed]
     problems = [Problem(message=message, severity="warning", file=name) for message in file.warnings]

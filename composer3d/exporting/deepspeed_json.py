@@ -27,6 +27,8 @@ _NOTES = {
     "evaluation": "of the program",
     "checkpoint": "the program calls engine.save_checkpoint",
     "ema": "averages of weights are the program's",
+    "optimizer": "an optimizer by a name that DeepSpeed does not have: give it to deepspeed.initialize",
+    "lr_schedule": "a schedule that DeepSpeed does not have: step one in the loop",
     "optimizer.groups": "DeepSpeed decays norms and biases too: give parameter groups to deepspeed.initialize",
     "optimizer.no_decay": "DeepSpeed decays norms and biases too: give parameter groups to deepspeed.initialize",
     "@recomputed": "the block activation_checkpointing acts only in models that call deepspeed.checkpointing",
@@ -44,7 +46,8 @@ def write(meaning: Meaning, file: WrittenFile) -> None:
     _precision(meaning, file)
     if meaning.is_run:
         _optimizer(meaning, file)
-        _schedule(meaning, file)
+        if "lr_schedule" not in file.unsaid:
+            _schedule(meaning, file)
     _watching(meaning, file)
 
 
@@ -133,6 +136,7 @@ def _optimizer(meaning: Meaning, file: WrittenFile) -> None:
     kind = _OPTIMIZERS.get(use) or (name if module == "torch.optim" else None)
     if kind is None:
         file.warnings.append(f"the file names no optimizer: give {use} to deepspeed.initialize")
+        file.unsaid |= {"optimizer", "lr_schedule"}
         return
     file.put("optimizer", type=kind)
     names = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
@@ -153,6 +157,7 @@ def _schedule(meaning: Meaning, file: WrittenFile) -> None:
     if name is None or (name == "WarmupLR" and not warmup):
         if name is None:
             file.warnings.append(f'DeepSpeed has no schedule "{table.kind}": step one in the loop')
+            file.unsaid.add("lr_schedule")
         return
     lr, shape = meaning.get("optimizer.lr"), "log" if table.warmup_shape == "log" else "linear"
     start = table.warmup_start or 0.0

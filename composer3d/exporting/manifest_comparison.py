@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer3d.exporting.export_result import ExportedKey
@@ -26,7 +26,13 @@ _SPEED = ("@sharded.forward_prefetch", "@sharded.backward_prefetch", "@sharded.g
 
 
 def compare(
-    here: Meaning, there: Meaning, translation: Translation, writer: Writer, *, allowed: Sequence[str]
+    here: Meaning,
+    there: Meaning,
+    translation: Translation,
+    writer: Writer,
+    *,
+    unsaid: Collection[str],
+    allowed: Sequence[str],
 ) -> tuple[ExportedKey, ...]:
     """Return the verdict of every key that a manifest states, and of every default that is another one there.
 
@@ -35,9 +41,10 @@ def compare(
         there: Of the written file, imported.
         translation: Its import.
         writer: Of the system.
+        unsaid: Tables of which the file says nothing.
         allowed: Keys whose refusal is overruled.
     """
-    judge = _Judge(here, there, translation, writer, allowed)
+    judge = _Judge(here, there, translation, writer, unsaid, allowed)
     stated = [judge.stated(key, line) for key, line in here.stated.items()]
     silent = [judge.silent(key) for key in _differing_defaults(here, there, judge)]
     return tuple(stated + silent)
@@ -47,10 +54,16 @@ class _Judge:
     """Judges single keys."""
 
     def __init__(
-        self, here: Meaning, there: Meaning, translation: Translation, writer: Writer, allowed: Sequence[str]
+        self,
+        here: Meaning,
+        there: Meaning,
+        translation: Translation,
+        writer: Writer,
+        unsaid: Collection[str],
+        allowed: Sequence[str],
     ) -> None:
         self.here, self.there, self.translation, self.writer = here, there, translation, writer
-        self._allowed = allowed
+        self._unsaid, self._allowed = unsaid, allowed
         self._schedule = _schedules_differ(here, there) if here.is_run else None
         self._sources: dict[str, list[str]] = {}
         for verdict in translation.verdicts.values():
@@ -63,6 +76,8 @@ class _Judge:
     def is_said(self, key: str) -> bool:
         """Return whether the written file, or a default of its system, decides a key."""
         if key in self.translation.settings and self.translation.settings[key].reason == UNSAID:
+            return False
+        if key.split(".")[0] in self._unsaid:
             return False
         if any(path == key or path.startswith(f"{key}.") for path in self.translation.settings):
             return True

@@ -13,7 +13,7 @@ from composer3d.importing import KeyTable, Verdict
 
 __all__ = ["Writer", "WrittenFile", "simple_keys", "targets", "writer_of"]
 
-_MODULES = MappingProxyType({"deepspeed": "deepspeed_json"})
+_MODULES = MappingProxyType({"deepspeed": "deepspeed_json", "accelerate": "accelerate_yaml"})
 
 
 @dataclass(kw_only=True)
@@ -23,10 +23,12 @@ class WrittenFile:
     Args:
         keys: By dotted key, in the order of the file.
         warnings: What the file leaves to its user.
+        unsaid: Tables of a manifest of which the file says nothing, whatever its import has there by default.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    unsaid: set[str] = field(default_factory=set)
 
     def put(self, block: str, **keys: Any) -> None:
         """Add keys of a block; those that are None are left out."""

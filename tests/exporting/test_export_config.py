@@ -162,7 +162,7 @@ def test_a_deepspeed_file_comes_back_with_the_same_settings(name):
     comes_back(DEEPSPEED[name], "deepspeed", target="run" if "optimizer" in DEEPSPEED[name] else "compose")
 
 
-def comes_back(text, system, *, target):
+def comes_back(text, system, *, target, world_size=None):
     """Import, export and import again; a manifest of a loop has what a loop is given, one of a run has all."""
     before, translation = settings(text, system, target=target)
     for path, setting in list(translation.settings.items()):
@@ -170,7 +170,7 @@ def comes_back(text, system, *, target):
             stand_in = {"train.steps": 50, "data.use": "synthetic"}.get(path, "composer3d.models:llama")
             translation.put(path, stand_in)
             del before[path]
-    result = exported(write_manifest(translation), system)
+    result = exported(write_manifest(translation), system, world_size=world_size)
     assert result.ok, result
     after, again = settings(result.text, system, target=target)
     kept = {path: value for path, value in after.items() if again.is_kept(path) and "FILL_IN" not in str(value)}
@@ -179,6 +179,53 @@ def comes_back(text, system, *, target):
     assert kept == {path: value for path, value in before.items() if translation.is_kept(path)}
     lost = {entry.key for entry in result.keys if str(entry.verdict) not in GOOD}
     assert lost <= {"model.use", "data.use", "train.steps"}, result
+
+
+ACCELERATE = {
+    "fsdp": "distributed_type: FSDP\nnum_processes: 8\nnum_machines: 2\nmixed_precision: bf16\nfsdp_config:\n"
+    "  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n  fsdp_offload_params: true\n"
+    "  fsdp_activation_checkpointing: true\n  fsdp_forward_prefetch: true\n",
+    "replicated": "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: 'no'\n"
+    "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_mode: max-autotune\n"
+    "  dynamo_use_regional_compilation: true\n",
+    "axes": "distributed_type: FSDP\nnum_processes: 16\nmixed_precision: fp16\nfsdp_config:\n  fsdp_version: 2\n"
+    "  fsdp_auto_wrap_policy: NO_WRAP\nparallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+    "  parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 2\n  parallelism_config_cp_size: 2\n",
+    "float8": "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: fp8\nfsdp_config:\n  fsdp_version: 2\n"
+    "fp8_config:\n  backend: AO\n  enable_fsdp_float8_all_gather: false\n",
+}
+
+
+@pytest.mark.parametrize("name", ACCELERATE)
+def test_an_accelerate_file_comes_back_with_the_same_settings(name):
+    pytest.importorskip("yaml")
+    comes_back(ACCELERATE[name], "accelerate", target="compose", world_size={"axes": 16, "fsdp": 8}.get(name))
+
+
+def test_what_a_program_of_accelerate_states_itself_is_named_with_its_numbers():
+    result = exported(RUN, "accelerate", world_size=2)
+    found = verdicts(result)
+    for key in ("optimizer.lr", "train.microbatch", "train.accumulate", "train.grad_clip", "lr_schedule.use"):
+        assert found[key] == "missing", key
+    assert "optimizer.lr = 0.002, optimizer.betas = [0.8, 0.9]" in str(result.problems[0])
+    assert "train.accumulate = 4, train.grad_clip = 0.5" in str(result.problems[0])
+    (entry,) = [entry for entry in result.keys if entry.key == "precision.mixed.reduce_dtype"]
+    assert (str(entry.verdict), entry.note.split(";")[0]) == ("changed", "float32 here, bfloat16 there")
+
+
+def test_zero_1_is_changed_under_accelerate_with_both_numbers():
+    result = exported(PLUGINS.replace("zero = 3", "zero = 1"), "accelerate")
+    (entry,) = [entry for entry in result.keys if entry.key == "sharding.fsdp2.zero"]
+    assert str(entry.verdict) == "changed" and entry.note.startswith("1 here, 2 there")
+
+
+def test_an_optimizer_that_the_other_system_does_not_have_is_missing():
+    text = RUN.replace("[optimizer]", '[optimizer]\nuse = "torch.optim:Adafactor"').replace("betas = [0.8, 0.9]\n", "")
+    text = text.replace('use = "constant"', 'use = "inverse_sqrt"')
+    result = exported(text.replace("torch.optim:Adafactor", "torch.optim.adamax:Adamax"), "deepspeed")
+    found = verdicts(result)
+    assert found["optimizer.use"] == found["optimizer.lr"] == found["lr_schedule.use"] == "missing"
+    assert "give torch.optim.adamax:Adamax to deepspeed.initialize" in str(result.problems[0])
 
 
 def test_a_manifest_of_a_loop_says_nothing_of_the_optimizer():
