@@ -54,7 +54,7 @@ class GivenManifest:
         Raises:
             ManifestError: Nothing is known of its model: its reference or a plugin's option is wrong.
         """
-        from composer3d.planning.tracing.fake_composition import is_compiled
+        from composer3d.planning.tracing.fake_composition import is_fused
 
         inspected = open_manifest(source, overrides)
         if inspected.problems:
@@ -67,7 +67,7 @@ class GivenManifest:
             overrides=tuple(overrides),
             world_size=world_size,
             hardware=hardware.with_nodes(inspected.manifest.mesh.gpus_per_node).with_stack(
-                "compiled" if is_compiled(found.preparation) else "eager"
+                "compiled" if is_fused(found.preparation) else "eager"
             ),
             found=found,
             manifest=inspected.manifest,

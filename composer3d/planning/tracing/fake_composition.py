@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from composer3d.interfaces import Example, LossFunction
     from composer3d.manifest import Manifest
 
-__all__ = ["Job", "composed", "is_compiled", "make_lasting", "prepared", "prime_optimizer", "run_step"]
+__all__ = ["Job", "composed", "is_compiled", "is_fused", "make_lasting", "prepared", "prime_optimizer", "run_step"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,6 +152,13 @@ def prepared(job: Job) -> Preparation:
 def is_compiled(preparation: Preparation) -> bool:
     """Return whether a transform compiles modules."""
     return any(transform.phase is Phase.COMPILE for transform, _ in preparation.selected)
+
+
+def is_fused(preparation: Preparation) -> bool:
+    """Return whether modules are compiled by a compiler that fuses; a plugin says where its backend only runs them."""
+    asked = preparation.hooks.asked("composer3d_layout")
+    traits = [function(degrees=preparation.context.degrees) for _, function in asked]
+    return is_compiled(preparation) and not any(each is not None and each.is_compiled is False for each in traits)
 
 
 @contextlib.contextmanager

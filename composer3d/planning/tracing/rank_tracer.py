@@ -21,6 +21,7 @@ from composer3d.planning.tracing.fake_composition import (
     Job,
     composed,
     is_compiled,
+    is_fused,
     make_lasting,
     prepared,
     prime_optimizer,
@@ -206,7 +207,7 @@ class Tracer:
             rank=rank,
             stands_for=stands_for,
             is_extrapolated=is_extrapolated or more > 0,
-            notes=[*traced.notes, *([_UNCOMPILED] if self._compiles else []), *self._assumptions],
+            notes=[*traced.notes, *([_UNCOMPILED] if self._fuses else []), *self._assumptions],
         )
 
     @property
@@ -217,11 +218,15 @@ class Tracer:
     @property
     def stack(self) -> StackName:
         """The software that runs the steps, as hardware files name it."""
-        return "compiled" if self._compiles else "eager"
+        return "compiled" if self._fuses else "eager"
 
     @property
     def _compiles(self) -> bool:
         return is_compiled(self._preparation)
+
+    @property
+    def _fuses(self) -> bool:
+        return is_fused(self._preparation)
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
         """Run compiled modules eagerly: a compiler's kernels do not run on fake tensors."""
@@ -267,7 +272,8 @@ class Tracer:
                     return _Traced(
                         sketch=None, names=truncation.names, are_alike=truncation.are_alike, num_traced=number
                     )
-                keep_as_compiled(run, self._preparation)
+                if self._fuses:
+                    keep_as_compiled(run, self._preparation)
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
                 args, inputs, target = job.batch(number)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 EAGER = "composer3d_eager"
 # And with this one a forward of which graphs can be captured; see CONTRIBUTING.md.
 CAPTURED = "composer3d_captured"
+# Backends that run the graphs they are given, and keep for the backward what eager code keeps (torch 2.13).
+_UNFUSED = frozenset(("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "aot_eager_default_partitioner"))
 
 
 @plugin(family="scheduling")
@@ -62,7 +64,7 @@ class Compile:
     @hookimpl
     def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
         """Describe the part in a layout."""
-        return LayoutTraits(is_compiled=True)
+        return LayoutTraits(is_compiled=self.backend not in _UNFUSED)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -59,3 +59,11 @@ def test_what_is_recomputed_anyway_is_not_kept(planned):
     plain, compiled = planned(*recomputed), planned(*recomputed, COMPILED)
     assert flops(compiled) == flops(plain)
     assert compiled.ranks[0].trace.memory.activations == plain.ranks[0].trace.memory.activations
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager_default_partitioner"])
+def test_a_backend_that_does_not_partition_is_planned_as_eager(planned, backend):
+    small = "model.args.num_layers=4"
+    plain, compiled = planned(small), planned(small, f"scheduling.compile.backend='{backend}'")
+    assert compiled.ranks[0].trace.memory == plain.ranks[0].trace.memory
+    assert compiled.time["step_s"] == plain.time["step_s"]
