@@ -167,8 +167,11 @@ def test_what_padding_would_change_is_refused():
     start = (
         "a sequence of 14 tokens does not divide into 4 equal chunks, as context_parallel needs, and is not padded, "
     )
-    assert growing == start + 'since "" (__rpow__) computes with a number of the length; use 12 or 16'
-    assert centred == start + 'since "" (mean) reads all positions, and not as a softmax does; use 12 or 16'
+    nearest = "; use 12 or 16, or write balanced = false"
+    assert growing == (start + "since the model's own code (__rpow__) computes with a number of the length" + nearest)
+    assert centred == (
+        start + "since the model's own code (mean) reads all positions, and not as a softmax does" + nearest
+    )
     assert seen == (
         "a sequence of 14 tokens was padded to 16, since ranks of cp share it equally, and attention that is written "
         "out weighs the padding; use 12 or 16 tokens"

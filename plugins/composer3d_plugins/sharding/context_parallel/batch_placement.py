@@ -170,8 +170,13 @@ class Placement:
         near = f"{upper}" if not lower else f"{lower} or {upper}"
         raise BatchError(
             f"a sequence of {length} tokens does not divide into {self.unit} equal chunks, as context_parallel needs, "
-            f"and is not padded, since {why}; use {near}"
+            f"and is not padded, since {why}; use {near}{self._unbalanced(length)}"
         )
+
+    def _unbalanced(self, length: int) -> str:
+        """Return what to write where a chunk for each rank would divide the length."""
+        degree = self.positions(self.unit).degree
+        return ", or write balanced = false" if self.unit > degree and length % degree == 0 else ""
 
     def _taken(self, x: Tensor, dim: int, is_label: bool, positions: Callable[[int], Positions]) -> Tensor:
         """Return this rank's positions of x_BS...; padding repeats the last token, with labels that losses ignore."""

@@ -30,7 +30,7 @@ from composer3d.propagation import (
 )
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
-from composer3d_plugins.sharding.context_parallel.length_numbers import length_number
+from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
@@ -209,14 +209,14 @@ def _unpadded(model: nn.Module, rules: DryRules, outputs: Sequence[ShardSpec | N
     """
     for what, fqn, name in rules.notes:
         if what == "gathered" and not _is_causal(model.get_submodule(fqn), name):
-            return f'"{fqn}" ({name}) sees padding as it sees tokens'
+            return f"{named(fqn)} ({name}) sees padding as it sees tokens"
         if what == "follows":
-            return f'"{fqn}" ({name}) reads what follows a token'
+            return f"{named(fqn)} ({name}) reads what follows a token"
     for fqn, call in rules.calls:
         if call.k_length is not None and (
             call.q_length != call.k_length or not (call.is_causal or call.mask is not None)
         ):
-            return f'"{fqn}" attends to what follows a token'
+            return f"{named(fqn)} attends to what follows a token"
     if not all(spec is not None and len(spec.placed.parts) == 1 for spec in outputs):
         return "not all that the model returns is sharded"
     return ""

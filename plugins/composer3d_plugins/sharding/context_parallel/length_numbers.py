@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.propagation import Call, name_of, on_meta, patched, unseen
 
-__all__ = ["length_number"]
+__all__ = ["length_number", "named"]
 
 # Functions whose numbers are sizes, dims and ends.
 SHAPES = frozenset(
@@ -54,13 +54,13 @@ def length_number(
     runs = [_noted(model, each) for each in (call, _shortened(call, lengths, shorter))]
     for (name, where, numbers, shape), (other, _, others, shape_2) in zip(*runs, strict=False):
         if name != other:
-            return f'"{where}" does something else for another length ({name}, and {other})'
+            return f"{named(where)} does something else for another length ({name}, and {other})"
         if numbers != others:
-            return f'"{where}" ({name}) computes with a number of the length'
+            return f"{named(where)} ({name}) computes with a number of the length"
         if name in (READS if has_products else MEANS) and _goes_along(
             numbers, [a != b for a, b in zip(shape, shape_2, strict=False)]
         ):
-            return f'"{where}" ({name}) reads all positions, and not as a softmax does'
+            return f"{named(where)} ({name}) reads all positions, and not as a softmax does"
     return "" if len(runs[0]) == len(runs[1]) else '"" does more for a longer sequence'
 
 
@@ -148,3 +148,8 @@ def _plain(values: Any) -> list[Any]:
         elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             found += _plain(value)
     return found
+
+
+def named(fqn: str) -> str:
+    """Return a module's name as messages give it."""
+    return f'"{fqn}"' if fqn else "the model's own code"
