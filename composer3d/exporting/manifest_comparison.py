@@ -152,7 +152,7 @@ class _Judge:
 
 def _differing_defaults(here: Meaning, there: Meaning, judge: _Judge) -> Iterator[str]:
     """Yield keys that the manifest leaves unsaid and that have another value there."""
-    yield from sorted(there.plugins - here.plugins)
+    yield from sorted(plugin for plugin in there.plugins - here.plugins if not _is_idle(there, plugin))
     has_schedule = any(key.startswith("lr_schedule.") for key in here.stated)
     for key in there.values:
         table = ".".join(key.split(".")[:2]) if key.split(".")[0] in FAMILIES else key.split(".")[0]
@@ -165,6 +165,12 @@ def _differing_defaults(here: Meaning, there: Meaning, judge: _Judge) -> Iterato
             continue
         if judge.differs(key):
             yield key
+
+
+def _is_idle(meaning: Meaning, plugin: str) -> bool:
+    """Return whether a plugin is there and converts nothing: float32 in mixed precision."""
+    dtypes = {meaning.get("@mixed.param_dtype"), meaning.get("@mixed.reduce_dtype")}
+    return plugin == path_of("@mixed") and dtypes == {"float32"}
 
 
 def _schedules_differ(here: Meaning, there: Meaning) -> str:

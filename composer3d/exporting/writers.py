@@ -13,7 +13,9 @@ from composer3d.importing import KeyTable, Verdict
 
 __all__ = ["Writer", "WrittenFile", "simple_keys", "targets", "writer_of"]
 
-_MODULES = MappingProxyType({"deepspeed": "deepspeed_json", "accelerate": "accelerate_yaml"})
+_MODULES = MappingProxyType(
+    {"deepspeed": "deepspeed_json", "accelerate": "accelerate_yaml", "torchtitan": "torchtitan_toml"}
+)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +83,7 @@ def writer_of(system: str) -> Writer:
 
 def simple_keys(meaning: Meaning, table: KeyTable, file: WrittenFile) -> None:
     """Write the keys whose import is one value in one place, by the importer's table read backwards."""
-    said: set[str] = set()
+    said = {table.entries[key].to for key in file.keys if key in table.entries}
     for key, entry in table.entries.items():
         if entry.to is None or entry.verdict is not Verdict.CARRIED or entry.to in said or key in file.keys:
             continue

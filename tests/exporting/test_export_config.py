@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli
 from support.documents import code, read, table
 
 from composer3d.cli import main
@@ -100,7 +101,8 @@ def test_the_written_file_is_read_without_a_key_that_its_system_does_not_have(to
     assert [key for key in tree.leaves if known.entry_of(key) is None] == []
     _, translation = settings(result.text, to, target="run", world_size=8)
     useless = {"ignored-there", "refused", "missing"}
-    assert [entry.key for entry in translation.verdicts.values() if str(entry.verdict) in useless] == []
+    said = [entry for entry in translation.verdicts.values() if not str(entry.value).startswith("FILL_IN:")]
+    assert [entry.key for entry in said if str(entry.verdict) in useless] == []
 
 
 def test_deepspeed_says_batch_optimizer_and_dtypes():
@@ -148,6 +150,8 @@ DEEPSPEED = {
     "offloaded": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device":'
     ' "cpu"}, "offload_optimizer": {"device": "cpu"}}, "fp16": {"enabled": true, "loss_scale": 128},'
     ' "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}}',
+    "l2": '{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"adam_w_mode": false,'
+    ' "eps": 1e-6, "weight_decay": 0.1, "amsgrad": true}}}',
     "axes": '{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "zero_optimization":'
     ' {"stage": 2}, "sequence_parallel_size": 2, "communication_data_type": "fp32", "bf16": {"enabled": true},'
     ' "steps_per_print": 3, "wandb": {"enabled": true, "project": "p", "group": "g"}}',
@@ -200,6 +204,59 @@ ACCELERATE = {
 def test_an_accelerate_file_comes_back_with_the_same_settings(name):
     pytest.importorskip("yaml")
     comes_back(ACCELERATE[name], "accelerate", target="compose", world_size={"axes": 16, "fsdp": 8}.get(name))
+
+
+TORCHTITAN = {
+    "3d": "[training]\nsteps = 300\nlocal_batch_size = 4\nglobal_batch_size = 64\nseq_len = 4096\nmax_norm = 0.5\n"
+    "[optimizer]\nlr = 1e-3\nbeta2 = 0.99\nweight_decay = 0.05\n[lr_scheduler]\nwarmup_steps = 20\ndecay_ratio = 0.3\n"
+    "decay_type = 'cosine'\nmin_lr_factor = 0.2\n[parallelism]\ndata_parallel_shard_degree = 4\n"
+    "tensor_parallel_degree = 2\ncontext_parallel_degree = 2\n[activation_checkpoint]\nmode = 'selective'\n"
+    "selective_ac_option = '3'\n[compile]\nenable = true\ncomponents = ['model']\n",
+    "pipeline": "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nsteps = 100\nlocal_batch_size = 8\n"
+    "[optimizer]\nname = 'Adam'\nweight_decay = 0.0\n[parallelism]\npipeline_parallel_degree = 2\n"
+    "data_parallel_shard_degree = 2\npipeline_parallel_microbatch_size = 2\n"
+    "pipeline_parallel_schedule = 'Interleaved1F1B'\n[activation_checkpoint]\nmode = 'full'\n"
+    "[checkpoint]\nenable = true\ninterval = 7\nasync_mode = 'async'\n",
+    "replicated": "[training]\nsteps = 100\nmixed_precision_param = 'float32'\n[lr_scheduler]\ndecay_ratio = 0.0\n"
+    "[parallelism]\ndata_parallel_shard_degree = 1\ndata_parallel_replicate_degree = 2\n"
+    "[activation_checkpoint]\nmode = 'none'\n[metrics]\nlog_freq = 3\nenable_wandb = true\n",
+    "float8": "[model]\nconverters = ['quantize.linear.float8']\n[training]\nsteps = 50\nenable_cpu_offload = true\n"
+    "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\nfilter_fqns = ['output', 'router']\n"
+    "[debug]\nseed = 3\n[activation_checkpoint]\nmode = 'memory_budget'\nmemory_budget = 0.7\n",
+}
+
+
+@pytest.mark.parametrize("name", TORCHTITAN)
+def test_a_torchtitan_file_comes_back_with_the_same_settings(name):
+    comes_back(TORCHTITAN[name], "torchtitan", target="run")
+
+
+def test_a_model_and_data_that_torchtitan_does_not_have_are_to_be_filled_in():
+    result = exported(RUN, "torchtitan", world_size=2)
+    written = tomli.loads(result.text)
+    assert written["debug"] == {"seed": 7} and "seed" not in written["training"]
+    assert written["model"]["name"] == "FILL_IN:model" and written["training"]["dataset"] == "FILL_IN:data"
+    sizes = "dim = 4096, num_layers = 32, num_heads = 32, num_kv_heads = 8, ffn_dim = 14336, vocab_size = 128256"
+    text = RUN.replace("[data]", f"args = {{ {sizes}, max_seq_len = 128 }}\n[data]")
+    result = exported(text, "torchtitan", world_size=2)
+    assert tomli.loads(result.text)["model"] == {"name": "llama3", "flavor": "8B"}
+    assert verdicts(result)["model.args"] == verdicts(result)["model.use"] == "carried"
+
+
+def test_the_default_schedule_is_torchtitans_own_formula():
+    text = RUN.replace('use = "constant"', 'use = "wsd"\nwarmup = 10')
+    found = verdicts(exported(text, "torchtitan", world_size=2))
+    assert found["lr_schedule.use"] == found["lr_schedule.warmup"] == "carried"
+
+
+def test_an_optimizer_that_torchtitan_would_replace_is_refused(capsys):
+    text = RUN.replace("[optimizer]", '[optimizer]\nuse = "sgd"').replace("betas = [0.8, 0.9]\n", "")
+    result = exported(text, "torchtitan", world_size=2)
+    assert not result.ok and result.text == ""
+    assert verdicts(result)["optimizer.use"] == "refused"
+    assert main(["export", "m.toml", "--to", "torchtitan", "--world-size", "2"]) == 1
+    assert "optimizer.use is refused: sgd here, adamw there" in capsys.readouterr().err
+    assert exported(text, "torchtitan", world_size=2, allow=["optimizer.use"]).ok
 
 
 def test_what_a_program_of_accelerate_states_itself_is_named_with_its_numbers():

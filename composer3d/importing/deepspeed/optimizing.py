@@ -69,19 +69,23 @@ def _adam(t: Translation, kind: str) -> None:
     if f"{_PARAMS}.bias_correction" in t and not t.flag(f"{_PARAMS}.bias_correction"):
         t.judge(f"{_PARAMS}.bias_correction", "refused", "torch has no Adam without bias correction")
     t.judge(f"{_PARAMS}.bias_correction", "equal")
+    arguments: dict[str, Any] = {}
     if t.flag(f"{_PARAMS}.amsgrad"):
-        t.carry(f"{_PARAMS}.amsgrad", "optimizer.args", {"amsgrad": True})
+        arguments["amsgrad"] = True
+        t.judge(f"{_PARAMS}.amsgrad", "carried", to="optimizer.args")
     t.judge(f"{_PARAMS}.amsgrad", "equal")
     _number(t, "lr", 1e-3, "learning_rate")
     betas = _betas(t)
     if betas is not None:
-        if as_l2:
-            t.put("optimizer.args", {"betas": betas}, f"{_PARAMS}.betas")
-        else:
-            reason = None if f"{_PARAMS}.betas" in t else "DeepSpeed's default"
-            t.put("optimizer.betas", betas, f"{_PARAMS}.betas", reason=reason)
+        reason = None if f"{_PARAMS}.betas" in t else "DeepSpeed's default"
+        t.put("optimizer.betas", betas, f"{_PARAMS}.betas", reason=reason)
         t.judge(f"{_PARAMS}.betas", "carried", to="optimizer.args" if as_l2 else "optimizer.betas")
-    _number(t, "eps", 1e-8, "adam_epsilon")
+    _number(t, "eps", 1e-8, "adam_epsilon", to="optimizer.args" if as_l2 else "optimizer.eps")
+    if as_l2:  # whose class has no keys of its own in the manifest
+        moved = {key: t.settings.pop(f"optimizer.{key}", None) for key in ("betas", "eps")}
+        arguments |= {key: setting.value for key, setting in moved.items() if setting is not None}
+    if arguments:
+        t.put("optimizer.args", arguments, f"{_PARAMS}.betas", f"{_PARAMS}.eps", reason="arguments of the class")
     _decay(t)
 
 
@@ -100,7 +104,7 @@ def _betas(t: Translation) -> list[float] | None:
     return [float(beta) for beta in betas]
 
 
-def _number(t: Translation, name: str, default: float, argument_name: str) -> None:
+def _number(t: Translation, name: str, default: float, argument_name: str, *, to: str | None = None) -> None:
     key = f"{_PARAMS}.{name}"
     if t.get(key) == "auto":
         value = resolve(t, key, argument_name)
@@ -110,7 +114,7 @@ def _number(t: Translation, name: str, default: float, argument_name: str) -> No
         value = t.number(key, default)
     reason = None if key in t else "DeepSpeed's default"
     t.put(f"optimizer.{name}", float(value), key, reason=reason)
-    t.judge(key, "carried", to=f"optimizer.{name}")
+    t.judge(key, "carried", to=to or f"optimizer.{name}")
 
 
 def _decay(t: Translation) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from composer3d.importing.torchtitan.job_config import batch, model, optimizer, saving, schedule
+from composer3d.importing.torchtitan.job_config import FLAVOURS, batch, model, optimizer, saving, schedule
 from composer3d.importing.torchtitan.parallel_dims import layout
 from composer3d.importing.torchtitan.switches import compiled, eight_bits, recomputation, watching
 
-__all__ = ["RULES"]
+__all__ = ["FLAVOURS", "RULES"]
 
 RULES = {
     "layout": layout,

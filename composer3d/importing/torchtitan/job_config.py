@@ -7,10 +7,10 @@ from typing import Any
 
 from composer3d.importing.translation import Translation
 
-__all__ = ["batch", "model", "optimizer", "saving", "schedule"]
+__all__ = ["FLAVOURS", "batch", "model", "optimizer", "saving", "schedule"]
 
 # dim, blocks, heads, key heads, width of the feed-forward: torchtitan/models/llama3.
-_FLAVOURS: Mapping[str, tuple[int, int, int, int, int]] = {
+FLAVOURS: Mapping[str, tuple[int, int, int, int, int]] = {
     "8B": (4096, 32, 32, 8, 14336),
     "70B": (8192, 80, 64, 8, 28672),
     "405B": (16384, 126, 128, 8, 53248),
@@ -91,8 +91,8 @@ def model(translation: Translation) -> None:
     """Carry a Llama by its flavour's numbers; another model is to be filled in."""
     t = translation
     name, flavour = t.text("model.name"), t.text("model.flavor")
-    if name == "llama3" and flavour in _FLAVOURS and t.options.model is None:
-        dim, blocks, heads, key_heads, width = _FLAVOURS[flavour]
+    if name == "llama3" and flavour in FLAVOURS and t.options.model is None:
+        dim, blocks, heads, key_heads, width = FLAVOURS[flavour]
         length = t.settings["data.seq_len"].value if "data.seq_len" in t.settings else 2048
         arguments = {"dim": dim, "num_layers": blocks, "num_heads": heads, "num_kv_heads": key_heads, "ffn_dim": width}
         arguments |= {"vocab_size": _TOKENS, "max_seq_len": length}
@@ -128,14 +128,9 @@ def optimizer(translation: Translation) -> None:
     reason = None if "optimizer.name" in t else "torchtitan's default"
     t.put("optimizer.use", "adamw" if adamw else "torch.optim:Adam", "optimizer.name", reason=reason)
     t.judge("optimizer.name", "carried", to="optimizer.use")
-    for key, default in (("lr", 8e-4), ("eps", 1e-8), ("weight_decay", 0.1)):
+    for key, default in (("lr", 8e-4), ("weight_decay", 0.1)):
         _put_default(t, f"optimizer.{key}", f"optimizer.{key}", t.number(f"optimizer.{key}", default))
-    betas = [float(t.number(f"optimizer.{key}", default) or 0) for key, default in (("beta1", 0.9), ("beta2", 0.95))]
-    stated = [f"optimizer.{key}" for key in ("beta1", "beta2") if f"optimizer.{key}" in t]
-    to, value = ("optimizer.betas", betas) if adamw else ("optimizer.args", {"betas": betas})
-    t.put(to, value, *stated, reason=None if stated else "torchtitan's default")
-    for key in stated:
-        t.judge(key, "carried", to=to)
+    _adam_numbers(t, is_adamw=adamw)
     decay = t.settings["optimizer.weight_decay"].value
     if decay:
         group = [{"match": ".", "weight_decay": decay}]
@@ -147,6 +142,20 @@ def optimizer(translation: Translation) -> None:
         t.judge("optimizer.early_step_in_backward", "refused", note)
     for key in ("early_step_in_backward", "implementation", "fused"):
         t.judge(f"optimizer.{key}", "meaningless", "speed")
+
+
+def _adam_numbers(t: Translation, *, is_adamw: bool) -> None:
+    """Carry betas and eps: keys of AdamW, arguments of any other class."""
+    betas = [float(t.number(f"optimizer.{key}", default) or 0) for key, default in (("beta1", 0.9), ("beta2", 0.95))]
+    eps = float(t.number("optimizer.eps", 1e-8) or 0)
+    stated = [f"optimizer.{key}" for key in ("beta1", "beta2") if f"optimizer.{key}" in t]
+    if is_adamw:
+        t.put("optimizer.betas", betas, *stated, reason=None if stated else "torchtitan's default")
+        _put_default(t, "optimizer.eps", "optimizer.eps", eps)
+    else:
+        t.put("optimizer.args", {"betas": betas, "eps": eps}, *stated, "optimizer.eps", reason="arguments of the class")
+    for key in (*stated, "optimizer.eps"):
+        t.judge(key, "carried", to="optimizer.betas" if is_adamw else "optimizer.args")
 
 
 def _put_default(t: Translation, key: str, to: str, value: Any) -> None:
