@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 
@@ -222,6 +223,14 @@ def test_every_key_of_the_schema_is_in_the_table(system):
     known = load_key_table(system)
     keys = [f"{block}.{key}".lstrip(".") for block, keys in SCHEMAS[system].items() for key in keys.split()]
     assert [key for key in keys if known.entry_of(key) is None] == []
+
+
+def test_every_argument_of_the_trainer_that_is_installed_is_in_the_table():
+    transformers = pytest.importorskip("transformers")
+    known = load_key_table("trainer")
+    names = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
+    assert len(names) > 100
+    assert [name for name in names if known.entry_of(name) is None] == []
 
 
 VALUES = (True, False, 1, 3, "auto", "text", [], {}, None, 0.5)

@@ -175,3 +175,14 @@ def test_a_share_above_1_is_a_problem_and_a_loop_smooths_by_itself(tmp_path):
     translation = translated(tmp_path, "args.json", stated, target="compose")
     assert any("label_smoothing=0.1" in line for line in translation.loop)
     assert verdicts_of(translation)["label_smoothing_factor"] == "carried"
+
+
+def test_activation_checkpointing_is_carried_by_its_new_name_and_the_old_one_is_not_read(tmp_path):
+    new = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 3, "offload": True}}
+    arguments = {**ARGUMENTS, **new, "gradient_checkpointing": False}
+    translation = translated(tmp_path, "args.json", json.dumps(arguments), world_size=8)
+    scheduling = manifest_of(translation)["scheduling"]
+    assert scheduling == {"activation_checkpoint": {"mode": "full", "every": 3}, "activation_offload": {}}
+    found = verdicts_of(translation)
+    assert found["activation_checkpointing"] == found["activation_checkpointing_kwargs.every_n_layers"] == "carried"
+    assert found["gradient_checkpointing"] == "ignored-there"

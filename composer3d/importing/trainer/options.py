@@ -92,11 +92,27 @@ def precision(translation: Translation) -> None:
         t.judge(name, "meaningless", "off, or of evaluation")
 
 
+def _recomputation(t: Translation) -> None:
+    """Carry activation checkpointing, whose old name counts where the new one is not there."""
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    key = new if t.get(new) is not None else old
+    options = f"{new}_kwargs" if t.has_block(f"{new}_kwargs") else f"{old}_kwargs"
+    if t.flag(key):
+        t.carry(key, "@recomputed.mode", "full")
+        every = t.integer(f"{options}.every_n_layers", 1, least=1) or 1
+        if every > 1:
+            t.carry(f"{options}.every_n_layers", "@recomputed.every", every)
+        if t.flag(f"{options}.offload"):
+            t.carry(f"{options}.offload", "@activations", None)
+    for name in (new, old):
+        t.judge(name, "meaningless" if name == key else "ignored-there", "off" if name == key else f"{new} decides")
+        t.judge_block(f"{name}_kwargs", "meaningless", "off, or how it is done")
+
+
 def switches(translation: Translation) -> None:
     """Carry recomputation, compilation, the model and adapters."""
     t = translation
-    if t.flag("gradient_checkpointing"):
-        t.carry("gradient_checkpointing", "@recomputed.mode", "full")
+    _recomputation(t)
     if t.flag("torch_compile"):
         t.put(
             "@compiled.backend", t.text("torch_compile_backend", "inductor"), "torch_compile", "torch_compile_backend"
@@ -107,8 +123,6 @@ def switches(translation: Translation) -> None:
         t.judge(
             "torch_compile_mode", "missing" if t.get("torch_compile_mode") else "meaningless", "write compile's mode"
         )
-    for block in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        t.judge_block(block, "meaningless", "off, or how it is done")
     for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         t.judge(name, "meaningless", "off")
     if t.options.model is None and t.text("model_name_or_path"):
