@@ -13,7 +13,6 @@ from composer3d.importing import Verdict
 
 __all__ = ["WRITER"]
 
-_LOWEST_SCALE = 2.0**-24  # where a run stops
 _SHORT = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
 _OPTIMIZERS = MappingProxyType({"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"})
 _SCHEDULES = MappingProxyType({"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"})
@@ -112,11 +111,11 @@ def _precision(meaning: Meaning, file: WrittenFile) -> None:
         if static is None:
             file.put(
                 "fp16",
-                initial_scale_power=_exponent(meaning.get("@mixed.initial_scale", 65536.0), file),
-                loss_scale_window=meaning.get("@mixed.growth_interval", 2000),
-                hysteresis=meaning.get("@mixed.hysteresis", 1),
+                initial_scale_power=_exponent(meaning.get("@mixed.initial_scale"), file),
+                loss_scale_window=meaning.get("@mixed.growth_interval"),
+                hysteresis=meaning.get("@mixed.hysteresis"),
                 consecutive_hysteresis=meaning.get("@mixed.hysteresis_restored") == "step",
-                min_loss_scale=meaning.get("@mixed.min_scale", _LOWEST_SCALE),
+                min_loss_scale=meaning.get("@mixed.min_scale"),
             )
     file.put("", communication_data_type=_SHORT[meaning.get("@mixed.reduce_dtype", "float32")])
     buffers = meaning.get("@mixed.buffer_dtype")

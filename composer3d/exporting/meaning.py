@@ -16,6 +16,7 @@ from composer3d.runner import TABLES, optimizer_class
 
 __all__ = ["Meaning", "meaning_of"]
 
+_SCALE = {"initial_scale": 65536.0, "growth_interval": 2000, "hysteresis": 1, "min_scale": 2.0**-24}
 _MODEL_AXES = ("pp", "tp", "cp")  # whose ranks do not read other samples
 
 
@@ -90,6 +91,7 @@ def meaning_of(document: Document, *, world: int | None) -> Meaning:
         path = f"{plugin.info.family}.{plugin.name}"
         held = fields(type(plugin.instance))
         values |= {f"{path}.{key}": _plain(getattr(plugin.instance, key, None)) for key in held}
+    _resolve_scale(values)
     world = _resolve_degrees(values, plugins, world)
     if is_run:
         _resolve_optimizer(values, manifest)
@@ -161,6 +163,15 @@ def _resolve_degrees(values: dict[str, Any], plugins: frozenset[str], world: int
         values[f"mesh.{axis}"] = open_degree if axis == rest else 1 if degree is None else degree
     values["mesh.ep"] = values.get("mesh.ep") or 1
     return world if rest is not None else known
+
+
+def _resolve_scale(values: dict[str, Any]) -> None:
+    """Fill in the loss scale of float16 that is in use where the manifest is silent."""
+    is_dynamic = values.get(path_of("@mixed.static_scale")) is None
+    if values.get(path_of("@mixed.param_dtype")) == "float16" and is_dynamic:
+        for key, default in _SCALE.items():
+            path = path_of(f"@mixed.{key}")
+            values[path] = default if values.get(path) is None else values[path]
 
 
 def _data_degree(values: Mapping[str, Any], world: int | None) -> int | None:

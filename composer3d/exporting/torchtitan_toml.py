@@ -28,6 +28,7 @@ _NOTES = {
     "@tensor.sequence_parallel": "torchtitan shards the sequence beside tp",
     "@tensor.plan": "torchtitan's plan is that of its model",
     "@sharded.zero": 'torchtitan gathers parameters in the backward again ("always") or not ("never")',
+    "@mixed.reduce_dtype": "torchtitan reduces in float32",
     "@sharded": "torchtitan shards wherever there are data-parallel ranks without replicas",
     "checkpoint.keep": "torchtitan keeps at least 2, or 0, which is all",
 }
@@ -131,10 +132,11 @@ def _training(meaning: Meaning, file: WrittenFile) -> None:
         file.put("training", steps=meaning.get("train.steps"), seq_len=meaning.get("data.seq_len"))
     for key, source in (("seed", "train.seed"), ("deterministic", "run.deterministic")):  # of [training] before 0.2
         file.put("debug", **{key: meaning.get(source) if meaning.states(source) else None})
-    has_dtype = meaning.has("@mixed")
-    for name in ("param", "reduce"):
-        dtype = meaning.get(f"@mixed.{name}_dtype", "float32") if has_dtype else "float32"
-        file.put("training", **{f"mixed_precision_{name}": dtype})
+    dtype = meaning.get("@mixed.param_dtype", "float32") if meaning.has("@mixed") else "float32"
+    if dtype not in ("bfloat16", "float32"):
+        file.warnings.append(f"torchtitan has no loss scale, and computes in bfloat16 or float32, not {dtype}")
+        dtype = "bfloat16"
+    file.put("training", mixed_precision_param=dtype, mixed_precision_reduce="float32")
     if meaning.has("@host") and meaning.get("@host.mode") == "all":
         file.put("training", enable_cpu_offload=True)
 

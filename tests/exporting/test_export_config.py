@@ -249,6 +249,15 @@ def test_the_default_schedule_is_torchtitans_own_formula():
     assert found["lr_schedule.use"] == found["lr_schedule.warmup"] == "carried"
 
 
+def test_float16_has_its_scale_under_deepspeed_and_is_changed_under_torchtitan():
+    text = RUN.replace("[precision.mixed]", '[precision.mixed]\nparam_dtype = "float16"')
+    result = exported(text, "deepspeed")
+    assert json.loads(result.text)["fp16"]["loss_scale_window"] == 2000
+    assert [entry.key for entry in result.keys if "precision" in entry.key and str(entry.verdict) not in GOOD] == []
+    (entry,) = [e for e in exported(text, "torchtitan").keys if e.key == "precision.mixed.param_dtype"]
+    assert (str(entry.verdict), entry.note) == ("changed", "float16 here, bfloat16 there")
+
+
 def test_an_optimizer_that_torchtitan_would_replace_is_refused(capsys):
     text = RUN.replace("[optimizer]", '[optimizer]\nuse = "sgd"').replace("betas = [0.8, 0.9]\n", "")
     result = exported(text, "torchtitan", world_size=2)
