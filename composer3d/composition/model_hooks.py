@@ -54,6 +54,20 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
         context: Frozen.
         place: Returns arguments of a forward that the loop runs itself as plugins place them.
     """
+    vars(module)["compile"] = _refuse_compiling
+    _watch_forwards(module, engine, context, place)
+    _watch_reading(module, context)
+    _watch_loading(module, engine, context)
+    refuse_saving_model(module)
+    torch_compat.call_within(module, engine.explaining)
+    if any(_is_bound(each) for each in module.modules()):
+        # Those of torch's data parallelism refuse; copy looks at the instance first.
+        vars(module)["__deepcopy__"] = functools.partial(copy_composed, module, context)
+    span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
+
+
+def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, place: Place) -> None:
+    """Begin and end the forwards that a loop runs itself."""
     import torch
 
     normal: list[contextlib.ExitStack] = []
@@ -83,6 +97,14 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
             if normal:
                 normal.pop().close()
 
+    module.register_forward_pre_hook(enter_normal_mode, prepend=True)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _watch_reading(module: nn.Module, context: RunContext) -> None:
+    """Reshard before a state is read, and mark what was read of shards."""
+
     def reading(owner: nn.Module, *_: Any) -> None:
         if owner is module:
             reshard_units(context.parts)
@@ -90,19 +112,8 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
         return Shards(state) if owner is module and not prefix and are_sharded(state.values()) else state
 
-    vars(module)["compile"] = _refuse_compiling
-    module.register_forward_pre_hook(enter_normal_mode, prepend=True)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
     module.register_state_dict_pre_hook(reading)
-    _watch_loading(module, engine, context)
     torch_compat.on_state_dict(module, read)
-    refuse_saving_model(module)
-    torch_compat.call_within(module, engine.explaining)
-    if any(_is_bound(each) for each in module.modules()):
-        # Those of torch's data parallelism refuse; copy looks at the instance first.
-        vars(module)["__deepcopy__"] = functools.partial(copy_composed, module, context)
-    span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
 
 
 def _refuse_compiling(*args: Any, **options: Any) -> NoReturn:
