@@ -65,10 +65,12 @@ class Environment:
 
     Args:
         given: By the user.
+        uncertain: `${NAME:+...}` of a variable that is not known, with its line: taken as the script leaves it.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
     variables: dict[str, list[Piece]] = field(default_factory=dict)
+    uncertain: dict[str, int] = field(default_factory=dict)
     num_expanded: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -88,9 +90,13 @@ class Environment:
         self.variables[name] = [*before, *pieces][:_MOST_PIECES]
 
     def open(self, name: str, line: int, *, is_added: bool) -> None:
-        """Set a variable to what is not known, or add that to it."""
-        before = [*self.variables.get(name, []), Piece(text=" ", line=line, is_split=True)] if is_added else []
-        self.variables[name] = [*before, Piece(text=f"${name}", line=line, is_split=True)]
+        """Set a variable to what is not known, or add to it what may be further words."""
+        if not is_added:
+            self.variables[name] = [Piece(text=f"${name}", line=line, is_split=True)]
+            return
+        blank = Piece(text=" ", line=line, is_split=True)
+        added = Piece(text=f"${{{name}[@]}}", line=line, is_split=True)
+        self.variables[name] = [*self.variables.get(name, []), blank, added, blank]
 
     def argument_behind(self, name: str) -> str:
         """Return the variable of the outside, or the argument, that another is set from; else its own name."""
@@ -143,7 +149,7 @@ class Environment:
         """Return what a `$...` stands for; its own text where that is not known."""
         itself = [Piece(text=re.sub(r"\s+", "", reference), line=line)]  # one word, whatever stands in it
         if reference.startswith("$(("):
-            number = self._arithmetic(reference[3:-2])
+            number = self.whole_number(reference[3:-2])
             return itself if number is None else [Piece(text=str(number), line=line)]
         if reference.startswith(("$(", "`")) or len(reference) < 2:
             return itself
@@ -157,7 +163,11 @@ class Environment:
         value = self.variables.get(name)
         is_set = value is not None and (":" not in operator or any(piece.text.strip() for piece in value))
         if operator.endswith("+"):
+            if value is None or any(piece.text[:1] in ("$", "`") for piece in value):
+                self.uncertain[reference] = line
             return self._pieces(other, line, is_quoted=is_quoted) if is_set else []
+        if operator and value is None and not other:
+            return [Piece(text=f"${name}", line=line)]
         if operator and not is_set:
             return self._pieces(other, line, is_quoted=is_quoted)
         if value is None:
@@ -168,8 +178,8 @@ class Environment:
         as_list = "[" in inner
         return value if is_quoted and as_list else [replace(piece, is_split=not is_quoted) for piece in value]
 
-    def _arithmetic(self, text: str) -> int | None:
-        """Return a whole number: sums, products and quotients of numbers and variables."""
+    def whole_number(self, text: str) -> int | None:
+        """Return the value of an arithmetic expression: sums, products and quotients of numbers and variables."""
         words = split_pieces(self._pieces(text, 1, is_quoted=False))
         expression = " ".join(word for word, _ in words)
         for name in set(re.findall(r"[A-Za-z_]\w*", expression)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from composer3d.errors import Problem
 from composer3d.importing.command_lines import value_of
@@ -61,6 +62,12 @@ def read_script(text: str, file: str, values: Mapping[str, str]) -> SourceTree:
     if _num_flags(words) < 2:
         raise UnreadableSource(Problem(message="no command of this script has flags", file=file))
     _add(builder, words, script)
+    for reference, line in script.uncertain.items():
+        name = re.findall(r"\w+", reference)[0]
+        message = f"{reference} depends on {name}, which is not known without running the script"
+        hint = f"--arg {script.argument_behind(name)}=VALUE"
+        severity: Literal["error", "warning"] = "error" if "--" in reference else "warning"  # a flag, or a path's part
+        builder.problems.append(Problem(message=message, file=file, line=line, severity=severity, hint=hint))
     return builder.tree(text)
 
 
@@ -76,7 +83,7 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
         if word.startswith("--") and len(word) > 2:
             name, stated, value = word[2:].partition("=")
             found.append((name, place, [value] if stated else []))
-        elif _GROUP.match(word) or ((not found or given) and _ALONE.match(word)):
+        elif _GROUP.match(word) or word.endswith("[@]}") or ((not found or given) and _ALONE.match(word)):
             _open_group(builder, word, place, script)
         elif not word.endswith(".py"):  # before a program stand the flags of its launcher
             given.append(word)
@@ -90,10 +97,10 @@ def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript 
     found = _ALONE.match(word)
     if script is None or found is None:
         return
-    condition = script.conditional.get(found[1])
+    condition = script.condition_of(found[1], line)
     message = f"{word} is not set in this script, so it stands for nothing"
     if condition is not None:
-        message = f"{word} depends on line {condition}, which is not known without running the script"
+        message = f"${found[1]} depends on line {condition}, which is not known without running the script"
     hint = f"--arg {found[1]}=VALUE" if condition is None else script.hint_of(condition)
     severity = "warning" if condition is None else "error"
     builder.problems.append(

@@ -10,6 +10,7 @@ import pytest
 
 from composer3d.errors import ManifestError
 from composer3d.importing.importer import read_translation
+from composer3d.importing.shell_flags import read_script
 from composer3d.importing.shell_scripts import ShellScript
 from composer3d.importing.translation import Options
 
@@ -26,6 +27,17 @@ SCRIPTS = {
     "document": "cat > /dev/null <<EOF\nA=1 ' unclosed\nEOF\nA=2; echo $A",
     "function": "f() { A=9; }\nA=3\necho $A",
     "comments": "A=1 # A=2\n# A=3\necho $A a#b",
+    "lists": 'N=1; A=0\n[ "$N" -gt 1 ] && A=1\n[ $N -eq 1 ] || A=2\nfalse && A=3; true || A=4\necho $A',
+    "chains": "A=0; C=0; false && A=1 || B=2; true || C=1 && D=2\n! false &&\n E=3; echo $A $B $C $D $E",
+    "group": "{ false; } || F=4; { true; false; } && F=5; echo $F",
+    "extended": 'A=1; C=0; [[ -z $A && 1 == 2 || "$A" == 1 ]] && B=1; [[ abc == a* ]] && C=1; echo $B $C',
+    "plain": 'A=1; [ abc = "a*" ] || A=2; [ abc = abc ] && B=3; test 1 -lt 2 && C=4; echo $A $B $C',
+    "numbers": "B=0; N=3; (( N > 2 )) && A=1; (( N == 2 )) && B=1; echo $A $B",
+    "number": "N=3; if (( N - 3 )); then C=1; else C=2; fi; echo $C",
+    "subshell": "A=1; B=0; (A=2; false) && B=1; (exit 1); echo $A $B",
+    "exit": "A=1; echo $A; [ $A -eq 1 ] && exit; echo 2",
+    "prefixed": "A=1; A=2 true; B=$A; echo $A $B",
+    "assigned": "A=1 && B=2 || B=3; unset A; A=$A; echo $A $B",
     "redirections": "echo --seed 1 2>&1 > /dev/stdout",
     "export": "export A=1 B=2\ndeclare C=3\necho $A $B $C",
 }
@@ -37,8 +49,8 @@ def test_words_are_those_of_the_shell(name):
     bash = shutil.which("bash")
     assert bash is not None
     said = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True).stdout
-    words = [word for command in ShellScript(text=script).commands if command[0][0] == "echo" for word, _ in command]
-    assert " ".join(words[1:]).split() == said.split()
+    echoed = [command[1:] for command in ShellScript(text=script).commands if command[0][0] == "echo"]
+    assert " ".join(word for command in echoed for word, _ in command).split() == said.split()
 
 
 def test_what_is_not_known_keeps_its_name():
@@ -56,8 +68,49 @@ def test_what_is_not_known_keeps_its_name():
         ("--d", 4),
         ("$OUTSIDE", 4),
     ]
-    assert script.conditional == {"B": 2, "C": 3}
+    assert script.conditional == {"B": 2, "C": 3, "i": 3}
     assert ShellScript(text=text, values={"B": "7"}).commands[-1][4] == ("7", 1)
+
+
+GUARDED = [  # that a flag is there depends on what only a run knows
+    '[ -n "$X" ] && {}',
+    '[ -z "$X" ] || {}',
+    '[ "${{X:-}}" = 1 ] && {}',
+    "[[ -n ${{X+x}} ]] && {}",
+    "[[ $X == 1 && 1 == 1 ]] && {}",
+    "(( X > 1 )) && {}",
+    "! grep -q x file && {}",
+    "test -f x &&\\\n {}",
+    'if [ -n "$X" ]; then {}; fi',
+    "if grep -q x y; then :; else {}; fi",
+    "case $X in 1) {};; esac",
+    "while read X; do {}; done",
+    "for i in 1 2; do {}; done",
+    "f() {{ {}; }}; f",
+    "X=$(nproc); [ $X -gt 1 ] && {{ {}; }}",
+]
+
+
+@pytest.mark.parametrize("added", ["A+=(--clip-grad 0.3)", 'A=("${A[@]}" --clip-grad 0.3)', 'A="$A --clip-grad 0.3"'])
+@pytest.mark.parametrize("guard", GUARDED)
+def test_a_flag_that_depends_on_the_outside_is_reported_with_its_line(guard, added):
+    text = f'A=(--num-layers 2 --bf16)\n{guard.format(added)}\ntorchrun pretrain_gpt.py "${{A[@]}}"'
+    tree = read_script(text, "train.sh", {})
+    (problem,) = [problem for problem in tree.problems if problem.severity == "error"]
+    assert "depends on line 2, which is not known" in problem.message
+    assert [leaf.value for leaf in tree.leaves.values()] == [2, True]
+
+
+def test_two_conditions_are_reported_each_and_values_decide_them():
+    text = 'A=(--a 1 --b)\n[ -n "$X" ] && A+=(--c)\n[ "$Y" = 1 ] && A+=(--d)\npython train.py "${A[@]}" ${Z:+--e}'
+    problems = read_script(text, "train.sh", {}).problems
+    assert [(problem.line, problem.hint) for problem in problems] == [
+        (2, "--arg X=VALUE"),
+        (3, "--arg Y=VALUE"),
+        (4, "--arg Z=VALUE"),
+    ]
+    tree = read_script(text, "train.sh", {"X": "", "Y": "1", "Z": "yes"})
+    assert not tree.problems and [path[0] for path in tree.leaves] == ["a", "b", "d", "e"]
 
 
 @pytest.mark.parametrize(
