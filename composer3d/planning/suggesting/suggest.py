@@ -226,8 +226,13 @@ class _Trials:
         setup = replace(best.setup, precision=replace(best.setup.precision, dtype="float8_e4m3fn"))
         if best.setup.precision.dtype != "bfloat16" or not keep(setup):
             return
-        self.ask(replace(best, setup=setup))
+        # Casts may take longer than the products gain; a plan costs far more than the two traces that tell.
+        if not self.costs.can(setup) or self._searched_s(setup) < self._searched_s(best.setup):
+            self.ask(replace(best, setup=setup))
         self.chosen = [one for one in self.chosen if one.setup != setup or one.step_s < best.step_s]
+
+    def _searched_s(self, setup: Setup) -> float:
+        return evaluate(self.costs, setup, self.hardware).step_s
 
 
 def _kind(setup: Setup) -> tuple[object, ...]:

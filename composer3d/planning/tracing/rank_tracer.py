@@ -51,8 +51,8 @@ _UNCOMPILED = (
 class _Traced:
     """Trace of a rank's step, with all blocks or fewer; `names` are those of every stage's blocks.
 
-    `sketch` is None where a longer trace was requested and would add nothing; `num_traced` counts micro-batches;
-    `notes` are decisions of plugins.
+    `sketch` is None where the trace would add nothing: a longer one, or one of stages that are to be traced whole;
+    `num_traced` counts micro-batches; `notes` are decisions of plugins.
     """
 
     sketch: Sketch | None
@@ -266,9 +266,7 @@ class Tracer:
                 self._assuming(),
                 composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
-                if if_longer and not (
-                    truncation.are_alike and {len(names) >= (keep or 0) for names in truncation.names} == {True}
-                ):
+                if _is_idle(truncation, keep, if_longer=if_longer):
                     return _Traced(
                         sketch=None, names=truncation.names, are_alike=truncation.are_alike, num_traced=number
                     )
@@ -338,3 +336,11 @@ class Tracer:
         if before:
             return self._sent[max(before)]
         return next(iter(self._sent.values()))
+
+
+def _is_idle(truncation: BlockTruncation, keep: int | None, *, if_longer: bool) -> bool:
+    """Return whether a trace of truncated stages would say nothing: those of unequal lengths are traced whole."""
+    lengths = {len(names) for names in truncation.names}
+    if if_longer:
+        return not truncation.are_alike or min(lengths, default=-1) < (keep or 0)
+    return keep == _SHORT and truncation.are_alike and len(lengths) > 1 and max(lengths) > _SHORT

@@ -173,6 +173,26 @@ def test_suggestions_differ_and_check_has_the_last_word():
     assert searched.num_tried >= searched.num_fitting > 0
 
 
+def test_float8_is_planned_only_where_it_is_faster_by_the_costs_of_the_search():
+    class Casting(DecoderCosts):
+        factor = 1.0
+
+        def step_s(self, setup):
+            return super().step_s(setup) * (self.factor if setup.precision.dtype.startswith("float8") else 1.0)
+
+    own, asked = replace(RUN, dp_shard=8), []
+    options = {"world_size": 8, "memory_bytes": H100.device.memory_bytes, "keep": kept(["tp=1", "pp=1"], own)}
+    for factor in (1.0, 10.0):
+        costs, seen = Casting(LLAMA_1B, H100), []
+        costs.factor = factor
+        as_planned = planned_by(costs)
+        suggest(
+            costs, own, H100, plan=lambda setup, seen=seen, of=as_planned: seen.append(setup) or of(setup), **options
+        )
+        asked.append(any(setup.precision.dtype.startswith("float8") for setup in seen))
+    assert asked == [True, False]
+
+
 def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_costs():
     planned = []
     # Costs that know nothing of what is kept: only full recomputation fits.

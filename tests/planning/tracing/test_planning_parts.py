@@ -17,6 +17,7 @@ from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.plan import enough_microbatches
 from composer3d.planning.schedules.simulation import Costs, simulate
 from composer3d.planning.tracing.rank_roles import chosen_ranks
+from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.second_process import Beside, halve
 from composer3d.planning.tracing.storages import StorageCounter
 from composer3d.torch_compat import dispatch_mode
@@ -243,3 +244,14 @@ def test_blocks_that_are_not_alike_are_all_traced(tmp_path):
         text=EXTRAPOLATED["zero3"].text + "[scheduling.activation_checkpoint]\nevery = 2\n",
     )
     assert not tracer_of(case, tmp_path).trace(0).is_extrapolated
+
+
+def test_stages_of_unequal_lengths_are_traced_whole_and_only_so(monkeypatch, tmp_path):
+    text = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\nstages_per_rank = 2\n'
+    case = Case(text, num_layers=14, num_microbatches=2)
+    traced, run = [], Tracer._run
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(Tracer, "_run", lambda *args, **options: traced.append(run(*args, **options)) or traced[-1])
+    (found,) = tracer_of(case, tmp_path).trace_all({0: 2})
+    assert sum(each.sketch is not None for each in traced) == 1
+    assert figures(found) == figures(tracer_of(case, tmp_path, extrapolate=False).trace(0))
