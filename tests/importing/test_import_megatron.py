@@ -250,3 +250,8 @@ def test_rates_are_megatrons(tmp_path, flags):
     assert [rate(step) for step in range(20)] == pytest.approx(expected)
     told = {key: verdict for key, verdict in verdicts_of(translation).items() if key.startswith(("lr_", "min_lr"))}
     assert set(told.values()) <= {"carried", "derived", "meaningless"}, told
+
+
+def test_two_16_bit_formats_are_refused(tmp_path):
+    translation = translated(tmp_path, "train.sh", SCRIPT.replace("--sequence-parallel", "--sequence-parallel --fp16"))
+    assert any("fp16 = true cannot stand beside bf16" in problem.message for problem in translation.problems)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from support.imported import manifest_of, translated, verdicts_of
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import LabelSmoother
 
 from composer3d.importing.recognition import recognise
@@ -186,3 +186,12 @@ def test_activation_checkpointing_is_carried_by_its_new_name_and_the_old_one_is_
     found = verdicts_of(translation)
     assert found["activation_checkpointing"] == found["activation_checkpointing_kwargs.every_n_layers"] == "carried"
     assert found["gradient_checkpointing"] == "ignored-there"
+
+
+@pytest.mark.parametrize("pair", [("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")])
+def test_two_16_bit_formats_are_refused_as_the_trainer_refuses_them(tmp_path, pair):
+    stated = ARGUMENTS | {"bf16": False} | dict.fromkeys(pair, True)
+    (problem,) = [p for p in translated(tmp_path, "args.json", json.dumps(stated)).problems if p.severity == "error"]
+    assert problem.key == pair[1] and f"cannot stand beside {pair[0]} = true" in problem.message
+    with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **dict.fromkeys(pair, True))

@@ -14,6 +14,8 @@ def precision(translation: Translation) -> None:
     """Carry 16 bits, which are reduced in float32 under bf16, and 8 bits of one recipe."""
     t = translation
     key = "bf16" if t.flag("bf16") else "fp16"
+    if t.flag("bf16") and t.flag("fp16"):
+        t.wrong("fp16", "cannot stand beside bf16: Megatron-LM raises", hint="leave one of them out")
     is_on = t.flag(key)
     if is_on:
         t.carry(key, "@mixed.param_dtype", "bfloat16" if key == "bf16" else "float16")

@@ -65,6 +65,9 @@ def sharded(translation: Translation) -> None:
 def precision(translation: Translation) -> None:
     """Carry 16 bits: FSDP's policy where it is on, else autocast."""
     t = translation
+    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if t.flag(other) and str(t.get(one)).lower() in ("true", "1"):
+            t.wrong(other, f"cannot stand beside {one} = true: the Trainer raises", hint=f"leave {one} or {other} out")
     key = "bf16" if str(t.get("bf16")).lower() in ("true", "auto", "1") else "fp16"
     dtype = "bfloat16" if key == "bf16" else "float16"
     if key == "bf16" or t.flag("fp16"):
