@@ -109,3 +109,22 @@ def test_degrees_and_a_bare_no(tmp_path):
 )
 def test_verdicts_of_single_keys(tmp_path, text, key, verdict):
     assert verdicts_of(translated(tmp_path, "a.yaml", text, system="accelerate"))[key] == verdict
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "said"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 2}, 8, "are 16 ranks, and the run has 8"),
+        ({"tp": 2}, 8, "tp_size = 2 are 2 ranks, and the run has 8"),
+        ({"cp": 2, "sp": 2}, 4, "cp_size = 2 shards the sequence already"),
+        ({"dp_shard": 4, "tp": 2}, 8, ""),
+        ({"dp_shard": 1}, 8, ""),
+        ({"sp": 8}, 8, ""),
+    ],
+)
+def test_degrees_that_are_not_the_number_of_ranks_are_refused(tmp_path, sizes, ranks, said):
+    text = f"distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: {ranks}\nparallelism_config:\n"
+    text += "".join(f"  parallelism_config_{name}_size: {size}\n" for name, size in sizes.items())
+    entries = translated(tmp_path, "a.yaml", text).verdicts.values()
+    notes = [entry.note for entry in entries if entry.verdict == "refused"]
+    assert len(notes) == bool(said) and all(said in note for note in notes)

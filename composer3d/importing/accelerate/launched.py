@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from composer3d.importing.translation import Translation
 
 __all__ = ["accumulation", "compiled", "degrees", "kind_of", "layout", "machines_of", "megatron", "world_of"]
@@ -121,7 +123,22 @@ def degrees(translation: Translation) -> None:
         t.put("@sequence.method", "ulysses", sequence, reason="heads are exchanged")
         t.judge(sequence, "carried", to="mesh.cp")
     t.judge(sequence, "equal")
+    _product(t, block)
     t.judge_block("parallelism_config", "meaningless", "how attention is exchanged is this plugin's method")
+
+
+def _product(t: Translation, block: str) -> None:
+    """Refuse degrees that Accelerate raises on: of two exchanges of sequences, or of another number of ranks."""
+    names = [f"{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+    sizes = {name: t.integer(f"{block}{name}", 1, least=1) or 1 for name in names if f"{block}{name}" in t}
+    if min(sizes.get("cp_size", 1), sizes.get("sp_size", 1)) > 1:
+        t.refuse(f"{block}sp_size", f"cp_size = {sizes['cp_size']} shards the sequence already: Accelerate raises")
+    product, world = math.prod(sizes.values()), world_of(t)
+    if world is None or product in (1, world):
+        return
+    stated = " x ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+    note = f"{stated} are {product} ranks, and the run has {world}: Accelerate raises"
+    t.refuse("num_processes" if "num_processes" in t else f"{block}{next(iter(sizes))}", note)
 
 
 def megatron(translation: Translation) -> None:
