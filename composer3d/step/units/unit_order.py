@@ -125,6 +125,8 @@ class UnitOrder:
     def _all_are_here(self, place: int, item: int) -> bool:
         """Return whether all ranks begin the same collective at a place; some may not have come to it yet.
 
+        A rank that has not made its `UnitOrder` yet answers nothing.
+
         Raises:
             StepError: Some begin another one.
         """
@@ -132,7 +134,7 @@ class UnitOrder:
         there = {
             rank: answer["items"][place]
             for rank, answer in answers.items()
-            if answer["round"] == self._round and len(answer["items"]) > place
+            if answer and answer["round"] == self._round and len(answer["items"]) > place
         }
         if any(other != item for other in there.values()):
             text = self._text({self._rank: item, **there})
