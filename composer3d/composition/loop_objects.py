@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["DictState", "GivenParameters", "adopt_optimizer", "adopt_scheduler"]
 
 _KEPT = ("params", "match")
+# Lists of torch's schedulers, and of those of users that are made like them, with a value for each group. Others, as
+# milestones, may be as long by chance.
+_OF_GROUPS = (
+    "_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs",
+)  # fmt: skip
 
 
 class DictState:
@@ -79,8 +84,8 @@ def adopt_optimizer(
             f"the {name} has stepped, and its state is of one device's tensors; compose before the first step, and "
             'write run.load("checkpoints/100") for the state of a run'
         )
-    names = _names_of_groups(optimizer, context)
     cls = type(optimizer)
+    names = _names_of_groups(optimizer, context)
     arguments = {key: value for key, value in optimizer.defaults.items() if key in _parameters_of(cls)}
     groups = [
         {"match": _exactly(fqns), **{key: value for key, value in group.items() if key not in _KEPT}}
@@ -118,17 +123,25 @@ def adopt_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, sources: S
             "pass the optimizer to run.prepare, too, and before its scheduler"
         )
     num = max(sources, default=-1) + 1
-    for inner in _schedulers_in(scheduler):
-        for key, value in vars(inner).items():
-            is_of_groups = isinstance(value, list) and len(value) == num and key != "_schedulers"
-            if is_of_groups and len(sources) != num:
-                vars(inner)[key] = [value[index] for index in sources]
+    if len(sources) == num:
+        return
+    for inner in _schedulers_in(scheduler, set()):
+        values = vars(inner)
+        for key in _OF_GROUPS:
+            if isinstance(values.get(key), list) and len(values[key]) == num:
+                values[key] = [values[key][index] for index in sources]
 
 
-def _schedulers_in(scheduler: Any) -> Iterator[Any]:
+def _schedulers_in(scheduler: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a scheduler and those that it holds, by itself or in lists, each once."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    seen.add(id(scheduler))
     yield scheduler
-    for inner in vars(scheduler).get("_schedulers", ()):
-        yield from _schedulers_in(inner)
+    for value in vars(scheduler).values():
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, LRScheduler) and id(inner) not in seen:
+                yield from _schedulers_in(inner, seen)
 
 
 def _names_of_groups(optimizer: torch.optim.Optimizer, context: RunContext) -> list[list[str]]:
