@@ -85,6 +85,11 @@ def adopt_optimizer(
             'write run.load("checkpoints/100") for the state of a run'
         )
     cls = type(optimizer)
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise StepError(
+            f"the {name} calls a closure again, and a composed step runs once; use an optimizer that does not"
+        )
     names = _names_of_groups(optimizer, context)
     arguments = {key: value for key, value in optimizer.defaults.items() if key in _parameters_of(cls)}
     groups = [
@@ -94,7 +99,7 @@ def adopt_optimizer(
     ]
     try:
         made = make(cls, groups, **arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise StepError(
             f"the {name} cannot be made again over the composed model's parameters: {error}; write "
             f"run.optimizer({name}, ...) with its arguments instead"

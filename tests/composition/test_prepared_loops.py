@@ -182,7 +182,7 @@ def refusals():
     model.zero_grad()
     run = composer3d.compose(model, write_manifest("[sharding.fsdp2]\n"))
     found = []
-    for thing in (stepped, partial, foreign, orphan, nn.Linear(2, 2), 3):
+    for thing in (stepped, partial, foreign, orphan, nn.Linear(2, 2), 3, torch.optim.LBFGS(model.parameters())):
         with pytest.raises(StepError) as refused:
             run.prepare(thing)
         found.append(str(refused.value))
@@ -200,6 +200,7 @@ def test_what_cannot_be_adopted_is_refused():
         "run.prepare takes an optimizer before its schedulers",
         "run.prepare was given a Linear that is not the model of this composition",
         "run.prepare was given a int; it takes the model, an optimizer, schedulers of it, and DataLoaders",
+        "the LBFGS calls a closure again, and a composed step runs once",
         "the StepLR is of another optimizer than the composition's",
     ]
     for found in run_ranks(refusals, 2):
