@@ -271,11 +271,14 @@ def selective_contexts(policy: Any) -> tuple[Any, Any]:
 def works_on_meta(args: tuple[Any, ...]) -> bool:
     """Return whether an operator is given tensors on meta, whose sizes a propagation compares with those of shards.
 
-    It does so in a first forward alone, so that what is counted or kept must not include them.
+    It does so in a first forward alone, so that what is counted or kept must not include them. In a plan they are fake
+    tensors, whose own device, meta, tells them from those of the rank; the class is private (torch 2.11-2.15).
     """
     import torch
+    from torch._subclasses import FakeTensor
 
-    return any(type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_meta for each in args)
+    kinds = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return any(type(each) in kinds and each.device.type == "meta" for each in args)
 
 
 @functools.cache

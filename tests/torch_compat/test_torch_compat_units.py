@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
@@ -87,6 +88,9 @@ def test_units_that_a_graph_has_saved_are_released():
 def test_operators_on_meta_are_those_that_are_given_tensors_there():
     assert torch_compat.works_on_meta((1, torch.ones(2, device="meta")))
     assert not torch_compat.works_on_meta((1, torch.ones(2)))
+    with FakeTensorMode():
+        assert torch_compat.works_on_meta((torch.ones(2, device="meta"),))
+        assert not torch_compat.works_on_meta((torch.ones(2),))
 
 
 def test_places_of_parameters_know_what_stands_there():
