@@ -134,7 +134,8 @@ def _product(t: Translation, block: str) -> None:
     if min(sizes.get("cp_size", 1), sizes.get("sp_size", 1)) > 1:
         t.refuse(f"{block}sp_size", f"cp_size = {sizes['cp_size']} shards the sequence already: Accelerate raises")
     product, world = math.prod(sizes.values()), world_of(t)
-    if world is None or product in (1, world):
+    is_deepspeeds = sizes.get("sp_size", 1) > 1 and str(t.get(f"{block}sp_backend", "deepspeed")) == "deepspeed"
+    if world is None or product in (1, world) or is_deepspeeds:  # DeepSpeed forms those groups itself
         return
     stated = " x ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
     note = f"{stated} are {product} ranks, and the run has {world}: Accelerate raises"

@@ -20,6 +20,7 @@ _REFUSED = {
     "musgd": "muP scales rates by widths",
 }
 _MISSING = {"lamb": "LAMB", "lion": "Lion", "fusedlamb": "LAMB", "fusedlion": "Lion"}
+_KEYS = {"sgd": ("momentum", "nesterov"), "muon": ("momentum", "nesterov", "eps")}  # of [optimizer], for that class
 _TORCH = {"adagrad": "Adagrad", "rmsprop": "RMSprop", "adadelta": "Adadelta", "nadam": "NAdam", "radam": "RAdam"}
 
 
@@ -135,7 +136,7 @@ def _plain(t: Translation, name: str, defaults: dict[str, Any]) -> None:
     t.put("optimizer.use", name, _TYPE)
     if name != "muon":
         t.judge(_TYPE, "carried", to="optimizer.use")
-    own = {"lr", "weight_decay", "momentum", "nesterov", "eps"} if name in ("sgd", "muon") else {"lr", "weight_decay"}
+    own = {"lr", "weight_decay", *_KEYS.get(name, ())}
     given = [leaf.path[-1] for leaf in t.tree.below(_PARAMS) if len(leaf.path) == 3]
     extra: dict[str, Any] = {}
     for key in dict.fromkeys([*defaults, *given]):
