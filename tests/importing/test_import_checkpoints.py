@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.foreign_checkpoints import WRITERS, trained, write_universal, write_weights, write_zero_2
 from support.models import composed, mean_loss, mine, seeded, unpadded
 from support.training import MANIFEST, write
@@ -103,6 +104,39 @@ def test_pickled_entries_are_skipped_and_named(tmp_path):
     skipped = import_checkpoint(tmp_path / "step-3", tmp_path / "own").skipped
     assert "lr_scheduler: pickled, which is not read" in skipped
     assert "train_state.step: of the loop that wrote it" in skipped
+
+
+def test_what_a_state_dict_holds_beside_tensors_is_named(tmp_path):
+    content = {"state_dict": {"w": torch.ones(2), "extra": Bomb(), "num": 3}, "epoch": 4}
+    torch.save(content, tmp_path / "model.pt")
+    assert import_checkpoint(tmp_path / "model.pt", tmp_path / "own").skipped == (
+        "epoch: beside the weights in model.pt",
+        "extra: pickled, which is not read",
+        "num: a int, no tensor",
+    )
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"w": "../a.safetensors"}}, "names '../a.safetensors' for w, which is no file beside it"),
+        ({"weight_map": {"w": "/a.safetensors"}}, "names '/a.safetensors' for w, which is no file beside it"),
+        ({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}, "names b.safetensors for v, and there is no"),
+        ({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}, "its index names v in a.safetensors, and no su"),
+        ({"weights": {}}, "cannot be read: KeyError"),
+        ([], "cannot be read: TypeError"),
+        ({"weight_map": {"w": "a.safetensors"}}, None),
+    ],
+)
+def test_an_index_of_weights_is_held_to(tmp_path, index, said):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if said is None:
+        assert not import_checkpoint(folder, tmp_path / "own").skipped
+    else:
+        assert said in refusal(folder, tmp_path)
 
 
 def refusal(source, tmp_path, **options):
