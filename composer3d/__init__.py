@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from composer3d.step.step_state import StepState
     from composer3d.step.units.gathered_units import make_unit
     from composer3d.step.units.own_meshes import own_meshes
+    from composer3d.step.units.unit_dtypes import divide_by_dtype
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
     from composer3d.verification.verify import VerifyResult, verify
 
@@ -156,6 +157,7 @@ _MODULES = {
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
     "step.units.own_meshes": ("own_meshes",),
+    "step.units.unit_dtypes": ("divide_by_dtype",),
     "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
@@ -286,6 +288,7 @@ __all__ = [
     "check",
     "chosen_by_values",
     "compose",
+    "divide_by_dtype",
     "has_stacked_experts",
     "hookimpl",
     "import_config",

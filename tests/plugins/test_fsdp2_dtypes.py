@@ -98,3 +98,10 @@ def test_hybrid_sharding():
     for exact, rounded, *_ in run_ranks(step, 4, "[mesh]\ndp_replicate = 2\n[sharding.fsdp2]\n"):
         assert exact < TIGHT
         assert rounded < ROUNDED
+
+
+def test_replicas():
+    for exact, rounded, whole, _ in run_ranks(step, 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"):
+        assert exact < TIGHT
+        assert rounded < ROUNDED
+        assert whole == ["layers.0.scale", "layers.1.scale"]

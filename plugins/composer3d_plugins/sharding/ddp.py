@@ -23,6 +23,7 @@ from composer3d import (
     StepState,
     Transform,
     average_whole,
+    divide_by_dtype,
     hookimpl,
     make_unit,
     map_tensors,
@@ -57,8 +58,9 @@ class DDP:
     """Replicate the model over the ranks of dp_replicate, and of axes that shard sequences, and average gradients.
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
-        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters without
-        dims or elements, which FSDP2 does not handle.
+        Modules of another dtype than most of their unit are units, too.
+        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters
+        without dims or elements, which FSDP2 does not handle, and those of another dtype than their module.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward.
@@ -132,15 +134,16 @@ class DDP:
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
         """Reduce after the last micro-batch only."""
         actions = [StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
-        if self.reducer == "unit" and any(torch_compat.whole_parameters(part.module) for part in context.parts):
-            actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=_average_whole))
+        if self.reducer == "unit" and any(self._whole_parameters(part.module, context) for part in context.parts):
+            actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=self._average_whole))
         if self.reducer == "bucketed" and not (self.find_unused_parameters or self.static_graph):
             actions.append(StepAction(name="ddp.unused", point=StepPoint.AFTER_MICROBATCH, run=self._refuse_unused))
         return actions
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         if self.reducer == "unit":
-            return context.units(self.units)
+            units = context.units(self.units)
+            return divide_by_dtype(model, units, context, ignored=self._whole_parameters(model, context)).units
         # Here, where all plugins have been configured.
         held = next((fqn for fqn in context.fqns if context.offload_policy(fqn) is not None), None)
         if held is not None:
@@ -159,6 +162,9 @@ class DDP:
     def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy
 
+        divided = divide_by_dtype(model, fqns, context, ignored=self._whole_parameters(model, context))
+        context.state.setdefault(self, set()).update(divided.whole)
+        whole = self._whole_parameters(model, context)
         own = own_meshes(model, context)
         for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):
             make_unit(
@@ -168,9 +174,21 @@ class DDP:
                 context,
                 mesh=context.data_mesh(own.get(fqn), replicas=REPLICAS),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
-                ignored_params=torch_compat.whole_parameters(model),
+                ignored_params=whole,
             )
         return list(fqns)
+
+    def _whole_parameters(self, model: nn.Module, context: RunContext) -> set[nn.Parameter]:
+        """Return the parameters in no unit: those that FSDP2 does not handle, or of another dtype than their module."""
+        names = context.state.get(self, ()) if self.reducer == "unit" else ()
+        of_dtype = {p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
+        return of_dtype | torch_compat.whole_parameters(model)
+
+    def _average_whole(self, state: StepState) -> None:
+        for part in state.parts:
+            whole = self._whole_parameters(part.module, state.context)
+            ordered = [parameter for parameter in part.module.parameters() if parameter in whole]
+            average_whole(ordered, axes=state.context.data_axes(REPLICAS), context=state.context)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         # The reducer has the parameters alone, so torch's own broadcast_buffers would do nothing.
@@ -224,13 +242,6 @@ class DDP:
                 'true for parameters that the forward leaves out, and reducer = "unit" for those that a penalty, a '
                 "gradient of the output, does not depend on"
             )
-
-
-def _average_whole(state: StepState) -> None:
-    for part in state.parts:
-        whole = torch_compat.whole_parameters(part.module)
-        ordered = [parameter for parameter in part.module.parameters() if parameter in whole]
-        average_whole(ordered, axes=state.context.data_axes(REPLICAS), context=state.context)
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:

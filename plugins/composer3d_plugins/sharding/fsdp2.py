@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -21,6 +20,7 @@ from composer3d import (
     StepState,
     Transform,
     average_whole,
+    divide_by_dtype,
     hookimpl,
     make_unit,
     own_meshes,
@@ -30,7 +30,6 @@ from composer3d import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
@@ -184,23 +183,13 @@ class FSDP2:
         for pattern in self.ignored:
             select_fqns(pattern, context.parameter_fqns)
         units = context.units(self.units)
-        more = self._dtypes_of(model, units, context).units
-        return units if not more else [fqn for fqn in context.fqns if fqn and fqn in {*units, *more}] + [""]
-
-    def _dtypes_of(self, model: nn.Module, units: Sequence[str], context: RunContext) -> Dtypes:
-        """Divide units by dtype; modules with parameters tied to another module stay in their unit."""
-        tied = {name for group in context.ties for name in group}
-        whole = {id(parameter) for parameter in self._ignored_parameters(model, context)}
-        shared = {id(p) for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in tied}
-        found = Dtypes()
-        for fqn in sorted((fqn for fqn in units if fqn in context.fqns), key=lambda name: -len(name)):
-            found.divide(model, fqn, others=set(units), whole=whole, shared=shared)
-        return found
+        return divide_by_dtype(model, units, context, ignored=self._ignored_parameters(model, context)).units
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
-        context.state.setdefault(self, set()).update(self._dtypes_of(model, fqns, context).whole)
+        divided = divide_by_dtype(model, fqns, context, ignored=self._ignored_parameters(model, context))
+        context.state.setdefault(self, set()).update(divided.whole)
         ignored = self._ignored_parameters(model, context)
         own = own_meshes(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
@@ -276,57 +265,6 @@ class FSDP2:
             ignored = self._ignored_parameters(part.module, state.context)
             ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
             average_whole(ordered, axes=state.context.data_axes(REPLICAS, SHARDS), context=state.context)
-
-
-@dataclass(kw_only=True)
-class Dtypes:
-    """Division of units of several dtypes: torch gathers and reduces the parameters of a unit as one buffer.
-
-    Attributes:
-        units: FQNs of the modules that become units of their own.
-        whole: FQNs of the parameters that stay replicated, because their module has another dtype too.
-    """
-
-    units: list[str] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)
-
-    def divide(
-        self, model: nn.Module, fqn: str, *, others: Collection[str], whole: Collection[int], shared: Collection[int]
-    ) -> None:
-        """Divide a unit.
-
-        Args:
-            model: The part that holds it.
-            fqn: Of the unit.
-            others: FQNs of all units.
-            whole: `id` of parameters in no unit.
-            shared: `id` of parameters that other modules have too.
-        """
-        held: dict[str, list[tuple[str, nn.Parameter]]] = {}
-        sizes: dict[torch.dtype, int] = {}
-        seen: set[int] = set()
-        for owner, module in model.get_submodule(fqn).named_modules(prefix=fqn):
-            if any(owner == other or owner.startswith(f"{other}.") for other in others if _is_inside(other, fqn)):
-                continue
-            for name, parameter in module.named_parameters(prefix=owner, recurse=False):
-                if parameter.requires_grad and id(parameter) not in seen and id(parameter) not in whole:
-                    seen.add(id(parameter))
-                    held.setdefault(owner, []).append((name, parameter))
-                    sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-        for owner, parameters in held.items():
-            if all(parameter.dtype == most for _, parameter in parameters):
-                continue
-            inside = [p for other, each in held.items() if f"{other}.".startswith(f"{owner}.") for _, p in each]
-            is_one = len({parameter.dtype for parameter in inside}) == 1
-            if is_one and owner != fqn and not any(id(parameter) in shared for parameter in inside):
-                self.units.append(owner)
-            else:
-                self.whole += [name for name, parameter in parameters if parameter.dtype != most]
-
-
-def _is_inside(fqn: str, other: str) -> bool:
-    return fqn != other and (not other or fqn.startswith(f"{other}."))
 
 
 def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Shard] | None:
