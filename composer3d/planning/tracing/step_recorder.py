@@ -229,7 +229,8 @@ class _Observer:
         result = operator(*args, **kwargs)
         # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
         self.storages.see(result, known=makes_nothing)
-        if self._is_quiet or self.storages.is_paused:
+        # A propagation compares sizes on meta in the first step alone, which is the step that a plan records.
+        if self._is_quiet or self.storages.is_paused or torch_compat.works_on_meta(args):
             return result
         if is_collective:
             self._collect(operator, args)
