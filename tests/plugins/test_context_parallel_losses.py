@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, 
 from composer3d_plugins.sharding.context_parallel.sequence_positions import zigzag
 from support.models import write_manifest
 from support.tensor_parallel import batch_of, built, class_loss
+from support.training import start, write
 from torch import Tensor
 
 from composer3d import Batch, Loss
 from composer3d.propagation import SEQUENCE, Placed, mark, spec_of
+from composer3d.runner.metrics import read_metrics
 from composer3d.testing import assert_parity
 
 VOCAB = 13
@@ -88,11 +91,15 @@ RELATING: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
 }
 
 
-def relation(loss: Callable[..., Any], length: int = 13) -> str:
+def decisions() -> Losses:
     output = torch.empty(2, 4, VOCAB, device="meta")
     mark(output, placed=Placed(dim=1, parts=(8,)), degree=2, sources=frozenset({SEQUENCE}), axis="cp")
     form = OutputForm(output, (spec_of(output, "cp"),), num_samples=2, lengths=(8,))
-    losses = Losses(form=form, dim=1, degree=2, positions=partial(zigzag, degree=2))
+    return Losses(form=form, dim=1, degree=2, positions=partial(zigzag, degree=2))
+
+
+def relation(loss: Callable[..., Any], length: int = 13) -> str:
+    losses = decisions()
     target = torch.zeros(3, length, dtype=torch.int64)
     return losses.relation(loss, target, num_samples=3, lengths=(length,))
 
@@ -108,6 +115,62 @@ def test_losses_that_relate_positions_are_seen(name: str) -> None:
     found = relation(loss)
     assert any(each in found for each in said.split("|")), found
     assert "divided" in found or "no total" in found or "test_context_parallel_losses.py:" in found
+
+
+def test_a_loss_is_decided_once_whatever_kind_of_callable_it_is():
+    calls: list[int] = []
+
+    def noted(o: Tensor, t: Tensor, *, where: list[list[int]]) -> Tensor:
+        calls.append(1)
+        return mean(o, t)
+
+    losses, loss = decisions(), partial(noted, where=[calls])
+    target = torch.zeros(3, 13, dtype=torch.int64)
+    for _ in range(2):
+        assert losses.relation(loss, target, num_samples=3, lengths=(13,)) == ""
+    assert len(calls) == 2  # two lengths, once
+
+
+class LaterShifted:
+    """Relates positions from a later step on."""
+
+    step = 0
+
+    def __call__(self, o: Tensor, t: Tensor) -> Tensor:
+        return mean(o[:, :-1], t[:, 1:]) if self.step else mean(o, t)
+
+
+def test_a_loss_that_changes_what_it_does_is_decided_again():
+    losses, loss, target = decisions(), LaterShifted(), torch.zeros(3, 13, dtype=torch.int64)
+    assert losses.relation(loss, target, num_samples=3, lengths=(13,)) == ""
+    loss.step = 1
+    assert "__getitem__" in losses.relation(loss, target, num_samples=3, lengths=(13,))
+
+
+LAST = """
+def last(output, target):
+    return output[:, -1].double().square().sum(), len(target)
+"""
+EVALUATED = """
+composer3d = 1
+model.args = { dim = 16, num_layers = 1, num_heads = 2, dropout = 0.0 }
+data = { use = "synthetic", seq_len = 8, vocab_size = 8 }
+train = { steps = 1, global_batch = 2, microbatch = 1 }
+evaluation = { every = 1, batches = 1, metrics = { last = "last_metric:last" } }
+lr_schedule.use = "constant"
+run.device = "cpu"
+[sharding.context_parallel]
+[sharding.fsdp2]
+"""
+
+
+def test_a_metric_that_relates_positions_is_one_devices_beside_a_loss_that_does_not(tmp_path: Path) -> None:
+    (tmp_path / "last_metric.py").write_text(LAST)
+    path, found = write(tmp_path, EVALUATED), []
+    for degree in (2, 1):
+        start(path, degree, f"mesh.cp={degree}", output=tmp_path / f"{degree}")
+        found.append(next(read_metrics(tmp_path / f"{degree}" / "metrics.jsonl"))["evaluation_last"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def shifted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,9 @@ class Losses:
     dim: int
     degree: int
     positions: Callable[[int], Positions]
-    _known: dict[Any, str] = field(default_factory=dict)
+    _known: dict[Any, tuple[Any, str]] = field(default_factory=dict)
+    # Kept, so that no other function has the id of one of them.
+    _decided_of: dict[Any, Any] = field(default_factory=dict)
 
     def relation(self, loss_fn: Any, target: Any, *, num_samples: int, lengths: tuple[int, ...]) -> str:
         """Return by what a loss relates positions, with its line; empty where it does not.
@@ -106,13 +108,16 @@ class Losses:
         """
         leaves = [leaf for leaf in torch_compat.tree_leaves(target) if isinstance(leaf, Tensor)]
         shapes = tuple((leaf.dtype, tuple(self._dims(leaf, set(lengths)))) for leaf in leaves)
-        if (id(loss_fn), shapes) not in self._known:
+        key = id(loss_fn), shapes
+        state = _numbers_of(loss_fn, set())
+        if self._known.get(key, (None, ""))[0] != state:
+            self._decided_of[key] = loss_fn
             try:
                 loss_fn = copy.deepcopy(loss_fn)  # a module may count its calls
             except Exception:  # an object of the loop's own may refuse, for any reason
                 pass
-            self._known[id(loss_fn), shapes] = self._decided(loss_fn, target, num_samples, lengths)
-        return self._known[id(loss_fn), shapes]
+            self._known[key] = state, self._decided(loss_fn, target, num_samples, lengths)
+        return self._known[key][1]
 
     def _dims(self, leaf: Tensor, lengths: set[int]) -> list[bool]:
         return [size in lengths for size in leaf.shape]
@@ -169,6 +174,22 @@ class Losses:
         x = torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
         placed, sources = Placed(dim=dim, parts=(length,)), frozenset({SEQUENCE})
         return mark(x, placed=placed, degree=self.degree, sources=sources, axis="cp")
+
+
+def _numbers_of(loss: Any, seen: set[int]) -> list[Any]:
+    """Return what a loss keeps besides tensors: one that counts its calls may do something else in a later one."""
+    loss = getattr(loss, "func", loss)
+    loss = getattr(loss, "__self__", loss)
+    if id(loss) in seen:
+        return []
+    seen.add(id(loss))
+    found: list[Any] = []
+    for name, value in getattr(loss, "__dict__", {}).items():
+        if value is None or isinstance(value, int | float | str):
+            found.append((name, value))
+        elif callable(value) and not isinstance(value, type):
+            found.append((name, _numbers_of(value, seen)))
+    return found
 
 
 def _line(error: Exception) -> str:
