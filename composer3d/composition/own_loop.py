@@ -103,7 +103,12 @@ class OwnLoop:
             scaling.scaler, self._engine.is_plain = scaler, False
 
     def backward(
-        self, loss: Any, *, last: bool | None = None, reduction: Literal["mean", "sum"] | None = None
+        self,
+        loss: Any,
+        *,
+        last: bool | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
+        retain_graph: bool = False,
     ) -> Tensor | None:
         """Run backward of a loss that the loop computed with `run.model`.
 
@@ -113,6 +118,7 @@ class OwnLoop:
                 `accumulate` that are not.
             reduction: Of a scalar whose last operations do not show it; None reads it from its graph. A loss that mixes
                 the samples of a rank, as contrastive ones do, is averaged over ranks like a mean.
+            retain_graph: Whether another backward of this step goes through the same graph.
 
         Returns:
             None unless `last`; else the mean loss over all ranks, divided where the loop passed `loss / n`: its sum.
@@ -134,7 +140,7 @@ class OwnLoop:
         with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
             self._engine.outside.look(loss)
             is_last = self._engine.accumulated.is_last if last is None else last
-            return self._engine.backward(loss, last=is_last, reduction=reduction)
+            return self._engine.backward(loss, last=is_last, reduction=reduction, retain_graph=retain_graph)
 
     def grad(
         self,

@@ -247,7 +247,9 @@ class StepEngine:
         else:
             reshard_units(self._context.parts, held=False)
 
-    def backward(self, value: Any, *, last: bool, reduction: Reduction | None = None) -> Tensor | None:
+    def backward(
+        self, value: Any, *, last: bool, reduction: Reduction | None = None, retain_graph: bool = False
+    ) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
         state = self.begun()
         if self._dropped.are_gone(self._own, self.state):
@@ -261,13 +263,14 @@ class StepEngine:
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
-        state.forward_done = True
+        state.forward_done, state.keeps_graph = True, retain_graph
         self.begin_microbatch(self._own.calls - 1, last)
         held = self._hooks_held(is_last=last)
-        with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
-            self.scaling.scale(self.loss_totals.scaled(loss)).backward()
+        trained = self.units.trained(keeps_graph=retain_graph)
+        with self._context.span("backward"), self.streams.kept(), trained, held:
+            self.scaling.scale(self.loss_totals.scaled(loss)).backward(retain_graph=retain_graph)
         self.end_microbatch()
-        self._gathered = state.forward_done = False
+        self._gathered = state.forward_done = state.keeps_graph = False
         if not last:
             return None
         mean = self._settle(state, self.loss_totals.pending) * self._own.handed()

@@ -76,6 +76,7 @@ class Units:
         states: FSDP2's, in the order of their modules.
         groups: Theirs; each has the parameters that are gathered as one.
         is_trained: Whether a backward that runs now is one whose gradients are used.
+        keeps_graph: Whether another backward goes through the graph of the one that runs now.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
         gathers: Called when a unit is gathered.
@@ -88,7 +89,7 @@ class Units:
 
     def __init__(self, root: Any) -> None:
         self.root, self.states, self.groups = root, list[Any](), list[Any]()
-        self.is_trained = self.builds_graph = False
+        self.is_trained = self.builds_graph = self.keeps_graph = False
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
         self.gathers: Callable[[], None] = lambda: None
@@ -360,7 +361,7 @@ class _WatchedGroup(_Group):
         return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
 
     def reduce(self) -> None:
-        self.has_run = False
+        self.has_run = self.has_run and self._units.keeps_graph
         self.earlier.clear()
         if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
             self.unshard()  # of replicas: nothing is sent

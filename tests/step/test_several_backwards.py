@@ -243,3 +243,33 @@ def test_buckets_refuse_parameters_that_are_frozen_later():
         run_ranks(frozen_later, 2, write_manifest(LAYOUTS["bucketed"]))
     assert 'StepError: no gradient reached "' in str(caught.value)
     assert "in step 1, and torch's DistributedDataParallel waits for one of every parameter" in str(caught.value)
+
+
+def shared_graph(text):
+    """Return the errors of a step whose two losses go through one graph; and what is refused."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Critic()
+    reference, x = copy.deepcopy(model), torch.randn(4, 5)
+    output = reference(x)
+    (output.mean() + output.pow(2).mean()).backward()
+    run = composer3d.compose(model, write_manifest(text))
+    rank = run.context.data_parallel_rank
+    output = run.model(x[2 * rank : 2 * rank + 2])
+    try:
+        run.backward(output.mean(), retain_graph=True)
+    except composer3d.StepError as refused:
+        return str(refused)
+    run.backward(output.pow(2).mean())
+    return error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference)
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "zero 1", "unit", "bucketed"])
+def test_two_backwards_go_through_one_graph(layout):
+    for found in run_ranks(shared_graph, 2, LAYOUTS[layout]):
+        if layout == "bucketed":
+            assert found.startswith(
+                "retain_graph = True: torch's DistributedDataParallel reduces in the first backward"
+            )
+        else:
+            assert found < TIGHT

@@ -215,6 +215,12 @@ class DDP:
     def _before_microbatch(self, state: StepState) -> None:
         for part in state.parts:
             module: Any = part.module
+            if self.reducer == "bucketed" and state.keeps_graph:
+                raise StepError(
+                    "retain_graph = True: torch's DistributedDataParallel reduces in the first backward after a "
+                    "forward alone, and a second one through its graph would leave ranks with other gradients; add the "
+                    'losses up and call run.backward once, or write reducer = "unit" in [sharding.ddp]'
+                )
             if self.reducer == "unit":
                 module.set_is_last_backward(state.is_last)
                 module.set_requires_gradient_sync(state.is_last)
