@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.errors import Problem, did_you_mean
 from composer3d.importing.automatic import resolve
 from composer3d.importing.translation import Translation
 
@@ -34,6 +35,19 @@ def batch(translation: Translation) -> None:
         _of_the_total(t, total, micro, steps, degree)
     elif micro is not None or steps is not None:
         _without_total(t, micro, steps or 1, degree)
+    elif not any(key in t for key in (_TOTAL, _MICRO, _STEPS)):
+        _without_sizes(t)
+
+
+def _without_sizes(t: Translation) -> None:
+    """Report that DeepSpeed raises without a batch size, at the key that was meant as one if there is such."""
+    message = f"neither {_TOTAL} nor {_MICRO} is stated: DeepSpeed raises, unless a trainer adds them"
+    for key in t.tree.leaves:
+        hint = did_you_mean(key, (_TOTAL, _MICRO, _STEPS))
+        if hint is not None and hint.startswith("did you mean"):
+            t.refuse(key, f"{message}; {hint}")
+            return
+    t.problems.append(Problem(message=message, file=t.tree.file, severity="warning"))
 
 
 def _size(t: Translation, key: str, name: str | None) -> int | None:
