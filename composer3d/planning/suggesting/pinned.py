@@ -52,6 +52,10 @@ def _condition(pin: str, own: Setup) -> Callable[[Setup], bool]:
     if key not in KEYS:
         raise ComposerError(f'"{key}" cannot be kept; {did_you_mean(key, sorted(KEYS))}')
     read = KEYS[key]
+    if value is not None and isinstance(read(own), int):
+        least = 0 if key == "zero" else 1
+        if not value.isdigit() or (relation != ">=" and int(value) < least):
+            raise ComposerError(f'"{pin}" holds of no layout: {key} is a whole number of at least {least}')
     if relation == "=":
         wanted = str(read(own)) if value is None else value
         return lambda setup: str(read(setup)) == wanted

@@ -97,10 +97,13 @@ def test_pins_are_kept(pins, holds):
 @pytest.mark.parametrize(
     ("pin", "message"),
     [
+        ("tp=x", '"tp=x" holds of no layout: tp is a whole number of at least 1'),
+        ("tp<=0", '"tp<=0" holds of no layout: tp is a whole number of at least 1'),
+        ("zero=-1", '"zero=-1" pins nothing'),
         ("tpp=2", '"tpp" cannot be kept; did you mean "tp"?'),
         ("recompute<=2", '"recompute<=2" compares what is no number'),
         ("tp==2", '"tp==2" pins nothing'),
-        ("tp<=x", '"tp<=x" compares what is no number'),
+        ("tp<=x", '"tp<=x" holds of no layout'),
     ],
 )
 def test_pins_that_mean_nothing(pin, message):
