@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def import_config(
         training_args: Arguments of transformers' Trainer, as JSON, YAML or a command line: they fill in "auto".
         world_size: Ranks of the run, where the file does not say.
         model: `module:callable`, or a Hugging Face model's folder.
-        data: `data.use` of the manifest.
+        data: `data.use` of the manifest; a file or folder is sought in the folder of the manifest, which `name` says.
         source_version: Of the source system, where defaults differ between versions.
         allow: Keys whose refusal is overruled, or blocks of such keys; `auto` is all that a trainer fills in.
         name: Of the manifest in problems; default: the source's with `.toml`.
@@ -223,6 +224,7 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
     if places["model"] is not None:
         overrides += _large_enough(translation)
+    overrides += _beside(name, translation)
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)
         file.write_text(manifest, encoding="utf-8")
@@ -241,6 +243,15 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
             hint = f"write it there, or import with --{what}" if what != "steps" else "write it there"
             problems.append(Problem(message=message, file=name, line=line, severity="warning", hint=hint))
     return problems
+
+
+def _beside(name: str, translation: Translation) -> list[str]:
+    """Return where files and folders lie that the manifest names beside itself: it is checked in another folder."""
+    found = {
+        path: translation.settings[path].value for path in ("data.use", "model.hf") if path in translation.settings
+    }
+    paths = {path: Path(name).resolve().parent / value for path, value in found.items() if isinstance(value, str)}
+    return [f"{path}={json.dumps(str(place))}" for path, place in paths.items() if place.exists()]
 
 
 def _is_elsewhere(problem: Problem) -> bool:

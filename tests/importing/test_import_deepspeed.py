@@ -8,6 +8,7 @@ import math
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
 
+from composer3d.importing.importer import import_config
 from composer3d.runner import TABLES
 from composer3d.runner.lr_schedule import multiplier_of
 
@@ -292,3 +293,22 @@ def test_verdicts_of_single_keys(tmp_path, content, key, verdict, said):
     translation = translated(tmp_path, "ds.json", document(**{"train_batch_size": 8, **content}))
     assert verdicts_of(translation)[key] == verdict
     assert said in translation.verdicts[key].note
+
+
+def test_a_file_without_a_batch_size_is_reported_and_a_slip_is_named(tmp_path):
+    translation = translated(tmp_path, "ds.json", document(train_micro_batch_size_per_gp=4, bf16={"enabled": True}))
+    entry = translation.verdicts["train_micro_batch_size_per_gp"]
+    assert entry.verdict == "refused" and 'did you mean "train_micro_batch_size_per_gpu"?' in entry.note
+    (problem,) = translated(tmp_path, "ds.json", document(bf16={"enabled": True})).problems
+    assert problem.severity == "warning" and "neither train_batch_size nor" in problem.message
+
+
+def test_data_is_sought_beside_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "corpus").mkdir(parents=True)
+    (tmp_path / "there" / "corpus" / "a.txt").write_text("some text to train on\n" * 200)
+    (tmp_path / "ds.json").write_text(document(train_micro_batch_size_per_gpu=1))
+    for name, is_found in (("there/run.toml", True), ("run.toml", False)):
+        result = import_config("ds.json", target="run", data="corpus/", name=name)
+        assert any(problem.table == "data" and "corpus" in problem.message for problem in result.problems) != is_found
+        assert 'use = "corpus/"' in result.manifest
