@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer3d.errors import PluginError, did_you_mean
-from composer3d.registry import FAMILIES
+from composer3d.registry import FAMILIES, Catalogue
 
 __all__ = ["NewPlugin", "filled", "new_plugin"]
 
@@ -46,13 +46,16 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
         folder: That is made; default: the name.
 
     Raises:
-        PluginError: The name is none, the family is unknown, or the folder is there.
+        PluginError: The name is none, or an installed plugin's, the family is unknown, or the folder is there.
     """
     if family not in FAMILIES:
         raise PluginError(f'there is no family "{family}"', hint=did_you_mean(family, FAMILIES))
     if not _NAME.fullmatch(name) or keyword.iskeyword(name) or name in sys.stdlib_module_names:
         hint = "write lower case with underscores, for example clip_by_layer"
         raise PluginError(f'"{name}" cannot be the name of a plugin', hint=hint)
+    installed = Catalogue.installed()
+    if name in installed.names():
+        raise PluginError(f'"{name}" is a plugin already, of {installed.origin(name)}', hint="choose another name")
     target = Path(name if folder is None else folder)
     module = f"composer3d_{name}"
     words = {

@@ -12,7 +12,7 @@ import tomli
 
 from composer3d.cli import main
 from composer3d.cli.new_plugin_command import FAMILIES as OFFERED
-from composer3d.registry import FAMILIES
+from composer3d.registry import FAMILIES, Catalogue
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,11 +66,13 @@ def test_a_package_is_whole_and_clean(folder, capsys, family):
 
 def test_refusals(folder, capsys):
     (folder / "there").mkdir()
+    taken = Catalogue.installed().names()[0]
     for arguments, said in (
         (["there", "--family", "precision"], "there is there and is not overwritten; name another folder with --to"),
         (["Clip", "--family", "precision"], '"Clip" cannot be the name of a plugin; write lower case'),
         (["class", "--family", "precision"], '"class" cannot be the name of a plugin'),
         (["../x", "--family", "precision"], '"../x" cannot be the name of a plugin'),
+        ([taken, "--family", "precision"], f'"{taken}" is a plugin already, of {Catalogue.installed().origin(taken)}'),
         (["x", "--family", "precison"], "invalid choice: 'precison'"),
     ):
         assert main(["new-plugin", *arguments]) == 2
