@@ -95,7 +95,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        console = Console()
+        console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")  # None: no bold either
         if console.width < _NARROWEST * len(columns):
             for row in rows:
                 say(row[0])

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from composer3d.cli import main
-from composer3d.cli.output import coloured
+from composer3d.cli.output import coloured, print_table
 from composer3d.processes.forking import limit_ranks
 from composer3d.runner.display import Display
 
@@ -90,6 +90,14 @@ def test_verdicts_are_coloured_on_terminals_alone():
     assert "provennot proven" in on_a_terminal(verdicts, NO_COLOR="1")[1]
     assert "provennot proven" in on_a_terminal(verdicts, NO_COLOR="1", FORCE_COLOR="1")[1]
     assert coloured("proven", good=True) == "proven"
+
+
+def test_a_drawn_table_has_no_escapes_where_no_colour_is_wanted():
+    def table():
+        print_table(["name", "size"], [["a", "1"], ["b", "2"]])
+
+    assert "\x1b[1m" in on_a_terminal(table)[1]
+    assert "\x1b" not in on_a_terminal(table, NO_COLOR="1")[1]
 
 
 def test_colour_is_asked_for_where_there_is_no_terminal(monkeypatch):
