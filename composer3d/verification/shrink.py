@@ -160,7 +160,7 @@ def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -
     if seq_len != data.seq_len:
         result["data.seq_len"] = (data.seq_len, seq_len)
     stated = _whole(table.args)
-    defaults = _configured(manifest) if table.hf is not None else _defaults(table.use, manifest.document.folder)
+    defaults = _configured(manifest) if table.hf is not None else _defaults(table.reference, manifest.document.folder)
     sizes: dict[str, int] = {**defaults, **stated}
     narrow = {
         name: _halved(value, max_dim) for name, value in sizes.items() if "layer" not in name and "vocab" not in name
@@ -222,7 +222,9 @@ def reduce_vocabulary(manifest: Manifest, degrees: Mapping[str, int]) -> dict[st
     table, data = manifest.tables["model"], manifest.tables["data"]
     if data.kind != "synthetic" or (table.hf is not None and table.weights != "init"):
         return {}
-    defaults = _configured(manifest, everything=True) if table.hf else _defaults(table.use, manifest.document.folder)
+    defaults = (
+        _configured(manifest, everything=True) if table.hf else _defaults(table.reference, manifest.document.folder)
+    )
     sizes = {**defaults, **_whole(table.args)}
     large = {f"model.args.{name}": value for name, value in sizes.items() if "vocab" in name and value > _MANY_TOKENS}
     if (data.vocab_size or 0) > _MANY_TOKENS:

@@ -81,6 +81,14 @@ def test_a_large_vocabulary_of_made_up_tokens_is_reduced(tmp_path, model, data, 
     assert reduced(tmp_path, text, None) == expected
 
 
+@pytest.mark.parametrize("max_dim", [None, 64])
+def test_a_model_that_is_not_named_is_the_default_one(tmp_path, max_dim):
+    named, data = '[model]\nuse = "composer3d.models:llama"\n', '[data]\nuse = "synthetic"\nvocab_size = 32000\n'
+    found = reduced(tmp_path, data, max_dim)
+    assert "data.vocab_size" in found
+    assert found == reduced(tmp_path, named + data, max_dim)
+
+
 def test_a_vocabulary_of_real_tokens_stays(tmp_path):
     assert reduced(tmp_path, LLAMA.format(dim=64, heads=4, data="python_docs"), None) == {}
 
