@@ -238,7 +238,8 @@ class FailureReport:
             kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
         except CheckpointError as error:
             checkpoint, kept = None, str(error)
-        if checkpoint is not None and self.error == "CheckpointError" and str(checkpoint) in self.message:
+        is_refused = checkpoint is not None and self.error == "CheckpointError" and str(checkpoint) in self.message
+        if checkpoint is not None and is_refused and f"{checkpoint}: of another run" not in self.message:
             newest = other_than(checkpoint)
             kept = f"{checkpoint} is the newest checkpoint, and " + (
                 f"the one before it is {newest}: --resume {newest} goes on from there" if newest else "the only one"

@@ -148,20 +148,29 @@ def test_a_report_says_what_the_rank_did(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "problem", "said"),
     [
-        ((), "{newest} is the newest checkpoint, and the only one"),
-        (("step-2",), "{newest} is the newest checkpoint, and the one before it is {folder}/step-2: --resume "),
+        ((), "/__0_0.distcp: damaged", "{newest} is the newest checkpoint, and the only one"),
+        (
+            ("step-2",),
+            "/__0_0.distcp: damaged",
+            "{newest} is the newest checkpoint, and the one before it is {folder}/step-2: --resume ",
+        ),
+        (
+            ("step-2",),
+            ": of another run: model.args.dim was 32 and is 64",
+            "the newest complete checkpoint is {newest}",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_not_the_one_to_go_on_from(tmp_path, others, said):
+def test_a_damaged_checkpoint_is_not_the_one_to_go_on_from(tmp_path, others, problem, said):
     folder = tmp_path / "checkpoints"
     for name in (*others, "step-4"):
         (folder / name).mkdir(parents=True)
         for part in (".metadata", "state.json"):
             (folder / name / part).write_text("{}")
     newest = folder / "step-4"
-    error = CheckpointError(f"{newest / '__0_0.distcp'}: damaged")
+    error = CheckpointError(f"{newest}{problem}")
     report = FailureReport.from_exception(error, rank=0, world_size=1, folder=tmp_path)
     assert (
         report.render(tmp_path)
