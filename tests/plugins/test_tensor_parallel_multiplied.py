@@ -127,3 +127,22 @@ def test_a_model_of_convolutions_alone_is_told_so():
         "no plan can be derived for this model: it has no linear layers and no embeddings; weights of Conv2d and "
         "ConvTranspose2d stay whole; leave tp at 1: a data-parallel plugin shards any model"
     )
+
+
+class BareLayers(nn.Module):
+    """Blocks that are linear layers, and whose outputs the model's own code mixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.layers = nn.Embedding(VOCAB, DIM), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.enter(tokens)
+        for layer in self.layers:
+            x = x + layer(x).roll(1, 1).relu()
+        return x
+
+
+def test_blocks_that_are_bare_layers_are_seen():
+    said = on_one_rank(refused, 2, BareLayers)
+    assert said.startswith('no plan can be derived for this model: "layers.0": its result leaves the block; "enter": ')

@@ -184,12 +184,14 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
                 return traced.flow.given(output) if fqn else output
 
         forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
+    noted = dict(forwards)  # a block may be such a module itself, as a bare layer
     for fqn, module in model.named_modules():
         if fqn and module not in forwards:
             forwards[module] = module.forward if traced.call.has_values else unseen(module.forward)
         if kind_of(module) != "other" and not fqn.startswith(inside):
+            own = noted.get(module, module.forward)
 
-            def keep(*args: Any, forward: Any = module.forward, fqn: str = fqn, **kwargs: Any) -> Any:
+            def keep(*args: Any, forward: Any = own, fqn: str = fqn, **kwargs: Any) -> Any:
                 result = traced.results[fqn] = forward(*args, **kwargs)
                 return result
 
