@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ShapeRules"]
 
 
-class ShapeRules(TorchFunctionMode):
+class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
     """Runs one function on local shards with arguments that fit them, and marks its results.
 
     Args:

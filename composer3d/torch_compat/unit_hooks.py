@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer3d.torch_compat.captured_graphs import outside_function_modes
+from composer3d.torch_compat.modes import hidden_from
 
-__all__ = ["UnseenGathers"]
+__all__ = ["ModuleFunctions", "UnseenGathers"]
 
 _Group: Any = object  # FSDP2's, whose module is not imported here
 
 
-class UnseenGathers(_Group):
-    """A group of which no mode of torch functions sees how parameters are gathered, and freed again.
+class ModuleFunctions:
+    """Base of a mode of torch functions that is for a model's own functions, as of code that is propagated."""
 
-    A mode around a model's forward, as of code that is propagated, is for the model's functions: FSDP2 asks some twenty
-    things of every parameter, each of which would reach it. What it does to activations is the mode's to see. Groups
+
+class UnseenGathers(_Group):
+    """A group whose gathering and freeing of parameters no `ModuleFunctions` sees.
+
+    FSDP2 asks some twenty things of every parameter, each of which would reach such a mode. Other modes see them, as
+    those of a verification do, which widen what FSDP2 casts. What it does to activations is every mode's to see. Groups
     are private (torch 2.11-2.15).
     """
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to gather."""
-        with outside_function_modes():
+        with hidden_from(ModuleFunctions):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         """Take what was gathered."""
-        with outside_function_modes():
+        with hidden_from(ModuleFunctions):
             super().wait_for_unshard()
 
     def reshard(self) -> None:
         """Free what was gathered."""
-        with outside_function_modes():
+        with hidden_from(ModuleFunctions):
             super().reshard()
