@@ -219,13 +219,13 @@ def explain(row: Row, reason: str, options: Options, check: Check, owners: Mappi
 def _counts(reason: str, others: Sequence[Sequence[str]], own: Sequence[str], *, neutral: bool) -> bool:
     """Return whether a choice is to blame, from what is said of the rows that have another value in its place.
 
-    A reason may be gone because a new one came before it, which says nothing. Where that is so of every other value, a
-    choice that is not neutral is to blame, since it could not be neutralised.
+    A reason may be gone because a new one came before it, which says nothing of the value. A choice that is not neutral
+    is to blame there, since it could not be neutralised, even if another value is refused for the same reason.
     """
     gone = [said for said in others if reason not in said]
     if any(set(said) <= set(own) for said in gone):
         return True
-    return not neutral and bool(gone) and len(gone) == len(others)
+    return not neutral and bool(gone)
 
 
 def _shrunk(

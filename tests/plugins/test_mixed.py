@@ -333,11 +333,6 @@ REFUSED = [
         ":2:12: [precision.mixed] min_scale = 1e+06 is above the initial scale, 65536",
     ),
     (
-        'param_dtype = "float16"\nhysteresis_restored = "step"',
-        ":2:12: [precision.mixed] hysteresis_restored has no effect without a hysteresis: the first overflow lowers "
-        "the scale; write hysteresis = 2",
-    ),
-    (
         'param_dtype = "float16"\ninitial_scale = inf',
         ":4:1: [precision.mixed] precision.mixed.initial_scale must be a finite number, not inf",
     ),

@@ -107,7 +107,7 @@ def test_places_of_parameters_know_what_stands_there():
         assert model.used.weight is gathered
 
 
-class Seen(TorchFunctionMode):
+class Seen(torch_compat.ModuleFunctions, TorchFunctionMode):
     """Notes the functions that it sees."""
 
     def __init__(self):

@@ -102,7 +102,9 @@ def _dynamic(t: Translation) -> None:
     t.put("@mixed.growth_interval", window, "fp16.loss_scale_window", reason=reason)
     t.judge("fp16.loss_scale_window", "carried", to="@mixed.growth_interval")
     patience = t.integer("fp16.hysteresis", 2, least=1) or 2
-    t.state("fp16.hysteresis", "@mixed.hysteresis", patience)
+    if patience > 1:
+        t.state("fp16.hysteresis", "@mixed.hysteresis", patience)
+    t.judge("fp16.hysteresis", "equal", "the first overflow lowers the scale")
     if patience > 1 and t.flag("fp16.consecutive_hysteresis"):
         t.carry("fp16.consecutive_hysteresis", "@mixed.hysteresis_restored", "step")
     t.judge("fp16.consecutive_hysteresis", "equal")

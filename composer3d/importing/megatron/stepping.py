@@ -52,7 +52,10 @@ def _scaling(t: Translation) -> None:
         first = float(t.number("initial_loss_scale", 2.0**32) or 2.0**32)
         t.state("initial_loss_scale", "@mixed.initial_scale", first)
         t.state("loss_scale_window", "@mixed.growth_interval", int(t.number("loss_scale_window", 1000) or 1000))
-        t.state("hysteresis", "@mixed.hysteresis", t.integer("hysteresis", 2, least=1) or 2)
+        patience = t.integer("hysteresis", 2, least=1) or 2
+        if patience > 1:
+            t.state("hysteresis", "@mixed.hysteresis", patience)
+        t.judge("hysteresis", "equal", "the first overflow lowers the scale")
         lowest = min(float(t.number("min_loss_scale", 1.0) or 1.0), first)
         t.put("@mixed.min_scale", lowest, "min_loss_scale", reason=_TITLE)
         t.judge("min_loss_scale", "changed", "overflows at that scale are skipped for ever there, and end the run here")

@@ -81,7 +81,8 @@ class Mixed:
         growth_factor: Factor of the scale after growth_interval steps without overflow; default 2.
         backoff_factor: Factor of the scale after an overflow; default 0.5.
         growth_interval: Steps without overflow before the scale grows; default 2000.
-        hysteresis: Overflows before the scale falls, counted from its last growth; default 1: the first one.
+        hysteresis: Overflows before the scale falls, counted from its last growth; default: the first one lowers it, or
+            the second with `hysteresis_restored`.
         hysteresis_restored: When these overflows are counted anew: "growth" of the scale, the default, or every "step"
             without overflow.
         min_scale: Where another overflow ends the run; default 2^-24, the least number of float16.
@@ -98,7 +99,7 @@ class Mixed:
     growth_factor: float | None = Field(default=None, gt=1)
     backoff_factor: float | None = Field(default=None, gt=0, lt=1)
     growth_interval: int | None = Field(default=None, ge=1)
-    hysteresis: int | None = Field(default=None, ge=1)
+    hysteresis: int | None = Field(default=None, ge=2)
     hysteresis_restored: Literal["growth", "step"] | None = None
     min_scale: float | None = Field(default=None, gt=0)
     static_scale: float | None = Field(default=None, gt=0)
@@ -141,11 +142,6 @@ class Mixed:
         first = self.initial_scale or INITIAL
         if self.min_scale is not None and first < self.min_scale:
             raise PluginError(f"min_scale = {self.min_scale:g} is above the initial scale, {first:g}")
-        if self.hysteresis_restored is not None and (self.hysteresis or 1) == 1:
-            raise PluginError(
-                "hysteresis_restored has no effect without a hysteresis: the first overflow lowers the scale",
-                hint="write hysteresis = 2",
-            )
 
     @hookimpl
     def composer3d_dtypes(self, context: RunContext, fqn: str) -> Dtypes:
@@ -222,7 +218,7 @@ class Mixed:
                 growth=self.growth_factor or 2.0,
                 backoff=self.backoff_factor or 0.5,
                 interval=self.growth_interval or 2000,
-                hysteresis=self.hysteresis or 1,
+                hysteresis=self.hysteresis or (1 if self.hysteresis_restored is None else 2),
                 is_restored_by_steps=self.hysteresis_restored == "step",
                 smallest=self.min_scale or SMALLEST,
                 is_static=self.static_scale is not None,
