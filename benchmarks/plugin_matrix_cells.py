@@ -87,7 +87,8 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
     Permitted(
         row="`mixed`: options of the loss scale without float16",
-        message=r'(growth_interval|buffer_dtype|norm_modules|(norms|param_dtype) = "float32") has no effect',
+        message=r"(growth_interval|hysteresis(_restored)?|buffer_dtype|norm_modules) has no effect"
+        r'|(norms|param_dtype) = "float32" has no effect',
     ),
     Permitted(
         row="`pipeline`: fewer micro-batches or blocks than the schedule needs",

@@ -181,7 +181,7 @@ from composer3d.torch_compat.tensors import (
 )
 from composer3d.torch_compat.unit_entries import Entries, entries_of
 from composer3d.torch_compat.unit_gradients import gradient_of, gradient_version
-from composer3d.torch_compat.unit_hooks import ModuleFunctions
+from composer3d.torch_compat.unit_hooks import ModuleFunctions, UnseenGathers
 from composer3d.torch_compat.unit_places import Places
 from composer3d.torch_compat.units import Units, release_units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
@@ -189,6 +189,7 @@ from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
     "ModuleFunctions",
+    "UnseenGathers",
     "CHECKPOINT_METADATA_GLOBALS",
     "CHECKPOINT_PARAMETER",
     "CHECKPOINT_REBUILDS",

@@ -126,7 +126,7 @@ def test_tables_that_embedding_does_not_use_are_refused_unless_asked_for():
     assert problems == [
         f':3:2: [data] unknown table "data"; {known}',
         f':5:2: [optimizer] unknown table "optimizer"; {known}',
-        ':8:1: [train] unknown key "steps"; one of: global_batch, microbatch, random_numbers, seed',
+        ':8:1: [train] unknown key "steps"; one of: accumulate, global_batch, microbatch, random_numbers, seed',
     ]
     assert notes == ["what only a run uses is allowed by compose(tables=composer3d.runner.TABLES)"]
 

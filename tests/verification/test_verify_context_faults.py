@@ -15,7 +15,7 @@ from support.verification_cases import FSDP, assert_named, batch
 from torch import nn
 
 from composer3d import Batch, RankError, hookimpl
-from composer3d.propagation import PropagatedSequence, sequence_mode, sequence_operands
+from composer3d.propagation import PropagatedSequence, function_mode, sequence_mode, sequence_operands
 from composer3d.step.guard import Guard
 from composer3d.testing import assert_parity
 
@@ -192,7 +192,8 @@ def test_a_fault_is_named(name, monkeypatch):
 
 
 def test_a_hook_on_a_gathered_copy_never_fires(monkeypatch):
-    monkeypatch.setattr(sequence_mode, "OBJECT", frozenset())
+    for module in (function_mode, sequence_mode):
+        monkeypatch.setattr(module, "OBJECT", frozenset())
     with pytest.raises(RankError, match="out of bounds for storage of size 0"):
         assert_parity(Model, write_manifest(context("gather", SHARDED)), batch(), loss_fn=sum_loss, steps=1)
 

@@ -91,12 +91,15 @@ def compute_write(inner: Handler, operator: Any, args: tuple[Any, ...], kwargs: 
 
 
 def is_settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether every tensor among an operator's arguments is a DTensor of one mesh, and none a copy of views."""
+    """Return whether every tensor among an operator's arguments is a DTensor of one mesh, and none a copy of views.
+
+    It is so for an optimizer alone: with gradients, constants beside parameters are noted by the handlers.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
     first = args[0]
-    if type(first) is not DTensor or (_COPIES and first in _COPIES):
+    if torch.is_grad_enabled() or type(first) is not DTensor or (_COPIES and first in _COPIES):
         return False
     mesh = first.device_mesh
     for arg in (*args[1:], *kwargs.values()):
