@@ -12,7 +12,8 @@ from composer3d.cli import main
 from composer3d.runner.metrics import read_metrics
 from composer3d.testing import count_collectives, run_ranks
 
-FSDP, TABLE = "[sharding.fsdp2]\n", "[profiling.stragglers]\nratio = 3.0\nsteps = 2\n"
+# A rank that the machine holds up now and then is off by less than what the slow one computes.
+FSDP, TABLE = "[sharding.fsdp2]\n", "[profiling.stragglers]\nratio = 1.5\nleast_s = 0.06\nsteps = 2\n"
 LAME = MANIFEST.replace("microbatch = 2", 'microbatch = 2, loss = "support.dying_ranks:lame_loss"')
 
 

@@ -54,7 +54,7 @@ def launched(path, output, *overrides, dies="", **options):
 def lame_loss(output, target):
     """Return the loss; rank 1 computes for longer in its first micro-batches than the others do in all of a step."""
     if os.environ.get("RANK") == "1" and calls < LAME:
-        end = time.thread_time() + 0.1
+        end = time.thread_time() + 0.25
         work = torch.ones(64, 64)
         while time.thread_time() < end:
             work = torch.tanh(work @ work)
