@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     )
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
-    from composer3d.composition.expert_contract import has_stacked_experts
-    from composer3d.composition.expert_products import (
+    from composer3d.composition.experts.expert_contract import has_stacked_experts
+    from composer3d.composition.experts.expert_products import (
         multiply_experts,
         stacked_layers,
         standing_in,
         summed_dims,
     )
+    from composer3d.composition.experts.routed_lists import caller_of, chosen_by_values
+    from composer3d.composition.loop.sampling import Sampler
     from composer3d.composition.preparing import PlanRow
-    from composer3d.composition.routed_lists import caller_of, chosen_by_values
-    from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
     from composer3d.errors import (
         BatchError,
@@ -163,9 +163,9 @@ _MODULES = {
     "mesh": ("Axis", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
-    "composition.expert_contract": ("has_stacked_experts",),
-    "composition.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
-    "composition.routed_lists": ("caller_of", "chosen_by_values"),
+    "composition.experts.expert_contract": ("has_stacked_experts",),
+    "composition.experts.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
+    "composition.experts.routed_lists": ("caller_of", "chosen_by_values"),
     "interfaces": (
         "Action",
         "Batch",
@@ -196,7 +196,7 @@ _MODULES = {
     "initialisation.parameter_order": ("StoredOrders",),
     "registry": ("plugin",),
     "replicas": ("ReplicaPolicy",),
-    "composition.sampling": ("Sampler",),
+    "composition.loop.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
     "step.step_state": ("StepState",),
     "transform": ("Phase", "StepAction", "StepPoint", "Transform"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from composer3d import initialisation, torch_compat
-from composer3d.composition.unsuitable_models import mark_composed
+from composer3d.composition.composed_model.unsuitable_models import mark_composed
 from composer3d.errors import InitialisationError, TransformError
 from composer3d.initialisation import Slab
 from composer3d.initialisation.parameter_order import StoredOrders

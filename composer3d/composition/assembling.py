@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import mesh, torch_compat
-from composer3d.composition import span_hooks
 from composer3d.composition.agreeing import agree_on_plan
 from composer3d.composition.applying import (
     agree_on_factory,
@@ -23,7 +22,8 @@ from composer3d.composition.applying import (
     materialise,
 )
 from composer3d.composition.closing import close_all
-from composer3d.composition.loop_objects import GivenParameters
+from composer3d.composition.composed_model import span_hooks
+from composer3d.composition.loop.loop_objects import GivenParameters
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from composer3d.composition.routed_lists import RoutedList, routed_list
+from composer3d.composition.experts.routed_lists import RoutedList, routed_list
 
 if TYPE_CHECKING:
     from torch import nn

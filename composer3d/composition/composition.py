@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
-from composer3d.composition import span_hooks
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
-from composer3d.composition.model_hooks import watch_model
-from composer3d.composition.own_loop import OwnLoop, refused_after_close
-from composer3d.composition.own_optimizer import refuse_other_optimizers
-from composer3d.composition.persistence import Persistence
+from composer3d.composition.composed_model import span_hooks
+from composer3d.composition.composed_model.model_hooks import watch_model
+from composer3d.composition.composed_model.unsaved_shards import refuse_saving
+from composer3d.composition.loop.own_loop import OwnLoop, refused_after_close
+from composer3d.composition.loop.own_optimizer import refuse_other_optimizers
+from composer3d.composition.loop.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.preparing import PlanRow
-from composer3d.composition.rank_state import RankState
-from composer3d.composition.replica_steps import steps_of_replicas
-from composer3d.composition.stage_parameters import refuse_norms_of_stages
-from composer3d.composition.unsaved_shards import refuse_saving
+from composer3d.composition.replica_groups.replica_steps import steps_of_replicas
+from composer3d.composition.run_state.persistence import Persistence
+from composer3d.composition.run_state.rank_state import RankState
 from composer3d.errors import StepError
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers

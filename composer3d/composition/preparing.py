@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
 from composer3d.composition.blocks import find_blocks, left_out
-from composer3d.composition.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
-from composer3d.composition.unsuitable_models import refuse_unsuitable
+from composer3d.composition.composed_model.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
+from composer3d.composition.composed_model.unsuitable_models import refuse_unsuitable
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
     ComposerError,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import composer3d
 from composer3d import StepError
-from composer3d.composition.loop_objects import adopt_scheduler
+from composer3d.composition.loop.loop_objects import adopt_scheduler
 from composer3d.testing import run_ranks
 
 LAYOUTS = {

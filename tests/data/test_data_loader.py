@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.loader_batches import RAMP, Rows, assert_same, global_batches, loader_of, ramp, ramp_position, user_source
 
-from composer3d.composition.sampling import indices
+from composer3d.composition.loop.sampling import indices
 from composer3d.errors import BatchError, DataError
 from composer3d.runner.data import DataTable, open_source
 from composer3d.runner.data.user_data import UserSource

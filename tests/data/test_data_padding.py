@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 from support.loader_batches import RAMP, Rows, assert_same, global_batches, loader_of, ramp, ramp_position, user_source
 
-from composer3d.composition.sampling import indices
+from composer3d.composition.loop.sampling import indices
 from composer3d.runner.data import DataTable
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer3d.composition.sampling import Sampler, indices, local_slice
+from composer3d.composition.loop.sampling import Sampler, indices, local_slice
 from composer3d.errors import BatchError, DataError
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 97, 100, 1009, 1023, 1024, 1025, 1089, 1090, 4096, 4099, 65536, 65537, 100_003]

@@ -11,7 +11,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 import composer3d
 from composer3d import PluginError, summed_dims
-from composer3d.composition.expert_products import multiply_experts
+from composer3d.composition.experts.expert_products import multiply_experts
 from composer3d.models import moe
 from composer3d.testing import full, run_ranks
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.composition.unsaved_shards import Shards, are_sharded
+from composer3d.composition.composed_model.unsaved_shards import Shards, are_sharded
 from composer3d.errors import StepError
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.sharded_tensors.stored_rows import know_copy

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.composition.persistence import Persistence
+    from composer3d.composition.run_state.persistence import Persistence
 
 __all__ = ["RankState", "StoredState"]
 

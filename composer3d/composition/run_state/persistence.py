@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation
-from composer3d.composition.full_states import full, full_state_of
+from composer3d.composition.run_state.full_states import full, full_state_of
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.interfaces import Exports, Stateful

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
-from composer3d.composition import span_hooks
-from composer3d.composition.changed_models import refuse_passed_parameters
-from composer3d.composition.copied_models import copy_composed
-from composer3d.composition.plain_states import record_loaded, refuse_replacing
-from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
-from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
+from composer3d.composition.composed_model import span_hooks
+from composer3d.composition.composed_model.changed_models import refuse_passed_parameters
+from composer3d.composition.composed_model.copied_models import copy_composed
+from composer3d.composition.composed_model.plain_states import record_loaded, refuse_replacing
+from composer3d.composition.composed_model.second_derivatives import exchanging_axes, refuse_second_derivatives
+from composer3d.composition.composed_model.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.step.evaluation import reshard_units

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.composition.persistence import Persistence
+    from composer3d.composition.run_state.persistence import Persistence
     from composer3d.replicas import Exchange
 
 __all__ = ["give_state", "take_state"]

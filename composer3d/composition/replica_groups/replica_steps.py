@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d.composition.group_averages import Averaged, Before, average_over_groups
-from composer3d.composition.recovery import give_state, take_state
+from composer3d.composition.replica_groups.group_averages import Averaged, Before, average_over_groups
+from composer3d.composition.replica_groups.recovery import give_state, take_state
 from composer3d.errors import BatchError, ReplicaError, StepError
 from composer3d.mesh import Role
 from composer3d.replicas import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.composition.assembling import Assembled
-    from composer3d.composition.persistence import Persistence
+    from composer3d.composition.run_state.persistence import Persistence
     from composer3d.replicas import ReplicaPolicy
     from composer3d.step.step_state import StepState
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.composition.expert_contract import has_stacked_experts
+from composer3d.composition.experts.expert_contract import has_stacked_experts
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from composer3d.composition.assembling import Assembled
-from composer3d.composition.loop_objects import DictState, adopt_optimizer, adopt_scheduler
-from composer3d.composition.sampling import Sampler, sampler_of
-from composer3d.composition.shared_loader import shared_loader
-from composer3d.composition.stage_parameters import named_parameters
+from composer3d.composition.loop.loop_objects import DictState, adopt_optimizer, adopt_scheduler
+from composer3d.composition.loop.sampling import Sampler, sampler_of
+from composer3d.composition.loop.shared_loader import shared_loader
+from composer3d.composition.loop.stage_parameters import named_parameters
 from composer3d.errors import StepError, did_you_mean
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.loops.whole_gradients import whole_gradients
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
-    from composer3d.composition.persistence import Persistence
-    from composer3d.composition.replica_steps import ReplicaSteps
+    from composer3d.composition.replica_groups.replica_steps import ReplicaSteps
+    from composer3d.composition.run_state.persistence import Persistence
     from composer3d.context import RunContext
     from composer3d.interfaces import Part, Stateful
     from composer3d.step.engine import StepEngine

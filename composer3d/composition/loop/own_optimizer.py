@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d.composition.changed_models import composed_modules, refuse_added, refuse_unfrozen
+from composer3d.composition.composed_model.changed_models import composed_modules, refuse_added, refuse_unfrozen
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
