@@ -60,7 +60,7 @@ _LOOKS = 6  # looks for an alarm before each look for what is late
 _TORCH = "/torch/"
 # Where torch's pipeline stages wait for their neighbours; gloo's recorder holds no such exchanges.
 _PIPELINING = "/torch/distributed/pipelining/"
-_MESSAGES = "/composer3d/torch_compat/messages.py"
+_MESSAGES = "/composer3d/torch_compat/collectives/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = tuple(
     f"/composer3d/{file}.py"

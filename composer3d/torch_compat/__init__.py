@@ -5,8 +5,6 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
-from composer3d.torch_compat.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
-from composer3d.torch_compat.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -15,19 +13,58 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
-from composer3d.torch_compat.buckets import watch_buckets
-from composer3d.torch_compat.captured_graphs import (
+from composer3d.torch_compat.collectives.buckets import watch_buckets
+from composer3d.torch_compat.collectives.group_calls import watch_group_collectives
+from composer3d.torch_compat.collectives.group_overrides import backend_of, group_override, nccl_fields, nccl_options
+from composer3d.torch_compat.collectives.messages import (
+    bounded_messages,
+    group_among,
+    wait_for_message,
+    watch_operator_collectives,
+    watching_messages,
+)
+from composer3d.torch_compat.collectives.processes import (
+    CHECKPOINT_METADATA_GLOBALS,
+    CHECKPOINT_PARAMETER,
+    CHECKPOINT_REBUILDS,
+    CHECKPOINT_STORAGE_INFO,
+    all_gather_single,
+    default_store,
+    fake_store,
+    flight_records,
+    group_name,
+    group_timeout,
+    inherit_timeouts,
+    lazy_modules,
+    local_agent,
+    lone_rendezvous,
+    mesh_dim,
+    process_group,
+    ranks_of_group,
+    reduce_scatter_single,
+    set_group_timeout,
+)
+from composer3d.torch_compat.collectives.replaced_sums import replace_operator_sums
+from composer3d.torch_compat.collectives.replica_reductions import (
+    bucket_parameters,
+    replace_all_reduce,
+    replace_bucket_reduction,
+    replica_groups,
+    unit_parameters,
+)
+from composer3d.torch_compat.compilers.captured_graphs import (
     CaptureError,
     capture_graph,
     capture_is_on,
     is_run_eagerly,
     outside_function_modes,
 )
-from composer3d.torch_compat.compiling import compile_graph, compile_module, trace_quantisers
+from composer3d.torch_compat.compilers.compiling import compile_graph, compile_module, trace_quantisers
+from composer3d.torch_compat.compilers.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.copies import class_before_units, unchanged_versions
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
-from composer3d.torch_compat.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
-from composer3d.torch_compat.fake_tensors import (
+from composer3d.torch_compat.fakes.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
+from composer3d.torch_compat.fakes.fake_tensors import (
     active_fake_mode,
     device_question,
     fake_tensors,
@@ -38,11 +75,19 @@ from composer3d.torch_compat.fake_tensors import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
+from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
+from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
+from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
+from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
+from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version
+from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions, UnseenGathers
+from composer3d.torch_compat.fsdp_units.unit_places import Places
+from composer3d.torch_compat.fsdp_units.units import Units, release_units, watch_units
+from composer3d.torch_compat.fsdp_units.views import keep_output_hooks
+from composer3d.torch_compat.fsdp_units.whole import whole_parameters
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
-from composer3d.torch_compat.gathered_writes import versions_of, write_back
-from composer3d.torch_compat.group_calls import watch_group_collectives
-from composer3d.torch_compat.group_overrides import backend_of, group_override, nccl_fields, nccl_options
 from composer3d.torch_compat.later_backwards import LaterBackwards
 from composer3d.torch_compat.layouts import (
     ShardOf,
@@ -65,14 +110,6 @@ from composer3d.torch_compat.layouts import (
     unify_group,
     with_local,
 )
-from composer3d.torch_compat.messages import (
-    bounded_messages,
-    group_among,
-    wait_for_message,
-    watch_operator_collectives,
-    watching_messages,
-)
-from composer3d.torch_compat.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.modes import (
     SCALED_STEP,
     backward_inside,
@@ -97,7 +134,6 @@ from composer3d.torch_compat.modes import (
     without_torch_functions,
     works_on_meta,
 )
-from composer3d.torch_compat.operator_shapes import ResultMemory
 from composer3d.torch_compat.operators import (
     custom_operator,
     custom_operators,
@@ -112,36 +148,7 @@ from composer3d.torch_compat.pipelines import (
     pipeline_schedule,
     without_own_messages,
 )
-from composer3d.torch_compat.processes import (
-    CHECKPOINT_METADATA_GLOBALS,
-    CHECKPOINT_PARAMETER,
-    CHECKPOINT_REBUILDS,
-    CHECKPOINT_STORAGE_INFO,
-    all_gather_single,
-    default_store,
-    fake_store,
-    flight_records,
-    group_name,
-    group_timeout,
-    inherit_timeouts,
-    lazy_modules,
-    local_agent,
-    lone_rendezvous,
-    mesh_dim,
-    process_group,
-    ranks_of_group,
-    reduce_scatter_single,
-    set_group_timeout,
-)
 from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor
-from composer3d.torch_compat.replaced_sums import replace_operator_sums
-from composer3d.torch_compat.replica_reductions import (
-    bucket_parameters,
-    replace_all_reduce,
-    replace_bucket_reduction,
-    replica_groups,
-    unit_parameters,
-)
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,
@@ -179,13 +186,6 @@ from composer3d.torch_compat.tensors import (
     with_attributes_of,
     written_tensors,
 )
-from composer3d.torch_compat.unit_entries import Entries, entries_of
-from composer3d.torch_compat.unit_gradients import gradient_of, gradient_version
-from composer3d.torch_compat.unit_hooks import ModuleFunctions, UnseenGathers
-from composer3d.torch_compat.unit_places import Places
-from composer3d.torch_compat.units import Units, release_units, watch_units
-from composer3d.torch_compat.views import keep_output_hooks
-from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
     "ModuleFunctions",

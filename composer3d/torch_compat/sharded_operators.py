@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.torch_compat.fake_tensors import active_fake_mode
+from composer3d.torch_compat.fakes.fake_tensors import active_fake_mode
 
 __all__ = [
     "drawing_operators",

@@ -20,7 +20,10 @@ PICKLING = {
     "send_object_list",
 }
 # Stand-ins, in plans and replays, for what torch's own pipeline stages call.
-STAND_INS = {"composer3d/verification/evidence/expected_collectives.py", "composer3d/torch_compat/fake_tensors.py"}
+STAND_INS = {
+    "composer3d/verification/evidence/expected_collectives.py",
+    "composer3d/torch_compat/fakes/fake_tensors.py",
+}
 
 VALUES = [
     {"a": [1, 2.5, None, True], "b": {"c": "text \u00e9 \u4e2d \U0001f600"}},

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from composer3d.torch_compat.messages import group_among
+from composer3d.torch_compat.collectives.messages import group_among
 
 __all__ = ["replace_operator_sums"]
 

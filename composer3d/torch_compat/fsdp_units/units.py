@@ -6,15 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer3d.torch_compat.early_gathers import EarlyGroup
+from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup
+from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
+from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
+from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version
+from composer3d.torch_compat.fsdp_units.unit_hooks import UnseenGathers
+from composer3d.torch_compat.fsdp_units.unit_places import Places
 from composer3d.torch_compat.function_transforms import outside_transforms
-from composer3d.torch_compat.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
-from composer3d.torch_compat.unit_entries import Entries, entries_of
-from composer3d.torch_compat.unit_gradients import gradient_of, gradient_version
-from composer3d.torch_compat.unit_hooks import UnseenGathers
-from composer3d.torch_compat.unit_places import Places
 
 __all__ = ["Units", "release_units", "watch_units"]
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from composer3d.torch_compat.assumed_sizes import assumed_size_of
+from composer3d.torch_compat.fakes.assumed_sizes import assumed_size_of
+from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.modes import start_autograd
-from composer3d.torch_compat.operator_shapes import ResultMemory
 
 __all__ = [
     "active_fake_mode",

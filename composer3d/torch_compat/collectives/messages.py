@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from composer3d.torch_compat.processes import group_timeout, process_group
+from composer3d.torch_compat.collectives.processes import group_timeout, process_group
 
 __all__ = ["bounded_messages", "group_among", "wait_for_message", "watch_operator_collectives", "watching_messages"]
 

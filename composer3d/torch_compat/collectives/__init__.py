@@ -1,0 +1,1 @@
+"""Process groups, collectives and messages between ranks, observed or replaced."""

@@ -1,0 +1,1 @@
+"""torch.compile, captured graphs and graph passes."""

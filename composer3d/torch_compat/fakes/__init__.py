@@ -1,0 +1,1 @@
+"""Fake tensors and fake process groups: sizes without values."""

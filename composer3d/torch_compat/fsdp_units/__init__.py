@@ -1,0 +1,1 @@
+"""Units of FSDP2: their gathers, hooks, entries and parameters."""
