@@ -103,7 +103,7 @@ def train(manifest: str, folder: str, num_steps: int | None) -> None:
 def launch(folder: Path, layout: str) -> Any:
     """Run the groups to their end."""
     from composer3d.replicas import ReplicaPolicy
-    from composer3d.runner.group_launcher import launch_groups
+    from composer3d.runner.launching.group_launcher import launch_groups
 
     manifest = folder / "run.toml"
     text = f"composer3d = 1\n[mesh]\nreplica = 2\n{LAYOUTS[layout]}\n[train]\nmicrobatch = 1\n"

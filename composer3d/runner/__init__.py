@@ -7,57 +7,57 @@ from typing import TYPE_CHECKING
 from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
-    from composer3d.runner.batch_size import BatchSize
-    from composer3d.runner.blackbox import REPORT_REQUEST, accounts_folder
-    from composer3d.runner.ema import EMA
-    from composer3d.runner.failures import FailureReport
     from composer3d.runner.housekeeping import set_timeout
-    from composer3d.runner.launcher import is_rank, launch_local
-    from composer3d.runner.local_world import group_problems
-    from composer3d.runner.lock import attempts_of
-    from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
-    from composer3d.runner.merged_weights import MergedWeights
+    from composer3d.runner.launching.launcher import is_rank, launch_local
+    from composer3d.runner.launching.local_world import group_problems
+    from composer3d.runner.launching.lock import attempts_of
+    from composer3d.runner.launching.node_counts import world_sizes
     from composer3d.runner.model_factory import ModelFactory
-    from composer3d.runner.node_counts import world_sizes
-    from composer3d.runner.optimizer_arguments import refused_arguments
-    from composer3d.runner.optimizer_groups import (
+    from composer3d.runner.objective.batch_size import BatchSize
+    from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
+    from composer3d.runner.objective.optimizer_arguments import refused_arguments
+    from composer3d.runner.objective.optimizer_groups import (
         in_backward_problems,
         make_optimizer,
         optimizer_class,
         untrained_problem,
     )
-    from composer3d.runner.outcome import Outcome
-    from composer3d.runner.progress import LastSeen
-    from composer3d.runner.quantised_weights import find_form
+    from composer3d.runner.reporting.blackbox import REPORT_REQUEST, accounts_folder
+    from composer3d.runner.reporting.failures import FailureReport
+    from composer3d.runner.reporting.outcome import Outcome
+    from composer3d.runner.reporting.progress import LastSeen
+    from composer3d.runner.reporting.warnings_once import warning_once
     from composer3d.runner.runner_tables import TABLES, ModelTable, TrainTable
     from composer3d.runner.tokenizer import with_tokenizer
     from composer3d.runner.trainer import output_folder, train
-    from composer3d.runner.warnings_once import warning_once
-    from composer3d.runner.weight_export import Exported, export_checkpoint
+    from composer3d.runner.weights.ema import EMA
+    from composer3d.runner.weights.merged_weights import MergedWeights
+    from composer3d.runner.weights.quantised_weights import find_form
+    from composer3d.runner.weights.weight_export import Exported, export_checkpoint
 
 _MODULES = {
-    "batch_size": ("BatchSize",),
-    "blackbox": ("REPORT_REQUEST", "accounts_folder"),
-    "ema": ("EMA",),
-    "failures": ("FailureReport",),
+    "objective.batch_size": ("BatchSize",),
+    "reporting.blackbox": ("REPORT_REQUEST", "accounts_folder"),
+    "weights.ema": ("EMA",),
+    "reporting.failures": ("FailureReport",),
     "housekeeping": ("set_timeout",),
-    "launcher": ("launch_local", "is_rank"),
-    "local_world": ("group_problems",),
-    "lock": ("attempts_of",),
-    "lr_schedule": ("LRSchedule", "multiplier_of"),
-    "merged_weights": ("MergedWeights",),
+    "launching.launcher": ("launch_local", "is_rank"),
+    "launching.local_world": ("group_problems",),
+    "launching.lock": ("attempts_of",),
+    "objective.lr_schedule": ("LRSchedule", "multiplier_of"),
+    "weights.merged_weights": ("MergedWeights",),
     "model_factory": ("ModelFactory",),
-    "optimizer_arguments": ("refused_arguments",),
-    "optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"),
-    "progress": ("LastSeen",),
-    "quantised_weights": ("find_form",),
+    "objective.optimizer_arguments": ("refused_arguments",),
+    "objective.optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"),
+    "reporting.progress": ("LastSeen",),
+    "weights.quantised_weights": ("find_form",),
     "runner_tables": ("ModelTable", "TABLES", "TrainTable"),
     "tokenizer": ("with_tokenizer",),
-    "outcome": ("Outcome",),
+    "reporting.outcome": ("Outcome",),
     "trainer": ("output_folder", "train"),
-    "warnings_once": ("warning_once",),
-    "weight_export": ("Exported", "export_checkpoint"),
-    "node_counts": ("world_sizes",),
+    "reporting.warnings_once": ("warning_once",),
+    "weights.weight_export": ("Exported", "export_checkpoint"),
+    "launching.node_counts": ("world_sizes",),
 }
 
 __all__ = [

@@ -21,7 +21,7 @@ from composer3d import all_gather_json, broadcast_json
 from composer3d.composition import StoredState
 from composer3d.errors import CheckpointError
 from composer3d.processes import private_folder_in
-from composer3d.runner.progress import attempt_before
+from composer3d.runner.reporting.progress import attempt_before
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,7 +20,7 @@ from composer3d.errors import (
 from composer3d.initialisation import unreadable
 from composer3d.manifest import Manifest, hide, resolve_reference
 from composer3d.processes import running
-from composer3d.runner.loss_functions import make_loss
+from composer3d.runner.objective.loss_functions import make_loss
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import broadcast_json, checkpoint
 from composer3d.errors import CheckpointError
-from composer3d.runner.lr_schedule import multiplier_of
-from composer3d.runner.progress import attempt_before
+from composer3d.runner.objective.lr_schedule import multiplier_of
+from composer3d.runner.reporting.progress import attempt_before
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data.data_source import Source
     from composer3d.runner.data.stream import StreamSource
-    from composer3d.runner.lr_schedule_table import LRScheduleTable
     from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner.objective.batch_size import BatchSize
+    from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 
 __all__ = [
     "RunState",

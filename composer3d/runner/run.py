@@ -15,8 +15,8 @@ from composer3d.processes import join_launcher, machine_error
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
-    from composer3d.runner.failures import FailureReport
-    from composer3d.runner.outcome import Outcome
+    from composer3d.runner.reporting.failures import FailureReport
+    from composer3d.runner.reporting.outcome import Outcome
 
 __all__ = ["RunResult", "output_of", "run"]
 
@@ -182,7 +182,7 @@ def _start(checked: _Startable) -> RunResult:
         LockError: Another run has the folder.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    from composer3d.runner.local_world import launch_world
+    from composer3d.runner.launching.local_world import launch_world
 
     output = Path(checked.output)
     if checked.options.get("is_hugging_face") and checked.device == "cpu":
@@ -236,9 +236,9 @@ def _join(
         LockError: Another run has the folder.
     """
     from composer3d.processes import die_with, user_folder
-    from composer3d.runner.coming_nodes import begin_world, leave_world
-    from composer3d.runner.launcher import rank_main
-    from composer3d.runner.lock import RunLock
+    from composer3d.runner.launching.coming_nodes import begin_world, leave_world
+    from composer3d.runner.launching.launcher import rank_main
+    from composer3d.runner.launching.lock import RunLock
 
     die_with(os.getppid())  # the launcher; a rank of it would go on, or wait, without it
     is_exclusive = True
@@ -263,9 +263,9 @@ def _look(
 ) -> dict[str, Any]:
     """Return every problem and the launcher's settings, as JSON values."""
     from composer3d.checking import world_size_problems
-    from composer3d.runner.local_ranks import machine_problems, num_local_ranks
-    from composer3d.runner.local_world import groups_of
-    from composer3d.runner.node_counts import world_sizes
+    from composer3d.runner.launching.local_ranks import machine_problems, num_local_ranks
+    from composer3d.runner.launching.local_world import groups_of
+    from composer3d.runner.launching.node_counts import world_sizes
 
     try:
         inspected = open_manifest(source, overrides)
@@ -316,8 +316,8 @@ def _train(
     inspected = open_manifest(source, overrides)
     if strict is not None:
         from composer3d.checking import world_size_problems
-        from composer3d.runner.local_ranks import machine_problems
-        from composer3d.runner.local_world import group_problems
+        from composer3d.runner.launching.local_ranks import machine_problems
+        from composer3d.runner.launching.local_world import group_problems
 
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         device = device_of(inspected.manifest)

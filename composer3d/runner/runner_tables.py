@@ -13,11 +13,11 @@ from composer3d.manifest import MOST_SAMPLES, Expression, SlowExpression, table
 from composer3d.manifest import ModelTable as CoreModelTable
 from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
-from composer3d.runner.evaluation_table import EvaluationTable
-from composer3d.runner.loss_table import LossTable
-from composer3d.runner.lr_schedule_table import LRScheduleTable
-from composer3d.runner.node_counts import node_counts
-from composer3d.runner.spot_notice import NoticeTable
+from composer3d.runner.evaluating.evaluation_table import EvaluationTable
+from composer3d.runner.launching.node_counts import node_counts
+from composer3d.runner.launching.spot_notice import NoticeTable
+from composer3d.runner.objective.loss_table import LossTable
+from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 
 __all__ = [
     "TABLES",

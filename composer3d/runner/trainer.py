@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import EvaluatedWeights, checkpoint
 from composer3d.errors import DataError, ManifestError, ReferenceFailure
-from composer3d.runner.batch_size import BatchSize
-from composer3d.runner.best_model import BestModel
-from composer3d.runner.blackbox import BlackBox
-from composer3d.runner.clocks import compare_clocks
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
-from composer3d.runner.display import Display
-from composer3d.runner.ema import EMA
-from composer3d.runner.evaluation_metrics import EvaluationMetrics
+from composer3d.runner.evaluating.best_model import BestModel
+from composer3d.runner.evaluating.evaluation_metrics import EvaluationMetrics
 from composer3d.runner.housekeeping import (
     GarbageCollection,
     configure_torch,
@@ -25,12 +20,21 @@ from composer3d.runner.housekeeping import (
     seed_step,
     write_private,
 )
+from composer3d.runner.launching.signals import Preemption
+from composer3d.runner.launching.spot_notice import watching
 from composer3d.runner.local_checkpoints import local_checkpoints
-from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
-from composer3d.runner.metrics import MetricsFile
 from composer3d.runner.model_factory import ModelFactory
-from composer3d.runner.outcome import Outcome
-from composer3d.runner.progress import Progress, RunPhase
+from composer3d.runner.objective.batch_size import BatchSize
+from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
+from composer3d.runner.objective.stability import Stability
+from composer3d.runner.reporting.blackbox import BlackBox
+from composer3d.runner.reporting.clocks import compare_clocks
+from composer3d.runner.reporting.display import Display
+from composer3d.runner.reporting.metrics import MetricsFile
+from composer3d.runner.reporting.outcome import Outcome
+from composer3d.runner.reporting.progress import Progress, RunPhase
+from composer3d.runner.reporting.shared_writing import SharedWriting
+from composer3d.runner.reporting.step_times import StepClock
 from composer3d.runner.resume import (
     RunState,
     choose_checkpoint,
@@ -40,12 +44,8 @@ from composer3d.runner.resume import (
     schedule_change,
     step_of,
 )
-from composer3d.runner.shared_writing import SharedWriting
-from composer3d.runner.signals import Preemption
-from composer3d.runner.spot_notice import watching
-from composer3d.runner.stability import Stability
-from composer3d.runner.step_times import StepClock
 from composer3d.runner.tokenizer import with_tokenizer
+from composer3d.runner.weights.ema import EMA
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -99,7 +99,7 @@ class Trainer:
     def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:
         from composer3d import compose
         from composer3d.runner.data import example_of, open_source
-        from composer3d.runner.optimizer_groups import make_optimizer
+        from composer3d.runner.objective.optimizer_groups import make_optimizer
 
         manifest = with_tokenizer(manifest)
         tables, seed = manifest.tables, manifest.train.seed

@@ -285,7 +285,7 @@ def test_reserved_names_are_refused(tmp_path, name):
 
 def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
     from composer3d.diagnostics.doctor.advice import _resume
-    from composer3d.runner.failures import FailureReport
+    from composer3d.runner.reporting.failures import FailureReport
 
     make(tmp_path / "checkpoints" / "step-1")
     (tmp_path / "checkpoints" / "latest").write_text("step-1")

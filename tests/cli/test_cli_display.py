@@ -14,7 +14,7 @@ import pytest
 from composer3d.cli import main
 from composer3d.cli.output import coloured, print_table
 from composer3d.processes.forking import limit_ranks
-from composer3d.runner.display import Display
+from composer3d.runner.reporting.display import Display
 
 ARGUMENTS = ["run", "run.toml", "--set", "run.output=out", "--set", "train.steps=12"]
 ROW = {"loss": 2.5, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_s": 12345.0, "mfu": 0.42, "skipped_steps": 1}

@@ -12,7 +12,7 @@ import torch
 from composer3d.checking.check import open_manifest
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
-from composer3d.runner.local_ranks import num_local_ranks
+from composer3d.runner.launching.local_ranks import num_local_ranks
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from support.raising_hooks import HOOKS, class_of
 
 import composer3d
 from composer3d.errors import HookError
-from composer3d.runner.failures import FailureReport
+from composer3d.runner.reporting.failures import FailureReport
 from composer3d.testing import run_ranks
 
 RETURNED = {

@@ -14,7 +14,7 @@ from support.models import Net, composed, gradient_error, mine, seeded, unpadded
 from torch import nn
 
 from composer3d import StepError, TransformError, torch_compat
-from composer3d.runner.ema import EMA
+from composer3d.runner.weights.ema import EMA
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12

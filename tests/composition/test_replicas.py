@@ -8,7 +8,7 @@ from support.models import composed, mine, padded, seeded, sum_loss
 
 from composer3d.processes.child import Child
 from composer3d.processes.forking import limit_ranks
-from composer3d.runner.launcher import launch_local
+from composer3d.runner.launching.launcher import launch_local
 from composer3d.testing import gather_full
 
 PRESENT = [[0, 1], [0], [0, 1], [1], [0, 1]]

@@ -12,7 +12,7 @@ from support.doctor_cases import lines, start, write
 
 from composer3d.cli import main
 from composer3d.diagnostics.doctor import examine, read_evidence
-from composer3d.runner.lock import attempts_of
+from composer3d.runner.launching.lock import attempts_of
 
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
 PLUGIN = r"\((fsdp2|composer3d|fsdp2 or composer3d)\)"

@@ -74,8 +74,8 @@ def test_claims_are_those_measured():
 
 
 def test_the_defaults_of_batches_are_those_stated():
-    from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data.data_table import DataTable
+    from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.runner_tables import TrainTable
 
     text = " ".join(README.split())

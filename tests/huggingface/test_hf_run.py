@@ -17,7 +17,7 @@ from composer3d.huggingface.folder import import_transformers
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.tokenizer import with_tokenizer
-from composer3d.runner.weight_export import export, find_description
+from composer3d.runner.weights.weight_export import export, find_description
 
 MANIFEST = """\
 composer3d = 1

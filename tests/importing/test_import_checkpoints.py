@@ -21,7 +21,7 @@ from composer3d import CheckpointError
 from composer3d.checkpoint import contents, read_state, read_tensors
 from composer3d.cli import main
 from composer3d.importing.foreign_checkpoints import import_checkpoint
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 LAYOUT = "[sharding.fsdp2]\n"

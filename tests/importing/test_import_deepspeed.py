@@ -10,7 +10,7 @@ from support.imported import manifest_of, translated, verdicts_of
 
 from composer3d.importing.importer import import_config
 from composer3d.runner import TABLES
-from composer3d.runner.lr_schedule import multiplier_of
+from composer3d.runner.objective.lr_schedule import multiplier_of
 
 WHOLE = """{
   // the whole of a run, as people write it

@@ -9,7 +9,7 @@ import pytest
 from support.imported import manifest_of, translated, verdicts_of
 
 from composer3d.runner import TABLES
-from composer3d.runner.lr_schedule import multiplier_of
+from composer3d.runner.objective.lr_schedule import multiplier_of
 
 AXOLOTL = """base_model: folder/of/a/model
 datasets:

@@ -12,7 +12,7 @@ from composer3d.cli import main
 from composer3d.importing.importer import Flags, read_translation
 from composer3d.importing.translation import Options
 from composer3d.runner import TABLES
-from composer3d.runner.lr_schedule import multiplier_of
+from composer3d.runner.objective.lr_schedule import multiplier_of
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2

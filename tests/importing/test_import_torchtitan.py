@@ -10,7 +10,7 @@ from support.imported import manifest_of, translated, verdicts_of
 
 from composer3d import import_config
 from composer3d.runner import TABLES
-from composer3d.runner.lr_schedule import multiplier_of
+from composer3d.runner.objective.lr_schedule import multiplier_of
 
 WHOLE = """[job]
 dump_folder = "./outputs"

@@ -12,9 +12,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from composer3d.importing.recognition import recognise
 from composer3d.runner import TABLES
-from composer3d.runner.loss_functions import make_loss
-from composer3d.runner.loss_table import LossTable
-from composer3d.runner.lr_schedule import multiplier_of
+from composer3d.runner.objective.loss_functions import make_loss
+from composer3d.runner.objective.loss_table import LossTable
+from composer3d.runner.objective.lr_schedule import multiplier_of
 
 ARGUMENTS = {
     "model_name_or_path": "folder/of/a/model",

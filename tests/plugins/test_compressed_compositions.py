@@ -15,8 +15,8 @@ from support.converted_linears import TP_PLAN
 from support.models import Even, composed, full, mine, padded, seeded
 from support.replicated_gradients import Recorded, power_sgd
 
-from composer3d.runner.ema import EMA
-from composer3d.runner.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.weights.ema import EMA
 from composer3d.testing import run_ranks
 
 LOW_RANK = '[communication.compression]\ngradients = "powersgd"\nrank = 1\naxes = ["dp_replicate"]\n'

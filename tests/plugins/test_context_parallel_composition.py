@@ -8,7 +8,7 @@ from layout_matrix_cells import batch, distance, factory, loss_fn, one_device, t
 from support.models import mine, write_manifest
 
 import composer3d
-from composer3d.runner.ema import EMA
+from composer3d.runner.weights.ema import EMA
 from composer3d.testing import count_collectives, full, run_ranks
 
 LAYERS = 4

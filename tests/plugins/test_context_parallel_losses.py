@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composer3d import Batch, Loss
 from composer3d.propagation import SEQUENCE, Placed, mark, spec_of
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import assert_parity
 
 VOCAB = 13

@@ -14,8 +14,8 @@ from composer3d.checkpoint import contents, find_checkpoint, read_tensor
 from composer3d.cli import main
 from composer3d.huggingface.folder import import_transformers
 from composer3d.models import llama
-from composer3d.runner.quantised_weights import find_form
-from composer3d.runner.weight_export import export, find_description
+from composer3d.runner.weights.quantised_weights import find_form
+from composer3d.runner.weights.weight_export import export, find_description
 
 # Before ranks are forked: each of them would import it anew.
 torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")

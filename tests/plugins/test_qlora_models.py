@@ -12,8 +12,8 @@ from support.training import losses, start
 from composer3d import CheckpointError, torch_compat
 from composer3d.checkpoint import contents, find_checkpoint
 from composer3d.huggingface.folder import import_transformers
-from composer3d.runner.merged_weights import MergedWeights
-from composer3d.runner.weight_export import export, find_description
+from composer3d.runner.weights.merged_weights import MergedWeights
+from composer3d.runner.weights.weight_export import export, find_description
 
 torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 import_transformers()

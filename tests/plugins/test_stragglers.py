@@ -9,7 +9,7 @@ from support.training import MANIFEST, start, write
 
 import composer3d
 from composer3d.cli import main
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import count_collectives, run_ranks
 
 # A rank that the machine holds up now and then is off by less than what the slow one computes.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import composer3d
-from composer3d.runner.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12

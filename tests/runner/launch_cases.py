@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from composer3d.errors import DataError, ManifestError, Problem
-from composer3d.runner.launcher import is_rank, launch_local, rank_main
-from composer3d.runner.progress import Progress, RunPhase
-from composer3d.runner.signals import Preemption
+from composer3d.runner.launching.launcher import is_rank, launch_local, rank_main
+from composer3d.runner.launching.signals import Preemption
+from composer3d.runner.reporting.progress import Progress, RunPhase
 
 
 def join():

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.sockets import listening, move_hostname
 
 from composer3d.processes.forking import limit_ranks
-from composer3d.runner.launcher import launch_local, rank_main
+from composer3d.runner.launching.launcher import launch_local, rank_main
 
 SERVED = "127.0.0.7"
 

@@ -5,7 +5,7 @@ import pytest
 from composer3d.errors import ManifestError
 from composer3d.manifest import load_manifest, read_text, type_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.batch_size import BatchSize
+from composer3d.runner.objective.batch_size import BatchSize
 from composer3d.runner.runner_tables import BatchRampTable, TrainTable
 
 

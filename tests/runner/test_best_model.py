@@ -10,9 +10,9 @@ from support.training import start, write
 from composer3d.errors import ManifestError
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.best_model import BestModel
-from composer3d.runner.evaluation_table import EvaluationTable
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.evaluating.best_model import BestModel
+from composer3d.runner.evaluating.evaluation_table import EvaluationTable
+from composer3d.runner.reporting.metrics import read_metrics
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from support.models import seeded
 from torch import nn
 
 import composer3d
-from composer3d.runner.ema import EMA
+from composer3d.runner.weights.ema import EMA
 from composer3d.testing import full, run_ranks
 
 LAYOUTS = ["[sharding.fsdp2]\nzero = 1", "[sharding.fsdp2]\nzero = 3", "[sharding.ddp]", ""]

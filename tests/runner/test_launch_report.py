@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from composer3d.errors import CheckpointError, DataError, ManifestError, Problem, StepError
-from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause, wrong_manifest
-from composer3d.runner.progress import LastSeen, Progress, RunPhase, attempt_folder
-from composer3d.runner.rank import is_rank, rank_main
-from composer3d.runner.signals import Preemption
+from composer3d.runner.launching.rank import is_rank, rank_main
+from composer3d.runner.launching.signals import Preemption
+from composer3d.runner.reporting.failures import Ending, FailureReport, read_failures, root_cause, wrong_manifest
+from composer3d.runner.reporting.progress import LastSeen, Progress, RunPhase, attempt_folder
 
 
 def lost():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.processes.forking import die_with, limit_ranks
-from composer3d.runner.launcher import launch_local
+from composer3d.runner.launching.launcher import launch_local
 
 CASES = Path(__file__).with_name("launch_cases.py")
 LIMIT_S = 180

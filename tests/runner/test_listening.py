@@ -16,7 +16,7 @@ from support.doctor_cases import may_mount
 from composer3d.errors import RendezvousError
 from composer3d.processes.forking import limit_ranks
 from composer3d.processes.rendezvous import LAUNCH, keep_to_loopback, meeting_point
-from composer3d.runner.launcher import launch_local
+from composer3d.runner.launching.launcher import launch_local
 
 CASES = Path(__file__).with_name("listening_cases.py")
 TESTS = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from composer3d import checkpoint
 from composer3d.errors import RankError
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES, train
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 KEPT = "[checkpoint]\nevery = 4\nlocal_every = 1\n"

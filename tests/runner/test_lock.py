@@ -19,8 +19,8 @@ import time
 import pytest
 
 from composer3d.errors import LockError
-from composer3d.runner import lock as locks
-from composer3d.runner.lock import RunLock, attempts_of
+from composer3d.runner.launching import lock as locks
+from composer3d.runner.launching.lock import RunLock, attempts_of
 
 HOST = re.escape(socket.gethostname())
 TIME = r"\d{4}-\d\d-\d\dT[\d:]+\+00:00"
@@ -115,7 +115,7 @@ def test_a_rank_keeps_it_after_its_launcher_and_its_own_workers_do_not(tmp_path,
 SPAWNING = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
-from composer3d.runner.lock import RunLock
+from composer3d.runner.launching.lock import RunLock
 
 def rank(lock):
     lock.leave_children_out()
@@ -157,7 +157,7 @@ def test_a_spawned_rank_keeps_it_as_a_forked_one_does(tmp_path, monkeypatch):
 LAUNCHING = """
 import os, signal, sys
 from pathlib import Path
-from composer3d.runner.launcher import launch_local
+from composer3d.runner.launching.launcher import launch_local
 
 def rank():
     held = [os.path.basename(os.readlink(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from composer3d import LossError
-from composer3d.runner.evaluation_metrics import accuracy
-from composer3d.runner.loss_functions import make_loss, token_loss
-from composer3d.runner.loss_table import LossTable
+from composer3d.runner.evaluating.evaluation_metrics import accuracy
+from composer3d.runner.objective.loss_functions import make_loss, token_loss
+from composer3d.runner.objective.loss_table import LossTable
 from composer3d.step.losses.loss import as_loss
 from composer3d.step.losses.loss_graph import reduction_of
 

@@ -9,8 +9,8 @@ from composer3d.checking.called import schedule_callable_problems
 from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.manifest import read, read_text, type_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
-from composer3d.runner.lr_schedule_table import LRScheduleTable
+from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
+from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 from composer3d.verification.manifest_run import subject_of
 
 WITHOUT = "warmup_start, warmup_shape and warmup_delay are of a warm-up"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import math
 
-from composer3d.runner.metrics import MetricsFile, read_metrics
+from composer3d.runner.reporting.metrics import MetricsFile, read_metrics
 
 
 def test_floats_are_written_exactly_and_what_is_not_finite_is_null(tmp_path):

@@ -11,7 +11,7 @@ from support.training import MANIFEST, losses, start, write
 from composer3d import ManifestError
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import count_collectives, run_ranks
 
 TP = (

@@ -11,7 +11,7 @@ from composer3d import checkpoint
 from composer3d.errors import ManifestError, RankError
 from composer3d.manifest import read_text, type_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.optimizer_groups import describe_groups, optimizer_class
+from composer3d.runner.objective.optimizer_groups import describe_groups, optimizer_class
 from composer3d.runner.runner_tables import OptimizerGroupTable, OptimizerTable
 from composer3d.testing import run_ranks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer3d.runner.optimizer_arguments import refused_arguments
-from composer3d.runner.optimizer_groups import optimizer_class
+from composer3d.runner.objective.optimizer_arguments import refused_arguments
+from composer3d.runner.objective.optimizer_groups import optimizer_class
 from composer3d.runner.runner_tables import OptimizerGroupTable, OptimizerTable
 
 

@@ -11,7 +11,7 @@ from support.models import Even, composed, full, mine, padded, seeded
 from support.training import losses, start, write
 
 from composer3d import PluginError, StepError
-from composer3d.runner.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import count_collectives, run_ranks
 
 FSDP = "[sharding.fsdp2]\n"

@@ -6,7 +6,7 @@ import pytest
 from support.training import MANIFEST, start, write
 
 from composer3d.checking.check import device_of, inspect, open_manifest
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 
 VECTORS = """
 import torch

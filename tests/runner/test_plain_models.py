@@ -19,7 +19,7 @@ from support.training import start
 from torch.utils.data import default_collate
 
 from composer3d.composition.loop.sampling import indices
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 STEPS, BATCH = 4, 4

@@ -13,7 +13,7 @@ from support.training import MANIFEST, write
 
 from composer3d import checkpoint
 from composer3d.processes.forking import limit_ranks
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 
 GROUPS = "[mesh]\nreplica = 2\n[communication.replicas]\n"
 LIMIT_S = 120

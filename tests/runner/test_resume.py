@@ -9,7 +9,7 @@ from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
 from composer3d.errors import RankError
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 
 
 def test_a_run_that_was_cut_in_two_is_the_same_to_the_last_bit(tmp_path):

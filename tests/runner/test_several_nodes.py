@@ -21,8 +21,8 @@ from composer3d.errors import RankError
 from composer3d.manifest import load_manifest
 from composer3d.processes.forking import limit_ranks
 from composer3d.runner import TABLES, train
-from composer3d.runner.clocks import compare_clocks
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.clocks import compare_clocks
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 RUN = 'run.device = "cpu"\n'

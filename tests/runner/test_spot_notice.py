@@ -10,7 +10,7 @@ from support.training import MANIFEST, start, write
 
 import composer3d
 from composer3d import checkpoint
-from composer3d.runner.spot_notice import Notice, NoticeTable
+from composer3d.runner.launching.spot_notice import Notice, NoticeTable
 
 
 def test_a_run_with_a_notice_saves_and_stops(tmp_path):

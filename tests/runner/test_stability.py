@@ -6,8 +6,8 @@ import pytest
 from support.training import start, write
 
 from composer3d import RankError
+from composer3d.runner.objective.stability import Stability, StabilityError
 from composer3d.runner.runner_tables import StabilityTable
-from composer3d.runner.stability import Stability, StabilityError
 
 
 def judge(stability, *losses, grad_norm=1.0):

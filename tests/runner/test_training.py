@@ -10,8 +10,8 @@ from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
 from composer3d.errors import LossError, RankError
-from composer3d.runner.loss_functions import token_loss
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.objective.loss_functions import token_loss
+from composer3d.runner.reporting.metrics import read_metrics
 
 
 def test_the_last_checkpoints_are_kept(tmp_path):

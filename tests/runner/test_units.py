@@ -12,7 +12,7 @@ from support.training import start, write
 
 from composer3d import units_of
 from composer3d.cli import main
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 
 IMAGES = """
 import torch

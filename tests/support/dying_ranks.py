@@ -12,8 +12,8 @@ from composer3d.manifest import load_manifest
 from composer3d.processes.child import Child
 from composer3d.processes.forking import limit_ranks
 from composer3d.runner import TABLES, train
-from composer3d.runner.launcher import launch_local
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.launching.launcher import launch_local
+from composer3d.runner.reporting.metrics import read_metrics
 
 DIES = "DIES_AT"  # restart, rank and micro-batch on that rank, as "0:1:9 1:0:4"
 LAME = 6  # micro-batches in which rank 1 is slow

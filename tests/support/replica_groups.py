@@ -16,8 +16,8 @@ import composer3d
 from composer3d.processes.child import Child
 from composer3d.processes.forking import limit_ranks
 from composer3d.replicas import ATTEMPT, GROUP, Exchange, ReplicaPolicy
-from composer3d.runner.group_launcher import launch_groups
-from composer3d.runner.launcher import launch_local
+from composer3d.runner.launching.group_launcher import launch_groups
+from composer3d.runner.launching.launcher import launch_local
 
 STEPS, SAMPLES = 6, 8
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES, train
-from composer3d.runner.metrics import read_metrics
+from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
 MANIFEST = """

@@ -11,7 +11,7 @@ from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
 from support.verification_cases import batch
 
-from composer3d.runner.muon import Muon, group_matrices, matrices_of
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import assert_parity
 
 # Of Dynamo, which looks at the gradients of what a block is given.

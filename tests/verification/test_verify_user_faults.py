@@ -24,7 +24,7 @@ from support.user_faults import (
 from support.verification_cases import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 
 from composer3d import Batch
-from composer3d.runner.ema import EMA
+from composer3d.runner.weights.ema import EMA
 from composer3d.testing import assert_parity
 
 located, own, users = (planted(f"{name}_faults") for name in ("located", "plugin", "user"))

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composer3d.processes import launch_round, note_round
-from composer3d.runner.node_counts import world_sizes
+from composer3d.runner.launching.node_counts import world_sizes
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
-    from composer3d.runner.outcome import Outcome
+    from composer3d.runner.reporting.outcome import Outcome
 
 __all__ = ["begin_world", "leave_world"]
 

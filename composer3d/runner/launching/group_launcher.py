@@ -17,11 +17,11 @@ from typing import Any, Literal, NoReturn
 
 from composer3d.processes import fork, temporary_folder
 from composer3d.replicas import ADDRESS, ATTEMPT, GROUP, TOKEN, QuorumServer, ReplicaPolicy
-from composer3d.runner.failures import Ending, FailureReport
-from composer3d.runner.launcher import LaunchResult, run_world
-from composer3d.runner.lock import RunLock
-from composer3d.runner.signals import ParentSignals, kill
-from composer3d.runner.watch import POLL_S, Ended, Watch
+from composer3d.runner.launching.launcher import LaunchResult, run_world
+from composer3d.runner.launching.lock import RunLock
+from composer3d.runner.launching.signals import ParentSignals, kill
+from composer3d.runner.launching.watch import POLL_S, Ended, Watch
+from composer3d.runner.reporting.failures import Ending, FailureReport
 
 __all__ = ["launch_groups"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import CheckpointError
-from composer3d.runner.merged_weights import MergedWeights
-from composer3d.runner.quantised_weights import find_form
+from composer3d.runner.weights.merged_weights import MergedWeights
+from composer3d.runner.weights.quantised_weights import find_form
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from composer3d.manifest import resolve_reference
 if TYPE_CHECKING:
     import torch
 
-    from composer3d.runner.lr_schedule_table import LRScheduleTable
+    from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 
 __all__ = ["LRSchedule", "multiplier_of"]
 
@@ -57,7 +57,7 @@ def multiplier_of(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Ca
     Raises:
         ReferenceFailure: The callable cannot be imported.
 
-    >>> from composer3d.runner.lr_schedule_table import LRScheduleTable
+    >>> from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
     >>> f = multiplier_of(LRScheduleTable(use="linear", warmup=2, min_ratio=0.0), num_steps=6, folder=Path("."))
     >>> [f(step) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer3d.runner.evaluation_table import EvaluationTable
+    from composer3d.runner.evaluating.evaluation_table import EvaluationTable
 
 __all__ = ["BestModel"]
 
@@ -18,7 +18,7 @@ class BestModel:
     Args:
         table: `[evaluation]`, whose `best` is stated.
 
-    >>> from composer3d.runner.evaluation_table import EvaluationTable
+    >>> from composer3d.runner.evaluating.evaluation_table import EvaluationTable
     >>> best = BestModel(EvaluationTable(every=1, best="loss", patience=2))
     >>> [best.judge(step, {"loss": loss}) for step, loss in ((1, 3.0), (2, 2.5), (3, 2.6), (4, 2.7))]
     [True, True, False, False]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d.runner.progress import attempt_folder
+from composer3d.runner.reporting.progress import attempt_folder
 
 if TYPE_CHECKING:
     from composer3d import RunContext

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError, ReferenceFailure
 from composer3d.manifest import resolve_reference
-from composer3d.runner.loss_functions import logits_of
+from composer3d.runner.objective.loss_functions import logits_of
 
 if TYPE_CHECKING:
     from torch import Tensor

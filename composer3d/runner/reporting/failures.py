@@ -18,7 +18,7 @@ from typing import Any, Literal
 from composer3d.errors import CheckpointError, ComposerError, HookError, ManifestError, ReplicaError
 from composer3d.observation import lost_a_peer
 from composer3d.processes import machine_error
-from composer3d.runner.progress import LastSeen, left_reason
+from composer3d.runner.reporting.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
 
@@ -27,8 +27,8 @@ FailureKind = Literal["user", "machine", "crash", "killed", "left", "stuck", "in
 _SHORT = 10_000  # characters of a message, and of a traceback
 
 _LAUNCHER_FILES = (
-    "/composer3d/runner/rank.py",
-    "/composer3d/runner/launcher.py",
+    "/composer3d/runner/launching/rank.py",
+    "/composer3d/runner/launching/launcher.py",
     "/torch/distributed/elastic/",
     "/torch/multiprocessing/",
 )

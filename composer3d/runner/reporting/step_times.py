@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from composer3d import units_of
-from composer3d.runner.metrics import peak_flops
+from composer3d.runner.reporting.metrics import peak_flops
 
 if TYPE_CHECKING:
     from composer3d import Composition

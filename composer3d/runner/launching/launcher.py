@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from composer3d.processes import temporary_folder
-from composer3d.runner.failures import FailureReport, wrong_manifest
-from composer3d.runner.lock import RunLock
-from composer3d.runner.progress import attempt_folder
-from composer3d.runner.rank import is_rank, rank_main
-from composer3d.runner.signals import interrupt_once
-from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
+from composer3d.runner.launching.lock import RunLock
+from composer3d.runner.launching.rank import is_rank, rank_main
+from composer3d.runner.launching.signals import interrupt_once
+from composer3d.runner.launching.watch import POLL_S, Ended, Outcome, Restart, Watch
+from composer3d.runner.reporting.failures import FailureReport, wrong_manifest
+from composer3d.runner.reporting.progress import attempt_folder
 
 if TYPE_CHECKING:
     from composer3d.processes import Gate

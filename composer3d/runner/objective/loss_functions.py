@@ -16,7 +16,7 @@ from composer3d import torch_compat
 from composer3d.errors import LossError, ReferenceFailure
 from composer3d.manifest import resolve_reference
 from composer3d.processes import running
-from composer3d.runner.loss_table import ELEMENTWISE, LossTable
+from composer3d.runner.objective.loss_table import ELEMENTWISE, LossTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.runner.node_counts import world_sizes
+from composer3d.runner.launching.node_counts import world_sizes
 
 if TYPE_CHECKING:
     import torch

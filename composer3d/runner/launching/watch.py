@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from composer3d.runner.failures import Ending, FailureKind, FailureReport, root_cause
-from composer3d.runner.node_counts import next_smaller
-from composer3d.runner.progress import LastSeen, RunPhase, left_reason
-from composer3d.runner.signals import ParentSignals, kill
+from composer3d.runner.launching.node_counts import next_smaller
+from composer3d.runner.launching.signals import ParentSignals, kill
+from composer3d.runner.reporting.failures import Ending, FailureKind, FailureReport, root_cause
+from composer3d.runner.reporting.progress import LastSeen, RunPhase, left_reason
 
 __all__ = ["POLL_S", "Ended", "Outcome", "Restart", "Watch"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from composer3d.manifest import table
-from composer3d.runner.signals import Preemption
+from composer3d.runner.launching.signals import Preemption
 
 __all__ = ["Notice", "NoticeTable", "watching"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d.errors import Problem
 from composer3d.mesh import Layout, Role
 from composer3d.replicas import ReplicaPolicy
-from composer3d.runner.group_launcher import launch_groups
-from composer3d.runner.launcher import LaunchResult, launch_local
+from composer3d.runner.launching.group_launcher import launch_groups
+from composer3d.runner.launching.launcher import LaunchResult, launch_local
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation

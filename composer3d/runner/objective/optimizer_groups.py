@@ -51,7 +51,7 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
         key = "groups"
         groups = describe_groups(table, num_dims, defaults)
         if table.use == "muon":
-            from composer3d.runner.muon import group_matrices, matrices_of
+            from composer3d.runner.objective.muon import group_matrices, matrices_of
 
             key = "use" if table.matrices is None else "matrices"
             groups = group_matrices(groups, matrices_of(run, table.matrices))
@@ -150,7 +150,7 @@ def optimizer_class(table: OptimizerTable, folder: Path) -> tuple[type[torch.opt
         cls = torch.optim.SGD
         arguments = {"momentum": 0.9, "foreach": True} | arguments
     elif table.use == "muon":
-        from composer3d.runner.muon import Muon
+        from composer3d.runner.objective.muon import Muon
 
         cls = Muon
         arguments = {"fused": True} | arguments

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d.runner.display import Display
-from composer3d.runner.metrics import MetricsFile
+from composer3d.runner.reporting.display import Display
+from composer3d.runner.reporting.metrics import MetricsFile
 
 if TYPE_CHECKING:
     from composer3d import Composition

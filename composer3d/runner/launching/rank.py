@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from composer3d.processes import find_launch, user_folder
-from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause
-from composer3d.runner.progress import LastSeen, Progress, attempt_before, attempt_folder
+from composer3d.runner.reporting.failures import Ending, FailureReport, read_failures, root_cause
+from composer3d.runner.reporting.progress import LastSeen, Progress, attempt_before, attempt_folder
 
 __all__ = ["is_rank", "rank_main"]
 

@@ -25,7 +25,7 @@ def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] |
         CheckpointError: No plugin of the run states the form, or the run's manifest is missing.
         ManifestError: It does not fit any more.
     """
-    from composer3d.runner.merged_weights import prepared
+    from composer3d.runner.weights.merged_weights import prepared
 
     exports = prepared(path).context.stash(Exports)
     if exports.form is None:

@@ -1,0 +1,1 @@
+"""Loss, optimizer and learning rate of a run, by step."""
