@@ -11,23 +11,25 @@ A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks 
 
 from __future__ import annotations
 
-from composer3d.propagation.attention_call import AttentionCall, Reach, SequenceRules
-from composer3d.propagation.contractions import Products
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
-from composer3d.propagation.function_dims import name_of
 from composer3d.propagation.function_mode import Propagation
-from composer3d.propagation.loss_mode import LossPropagation, Relation
+from composer3d.propagation.functions.contractions import Products
+from composer3d.propagation.functions.function_dims import name_of
+from composer3d.propagation.functions.random_functions import eagerly, site_of
+from composer3d.propagation.functions.view_shapes import Placed
+from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
-from composer3d.propagation.propagated_sequence import Begins, PropagatedSequence, Sharded
-from composer3d.propagation.random_functions import eagerly, site_of
-from composer3d.propagation.sequence_mode import SequencePropagation
-from composer3d.propagation.sequence_operands import gather_along, gather_parts
+from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
+from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
+from composer3d.propagation.sequences.propagated_sequence import Begins, PropagatedSequence, Sharded
+from composer3d.propagation.sequences.sequence_mode import SequencePropagation
+from composer3d.propagation.sequences.sequence_operands import gather_along, gather_parts
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
@@ -44,8 +46,6 @@ from composer3d.propagation.shards import (
     strip,
     unmark,
 )
-from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import is_in_place
 
 __all__ = [
     "AttentionCall",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
+from composer3d.propagation.functions.whole_operands import Meeting
 from composer3d.propagation.shards import PREFIX, TENSOR_AXIS, ShardSpec, attach, spec_of
-from composer3d.propagation.whole_operands import Meeting
 
 __all__ = ["Decision", "Memory", "Work"]
 

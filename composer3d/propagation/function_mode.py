@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d.propagation.contractions import (
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.dry_run.meta_records import Record
+from composer3d.propagation.functions.contractions import (
     Products,
     added_product,
     bias_of,
@@ -27,16 +29,16 @@ from composer3d.propagation.contractions import (
     product_chain,
     summed_size,
 )
-from composer3d.propagation.decision_cache import Memory
-from composer3d.propagation.dry_run.meta_records import Record
-from composer3d.propagation.function_dims import (
+from composer3d.propagation.functions.function_dims import (
     CASTS,
     OBJECT,
     SIZES,
     name_of,
 )
-from composer3d.propagation.random_functions import Drawing, draws
-from composer3d.propagation.shape_rules import ShapeRules
+from composer3d.propagation.functions.random_functions import Drawing, draws
+from composer3d.propagation.functions.shape_rules import ShapeRules
+from composer3d.propagation.functions.view_shapes import Indivisible, Placed, Unplaceable
+from composer3d.propagation.functions.whole_operands import Meeting, is_in_place
 from composer3d.propagation.shards import (
     AXES,
     TENSOR_AXIS,
@@ -44,8 +46,6 @@ from composer3d.propagation.shards import (
     ShardSpec,
     ranges_of,
 )
-from composer3d.propagation.view_shapes import Indivisible, Placed, Unplaceable
-from composer3d.propagation.whole_operands import Meeting, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,10 +10,10 @@ from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.functions.random_functions import Drawing, eagerly
+from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
-from composer3d.propagation.random_functions import Drawing, eagerly
 from composer3d.propagation.shards import SEQUENCE, Marks, copy_mark, restated, spec_of, specs_in, unmark
-from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

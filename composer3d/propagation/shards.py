@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer3d import torch_compat
 from composer3d.errors import TransformError
-from composer3d.propagation.view_shapes import Placed
+from composer3d.propagation.functions.view_shapes import Placed
 
 __all__ = [
     "AXES",

@@ -8,8 +8,8 @@ from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_o
 from composer3d.propagation import shards
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.functions.view_shapes import Placed, Unplaceable, inside, regroup
 from composer3d.propagation.shards import PropagationError, spec_of
-from composer3d.propagation.view_shapes import Placed, Unplaceable, inside, regroup
 
 B, S, H, E = 2, 3, 4, 6
 DEGREE = 2

@@ -13,9 +13,9 @@ from support.tensor_parallel import AUTO
 
 import composer3d
 from composer3d.propagation.function_mode import Propagation
-from composer3d.propagation.random_functions import draws
+from composer3d.propagation.functions.random_functions import draws
+from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.shards import PropagationError, mark
-from composer3d.propagation.view_shapes import Placed
 from composer3d.testing import full, run_ranks
 
 SP = "sequence_parallel = true\n"

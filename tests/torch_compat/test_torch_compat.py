@@ -125,7 +125,7 @@ def test_total_norms_are_seen_before_they_are_computed(monkeypatch):
 
 def test_every_name_has_a_test_here():
     public = set(torch_compat.__all__)
-    for file in Path(torch_compat.__file__).parent.glob("[a-z]*.py"):
+    for file in Path(torch_compat.__file__).parent.rglob("[a-z]*.py"):
         tree = ast.parse(file.read_text())
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert {name for name in names if not name.startswith("_")} <= public, file.name

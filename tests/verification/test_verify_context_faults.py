@@ -15,7 +15,8 @@ from support.verification_cases import FSDP, assert_named, batch
 from torch import nn
 
 from composer3d import Batch, RankError, hookimpl
-from composer3d.propagation import PropagatedSequence, function_mode, sequence_mode, sequence_operands
+from composer3d.propagation import PropagatedSequence, function_mode
+from composer3d.propagation.sequences import sequence_mode, sequence_operands
 from composer3d.step.guard import Guard
 from composer3d.testing import assert_parity
 

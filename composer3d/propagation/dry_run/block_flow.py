@@ -17,7 +17,7 @@ from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.errors import TransformError
 from composer3d.patterns import select as select_fqns
-from composer3d.propagation.function_dims import SIZES, name_of
+from composer3d.propagation.functions.function_dims import SIZES, name_of
 from composer3d.propagation.module_calls import activation_of, first_of
 from composer3d.propagation.module_kinds import kind_of
 

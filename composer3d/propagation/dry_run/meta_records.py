@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, name_of
-from composer3d.propagation.random_functions import draws
-from composer3d.propagation.view_shapes import Placed
+from composer3d.propagation.functions.function_dims import EXPANDS, SPLITS, VIEWS, name_of
+from composer3d.propagation.functions.random_functions import draws
+from composer3d.propagation.functions.view_shapes import Placed
 
 __all__ = ["Record"]
 

@@ -23,5 +23,5 @@ def refuse_passed(fqn: str) -> NoReturn:
     raise StepError(
         f'the forward is given a tensor for "{fqn}" (torch.func.functional_call), and would compute with the composed '
         "parameter; to evaluate other weights load them with run.model.load_state_dict, or use "
-        f"composer3d.runner.weights.ema.EMA{inside}"
+        f"composer3d.runner.EMA{inside}"
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer3d.context import RunContext
-from composer3d.propagation.view_shapes import Placed
+from composer3d.propagation.functions.view_shapes import Placed
 
 __all__ = ["Drawing", "draws", "eagerly", "site_of"]
 

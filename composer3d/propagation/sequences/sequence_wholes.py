@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.attention_call import SequenceRules
 from composer3d.propagation.decision_cache import Memory
-from composer3d.propagation.function_dims import name_of
 from composer3d.propagation.function_mode import Propagation
-from composer3d.propagation.neighbours import neighbours_of, padding_of
-from composer3d.propagation.random_functions import draws
-from composer3d.propagation.sequence_operands import SequenceOperands, windows_along
+from composer3d.propagation.functions.function_dims import name_of
+from composer3d.propagation.functions.random_functions import draws
+from composer3d.propagation.functions.view_shapes import Placed, Unplaceable, regroup
+from composer3d.propagation.functions.whole_operands import is_in_place
+from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of
+from composer3d.propagation.sequences.sequence_operands import SequenceOperands, windows_along
 from composer3d.propagation.shards import SEQUENCE, ShardSpec
-from composer3d.propagation.view_shapes import Placed, Unplaceable, regroup
-from composer3d.propagation.whole_operands import is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer3d import torch_compat
-from composer3d.propagation.attention_call import SequenceRules
-from composer3d.propagation.function_dims import CASTS, OBJECT, SIZES, name_of
-from composer3d.propagation.sequence_mode import SequencePropagation
+from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES, name_of
+from composer3d.propagation.functions.whole_operands import PAIRED, is_in_place
+from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import PropagationError
-from composer3d.propagation.whole_operands import PAIRED, is_in_place
 
 __all__ = ["LossPropagation", "Relation"]
 

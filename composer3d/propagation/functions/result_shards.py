@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.function_dims import JOINS
+from composer3d.propagation.functions.function_dims import JOINS
+from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.shards import (
     TENSOR_AXIS,
     PropagationError,
@@ -20,7 +21,6 @@ from composer3d.propagation.shards import (
     interned,
     sources_of,
 )
-from composer3d.propagation.view_shapes import Placed
 
 __all__ = ["marked", "pair"]
 

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.propagation.decision_cache import Work
-from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
-from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
-from composer3d.propagation.result_shards import marked, pair
+from composer3d.propagation.functions.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
+from composer3d.propagation.functions.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
+from composer3d.propagation.functions.result_shards import marked, pair
+from composer3d.propagation.functions.view_shapes import Placed, inside, regroup
+from composer3d.propagation.functions.whole_operands import Meeting
 from composer3d.propagation.shards import PropagationError, ShardSpec, run_of, spec_of, specs_in
-from composer3d.propagation.view_shapes import Placed, inside, regroup
-from composer3d.propagation.whole_operands import Meeting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from composer3d import torch_compat
-from composer3d.propagation.attention_call import SequenceRules
 from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward
 from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.functions.random_functions import eagerly
+from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
-from composer3d.propagation.random_functions import eagerly
-from composer3d.propagation.sequence_mode import SequencePropagation
+from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
     PropagationError,
@@ -31,7 +32,6 @@ from composer3d.propagation.shards import (
     specs_in,
     unmark,
 )
-from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

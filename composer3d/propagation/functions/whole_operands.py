@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.view_shapes import Placed, Unplaceable
+from composer3d.propagation.functions.view_shapes import Placed, Unplaceable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from composer3d import torch_compat
-from composer3d.propagation.attention_call import AttentionCall, SequenceRules
-from composer3d.propagation.contractions import operands_of
 from composer3d.propagation.decision_cache import Memory
-from composer3d.propagation.function_dims import CASTS, OBJECT, SIZES, name_of
-from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
-from composer3d.propagation.sequence_wholes import SequenceWholes
+from composer3d.propagation.functions.contractions import operands_of
+from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES, name_of
+from composer3d.propagation.functions.multihead_attention import NAME, attend_with_heads, call_of
+from composer3d.propagation.functions.view_shapes import Placed
+from composer3d.propagation.functions.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
+from composer3d.propagation.sequences.attention_call import AttentionCall, SequenceRules
+from composer3d.propagation.sequences.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
-from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer3d.propagation.attention_call import Reach
-from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of
+from composer3d.propagation.functions.depthwise import CONVOLUTIONS, arguments_of
+from composer3d.propagation.sequences.attention_call import Reach
 from composer3d.propagation.shards import ShardSpec
 
 __all__ = ["Neighbours", "Padding", "neighbours_of", "padding_of"]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from composer3d.propagation.attention_call import Reach, SequenceRules
-from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import Meeting
+from composer3d.propagation.functions.view_shapes import Placed
+from composer3d.propagation.functions.whole_operands import Meeting
+from composer3d.propagation.sequences.attention_call import Reach, SequenceRules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

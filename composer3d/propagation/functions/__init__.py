@@ -1,0 +1,1 @@
+"""Functions of torch on sharded tensors: dims, shapes, operands and results of each."""

@@ -1,0 +1,1 @@
+"""Propagation of activations that are sharded along the sequence."""
