@@ -14,7 +14,8 @@ from composer3d.checkpoint.optimizer_state import (
 )
 from composer3d.checkpoint.reader import TensorInfo, contents, open_foreign, read_into, read_tensor, read_tensors
 from composer3d.checkpoint.restricted_pickle import Asked
-from composer3d.checkpoint.saving import AFTER_ERROR_S, AsyncSaver, copied, save
+from composer3d.checkpoint.saving import AFTER_ERROR_S, AsyncSaver, save
+from composer3d.checkpoint.staging import Staging
 from composer3d.checkpoint.state_file import read_state
 from composer3d.checkpoint.state_schema import validated_composition, validated_run
 from composer3d.checkpoint.wrappers import unwrapped
@@ -24,10 +25,10 @@ __all__ = [
     "Asked",
     "AsyncSaver",
     "STORAGE_DTYPES",
+    "Staging",
     "TensorInfo",
     "complete",
     "contents",
-    "copied",
     "find_checkpoint",
     "initialise_optimizer_state",
     "latest",

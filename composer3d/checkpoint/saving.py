@@ -7,10 +7,10 @@ import logging
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,11 +21,12 @@ from torch import distributed as dist
 from composer3d.checkpoint.checkpoint_folder import STATE, prepare, publish, require_name
 from composer3d.checkpoint.checksums import Checksums, DigestedFile, Part
 from composer3d.checkpoint.joint_failure import rank_of, together
+from composer3d.checkpoint.staging import Staging
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
 from composer3d.processes.json_exchange import gather_json
 
-__all__ = ["AFTER_ERROR_S", "AsyncSaver", "copied", "save"]
+__all__ = ["AFTER_ERROR_S", "AsyncSaver", "save"]
 
 AFTER_ERROR_S = 3.0  # lets a save that is nearly complete finish, so that a restart can use it
 
@@ -56,25 +57,35 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
 class AsyncSaver:
     """Saves in a thread while training continues.
 
-    `save` returns once the tensors are copied to host memory; the thread writes them over its own gloo group, so its
-    collectives cannot meet those of training. The rename and the marker come when all ranks are done. One save is in
-    flight at a time. Every method is called by all ranks. A process that ends without `close` waits for the save in
-    flight, a few seconds where an exception ends it.
+    `save` returns once the tensors are copied to host memory, but for steady ones; the thread writes the copies over its
+    own gloo group, so its collectives cannot meet those of training. The rename and the marker come when all ranks are
+    done. One save is in flight at a time. Every method is called by all ranks. A process that ends without `close`
+    waits for the save in flight, a few seconds where an exception ends it.
 
-    Memory: one copy of this rank's tensors on the host, kept for the next save: memory that is new to the process is
-    given page by page, which takes several times as long as the copy.
+    Args:
+        staging: Owns the copies; default one of its own.
+
+    Memory: one copy of this rank's tensors on the host, kept for the next save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staging: Staging | None = None) -> None:
         self._pending: futures.Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
-        self._copies: dict[str, Tensor] = {}
+        self._staging = staging or Staging()
 
-    def save(self, path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Copy tensors and state, and have them written; arguments as `composer3d.checkpoint.save`.
+    def save(
+        self, path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], steady: Collection[str] = ()
+    ) -> None:
+        """Have tensors and state written as they are now; arguments as `composer3d.checkpoint.save`.
 
         Waits for the save before it, and raises that one's error instead of beginning.
+
+        Args:
+            path: As there.
+            tensors: As there.
+            state: As there.
+            steady: Keys of tensors that nobody writes to until the staging's `settle`: they are copied meanwhile.
 
         Raises:
             CheckpointError: Of the save before.
@@ -84,10 +95,11 @@ class AsyncSaver:
         self.wait()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", group_desc="composer3d_checkpoint")
-        request = _stage(_request(path, tensors, state), self._copies)
-        self._copies = request.tensors if request.refusal is None else {}
+        request = _request(path, tensors, state)
+        if request.refusal is None:
+            request = replace(request, tensors=self._staging.take(request.tensors, steady=steady))
         self._pending = futures.Future()
-        arguments = (self._pending, request, self._group)
+        arguments = (self._pending, request, self._staging, self._group)
         # A daemon: a save that waits for a rank that hangs must not keep the process from its end.
         self._thread = threading.Thread(target=_fulfil, args=arguments, name="composer3d-checkpoint", daemon=True)
         self._thread.start()
@@ -131,9 +143,15 @@ class AsyncSaver:
         self.close(at_most_s=AFTER_ERROR_S if hasattr(sys, "last_value") else None)
 
 
-def _fulfil(pending: futures.Future[None], request: _Request, group: dist.ProcessGroup | None) -> None:
+def _fulfil(
+    pending: futures.Future[None], request: _Request, staging: Staging, group: dist.ProcessGroup | None
+) -> None:
     """Write, and pass the outcome to the waiting thread."""
     try:
+        try:
+            staging.wait()
+        except CheckpointError as error:
+            request = replace(request, refusal=error)
         _write(request, group)
     except BaseException as error:
         pending.set_exception(error)
@@ -179,42 +197,6 @@ def _refuse(key: str, tensor: object) -> None:
         raise CheckpointError(f"{key} is a {type(local).__name__}; save the plain tensors of which it consists")
     if local.is_meta:
         raise CheckpointError(f"{key} is on the meta device and has no values to save")
-
-
-def _stage(request: _Request, before: Mapping[str, Tensor]) -> _Request:
-    """Return the request with every tensor copied to host memory, DTensors with their placements.
-
-    Args:
-        request: Of the save.
-        before: Copies of the save before, which are overwritten.
-    """
-    if request.refusal is not None:
-        return request
-    with torch.no_grad():
-        copies = {key: copied(tensor.detach(), before.get(key)) for key, tensor in request.tensors.items()}
-    return _Request(path=request.path, tensors=copies, text=request.text, refusal=None)
-
-
-def copied(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """Return a copy of a tensor in host memory.
-
-    Args:
-        tensor: Plain, or a DTensor.
-        before: An earlier copy, which is overwritten where it has the same form; None without one.
-    """
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor) and isinstance(before, DTensor):
-        own, kept = tensor.to_local(), before.to_local()
-        fits = (tensor.shape, tensor.placements) == (before.shape, before.placements)
-    elif isinstance(tensor, DTensor) or before is None or isinstance(before, DTensor):
-        return tensor.to("cpu", copy=True)
-    else:
-        own, kept, fits = tensor, before, True
-    if not fits or (own.shape, own.dtype, own.stride()) != (kept.shape, kept.dtype, kept.stride()):
-        return tensor.to("cpu", copy=True)
-    kept.copy_(own)
-    return before
 
 
 def _write(request: _Request, group: dist.ProcessGroup | None) -> None:

@@ -6,10 +6,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
 from composer3d.composition.composed_model import span_hooks
@@ -21,10 +19,9 @@ from composer3d.composition.loop.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.preparing import PlanRow
 from composer3d.composition.replica_groups.replica_steps import steps_of_replicas
 from composer3d.composition.run_state.persistence import Persistence
-from composer3d.composition.run_state.rank_state import RankState
+from composer3d.composition.run_state.saved_run import SavedRun
 from composer3d.errors import StepError
 from composer3d.step import gradients
-from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, reshard_units
 from composer3d.step.measurement import measure
 from composer3d.step.optimizers.optimizer import compose_step, make_optimizer
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Composition"]
 
 
-class Composition(OwnLoop):
+class Composition(SavedRun, OwnLoop):
     """A composed model. Everything here is collective: all ranks call the same methods in the same order.
 
     Attributes:
@@ -163,6 +160,7 @@ class Composition(OwnLoop):
         """
         identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
+        self._persistence.copies.settle()
         self._average_buffers()
         with self.context.stash(EvaluatedWeights).applied(), evaluating(self.parts):
             loss, count = self._engine.evaluate(
@@ -268,82 +266,6 @@ class Composition(OwnLoop):
     def _optimizer_step(self, inner: Callable[[], Any]) -> Any:
         with self._engine.explaining():
             return self._engine.optimizer_step(inner)
-
-    def save(self, path: str | Path, *, asynchronous: bool = False) -> None:
-        """Save parameters, buffers, the optimizer, plugins and what was attached, atomically.
-
-        Args:
-            path: The folder of this checkpoint, which appears whole or not at all; of what is there a checkpoint alone
-                is replaced.
-            asynchronous: Copy to host memory now and write in a thread; the next save, and `close`, wait for it.
-
-        Raises:
-            CheckpointError: On all ranks, if any of them could not write.
-        """
-        with self.explaining("save"):
-            self._average_buffers()
-            self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous)
-
-    def load(self, path: str | Path) -> None:
-        """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
-
-        Args:
-            path: A checkpoint, or a folder of them or of a run, of which the newest complete one is loaded.
-
-        Raises:
-            CheckpointError: It is missing, half written, unsafe, or of another model.
-        """
-        with self.explaining("load"):
-            with self._engine.bypassed():
-                self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
-            self.parameters_changed()
-
-    @property
-    def rank_state(self) -> RankState:
-        """What this rank holds of the run, to be kept in the memory or on the disk of its machine."""
-        return RankState(self._persistence, self._optimizer, self._engine.bypassed, self.parameters_changed)
-
-    def sync_buffers(self) -> None:
-        """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.
-
-        `save`, `evaluate` and `full_state_dict` do so by themselves, unless `averages_buffers` is set to False; a loop
-        that evaluates with a forward of its own calls it before.
-        Collectives: one all-reduce an axis of other samples or positions.
-        """
-        with self._engine.explaining():
-            average_buffers(self.context)
-
-    def _average_buffers(self) -> None:
-        if self.averages_buffers:
-            self.sync_buffers()
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers of the whole model on the CPU of the first rank; no others there.
-
-        For a file that torch.load reads: every rank calls it, and the first one saves what it returns.
-        Memory: there the whole model, elsewhere one gathered tensor. Collectives: an all-gather a sharded tensor.
-
-        Raises:
-            StepError: A pipeline's ranks hold other tensors each.
-        """
-        if self._assembled.has_schedule:
-            raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
-        with self.explaining("full_state_dict"):
-            self._average_buffers()
-            return self._persistence.full_state_dict()
-
-    def parameters_changed(self) -> None:
-        """Let plugins recompute values derived from parameters, after a loop has changed these between steps.
-
-        Parameters that a forward without a backward has gathered are resharded, too. `load` does so by itself.
-        Collectives: those of the plugins' actions.
-
-        Raises:
-            StepError: Inside a step.
-        """
-        reshard_units(self.parts)
-        with self._engine.explaining():
-            self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add the metrics that plugins measure to a step's, and pass all to every plugin that takes metrics.

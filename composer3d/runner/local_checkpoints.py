@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import all_gather_json, broadcast_json
+from composer3d.checkpoint import Staging
 from composer3d.composition import StoredState
 from composer3d.errors import CheckpointError
 from composer3d.processes import private_folder_in
@@ -92,7 +93,7 @@ class LocalCheckpoints:
                 shutil.rmtree(other, ignore_errors=True)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stored: StoredState | None = None
+        self._staging = Staging()
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", group_desc="composer3d_local")
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -107,8 +108,7 @@ class LocalCheckpoints:
             CheckpointError: The one before could not be written; the run has those of the storage alone.
         """
         self.wait()
-        self._stored = self._run.rank_state.copy(into=self._stored)
-        arguments = step, self._stored
+        arguments = step, self._run.rank_state.copy(self._staging)
         self._thread = threading.Thread(target=self._write, args=arguments, name="composer3d-local", daemon=True)
         self._thread.start()
 
@@ -143,6 +143,7 @@ class LocalCheckpoints:
 
     def _write(self, step: int, stored: StoredState) -> None:
         try:
+            self._staging.wait()
             data = _encoded(stored, self._record)
             self._put(step, self._rank, data)
             if self._ranks_here < self._world_size:

@@ -377,7 +377,7 @@ class Trainer:
             return
         self.progress.update(done - 1, RunPhase.SAVING)
         self._average_buffers()
-        self.run.save(self.output / "checkpoints" / f"step-{done}", asynchronous=asynchronous)
+        self.run.save(self.output / "checkpoints" / f"step-{done}", asynchronous=asynchronous, deferred=asynchronous)
         self._saved = done
         self.prune()
 

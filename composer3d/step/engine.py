@@ -71,6 +71,7 @@ class StepEngine:
         self.parameter_hooks = ParameterHooks(context, self.scaling, self.actions)
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self.settle: Callable[[], None] = lambda: None  # returns when parameters and optimizer state may be written to
         self.state: StepState | None = None
         self._own: OwnForward | None = None
         self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
@@ -99,6 +100,7 @@ class StepEngine:
                 yield self.state
                 self._at(StepPoint.END)
         finally:
+            self.settle()
             self.streams.leave()
             self.state = None
 
@@ -255,16 +257,14 @@ class StepEngine:
         if self._dropped.are_gone(self._own, self.state):
             self._begin_anew()
         self._refuse_used("backward")
-        if self._own is None:
-            self._announce_own(None, self._seen % (1 << 62))
-        assert self._own is not None, "announced above"
+        own = self._own or self._announce_own(None, self._seen % (1 << 62))
         self.loss_totals.copy = 0, 1
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
-        loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
+        loss = own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
         if self.stepper is not None:
-            self.stepper.begin(self._own.calls + (not last))
+            self.stepper.begin(own.calls + (not last))
         state.forward_done, state.keeps_graph = True, retain_graph
-        self.begin_microbatch(self._own.calls - 1, last)
+        self.begin_microbatch(own.calls - 1, last)
         held = self._hooks_held(is_last=last)
         trained = self.units.trained(keeps_graph=retain_graph)
         with self._context.span("backward"), self.streams.kept(), trained, held:
@@ -273,7 +273,7 @@ class StepEngine:
         self._gathered = state.forward_done = state.keeps_graph = False
         if not last:
             return None
-        mean = self._settle(state, self.loss_totals.pending) * self._own.handed()
+        mean = self._settle(state, self.loss_totals.pending) * own.handed()
         if self.stepper is None and not self._context.claimants("moved_gradients"):
             self._dropped.complete(state)
         return mean
@@ -285,10 +285,11 @@ class StepEngine:
         self.scaling.begin()
         self._own, self._used, self.own_steps.num_backwards = None, False, 0
 
-    def _announce_own(self, target: Any, identity: int) -> None:
-        self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
-        self._agree([self._own.count], identity)
-        self._own.total = self.loss_totals.divisor or 1
+    def _announce_own(self, target: Any, identity: int) -> OwnForward:
+        self._own = own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
+        self._agree([own.count], identity)
+        own.total = self.loss_totals.divisor or 1
+        return own
 
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""
@@ -352,6 +353,7 @@ class StepEngine:
         self._leave_gathered(state)
         if not self._used:
             self._finish_gradients(state, "optimizer.step")
+        self.settle()
         state.vetoes = vetoes_of(state, self.actions[StepPoint.DECIDE], scaling=self.scaling, guard=self._guard)
         self.is_stepping = True
         if not state.vetoes:

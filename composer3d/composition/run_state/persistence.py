@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation
+from composer3d.composition.run_state.deferred_copies import DeferredCopies
 from composer3d.composition.run_state.full_states import full, full_state_of
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
@@ -47,6 +48,7 @@ class Persistence:
         self._assembled = assembled
         self._attached: dict[str, Stateful] = {}
         self._saver: checkpoint.AsyncSaver | None = None
+        self.copies = DeferredCopies(assembled)
 
     @property
     def attached(self) -> Mapping[str, Stateful]:
@@ -59,10 +61,12 @@ class Persistence:
             raise StepError(f'"{name}" is attached already')
         self._attached[name] = stateful
 
-    def save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
+    def save(
+        self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool, deferred: bool = False
+    ) -> None:
         """Save everything; see `Composition.save`."""
         with _plain_state(optimizer, write=False):
-            self._save(path, optimizer, asynchronous=asynchronous)
+            self._save(path, optimizer, asynchronous=asynchronous, deferred=deferred)
 
     def snapshot(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return a copy of what would be saved; see `Composition.snapshot`."""
@@ -91,6 +95,7 @@ class Persistence:
             known: Shapes and dtypes of the tensors.
             read: Fills tensors by their keys.
         """
+        self.copies.settle()
         parameters, saved = self._parameters(), state.get("optimizer") or {}
         if optimizer is not None:
             checkpoint.match_optimizer_state(optimizer, parameters, saved)
@@ -124,14 +129,15 @@ class Persistence:
             state["states"][prefix] = _take_out(thing.state_dict(), prefix, tensors)
         return tensors, state
 
-    def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
+    def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool, deferred: bool) -> None:
         tensors, state = self._saved(optimizer)
+        steady = self.copies.steady(tensors, optimizer) if deferred else ()
         with self._assembled.context.span("checkpoint", action="save", asynchronous=asynchronous):
             tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
             tensors = {self._apart + key: tensor for key, tensor in tensors.items()}
             if asynchronous:
-                self._saver = self._saver or checkpoint.AsyncSaver()
-                self._saver.save(path, tensors=tensors, state=state)
+                self._saver = self._saver or checkpoint.AsyncSaver(self.copies.add(checkpoint.Staging()))
+                self._saver.save(path, tensors=tensors, state=state, steady={self._apart + key for key in steady})
             else:
                 self.wait()
                 checkpoint.save(path, tensors=tensors, state=state)
@@ -143,6 +149,7 @@ class Persistence:
     def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """Load everything; see `Composition.load`."""
         self.wait()
+        self.copies.settle()
         state = checkpoint.validated_composition(path, checkpoint.read_state(path))
         tensors: dict[str, Tensor] = self._model_tensors()
         saved: Mapping[str, Any] = state.get("optimizer") or {}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checkpoint import TensorInfo, copied
+from composer3d.checkpoint import Staging, TensorInfo
 from composer3d.errors import CheckpointError
 from composer3d.step.gradients import local
 
@@ -56,21 +56,22 @@ class RankState:
         self._persistence, self._optimizer = persistence, optimizer
         self._bypassed, self._changed = bypassed, changed
 
-    def copy(self, into: StoredState | None = None) -> StoredState:
-        """Return a copy in host memory.
+    def copy(self, staging: Staging) -> StoredState:
+        """Return a copy in host memory, complete once the staging's `wait` has returned.
+
+        Parameters and the optimizer's state are copied in a thread, as by a deferred save.
 
         Args:
-            into: An earlier copy that nobody needs any more: its memory is used again.
+            staging: Owns the memory; the copy that it gave before is overwritten.
 
         Memory: this rank's state once more, on the host. Collectives: those of describing the optimizer's state.
         """
-        import torch
-
-        with self._persistence.readable(self._optimizer) as (tensors, state), torch.no_grad():
+        with self._persistence.readable(self._optimizer) as (tensors, state):
             shapes = {key: [list(each.shape), str(each.dtype).removeprefix("torch.")] for key, each in tensors.items()}
-            before = {} if into is None else into.tensors
-            copies = {key: copied(local(each).detach().contiguous(), before.get(key)) for key, each in tensors.items()}
-        return StoredState(tensors=copies, state={**state, "shapes": shapes})
+            own = {key: local(each).detach().contiguous() for key, each in tensors.items()}
+            copies = self._persistence.copies
+            taken = copies.add(staging).take(own, steady=copies.steady(own, self._optimizer))
+        return StoredState(tensors=taken, state={**state, "shapes": shapes})
 
     def fill(self, stored: StoredState) -> None:
         """Fill the tensors and states that are there.

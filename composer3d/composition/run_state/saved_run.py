@@ -1,0 +1,116 @@
+"""The part of a composition that saves and loads what it has trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer3d import checkpoint
+from composer3d.composition.assembling import Assembled
+from composer3d.composition.run_state.persistence import Persistence
+from composer3d.composition.run_state.rank_state import RankState
+from composer3d.errors import StepError
+from composer3d.step.buffers import average_buffers
+from composer3d.step.evaluation import reshard_units
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from composer3d.step.engine import StepEngine
+
+__all__ = ["SavedRun"]
+
+
+class SavedRun:
+    """The part of a composition that keeps its state; `Composition` is one."""
+
+    averages_buffers: bool
+    _assembled: Assembled
+    _engine: StepEngine
+    _persistence: Persistence
+    _optimizer: torch.optim.Optimizer | None
+
+    if TYPE_CHECKING:
+        explaining: Callable[[str], contextlib.AbstractContextManager[None]]
+
+    def save(self, path: str | Path, *, asynchronous: bool = False, deferred: bool = False) -> None:
+        """Save parameters, buffers, the optimizer, plugins and what was attached, atomically.
+
+        Args:
+            path: The folder of this checkpoint, which appears whole or not at all; of what is there a checkpoint alone
+                is replaced.
+            asynchronous: Copy to host memory now and write in a thread; the next save, and `close`, wait for it.
+            deferred: Copy parameters and the optimizer's state during the next forward and backward instead; the
+                optimizer's step waits for what is left. For loops in which nothing else writes to them.
+
+        Raises:
+            CheckpointError: On all ranks, if any of them could not write.
+        """
+        with self.explaining("save"):
+            self._average_buffers()
+            self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
+
+    def load(self, path: str | Path) -> None:
+        """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
+
+        Args:
+            path: A checkpoint, or a folder of them or of a run, of which the newest complete one is loaded.
+
+        Raises:
+            CheckpointError: It is missing, half written, unsafe, or of another model.
+        """
+        with self.explaining("load"):
+            with self._engine.bypassed():
+                self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
+            self.parameters_changed()
+
+    @property
+    def rank_state(self) -> RankState:
+        """What this rank holds of the run, to be kept in the memory or on the disk of its machine."""
+        return RankState(self._persistence, self._optimizer, self._engine.bypassed, self.parameters_changed)
+
+    def sync_buffers(self) -> None:
+        """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.
+
+        `save`, `evaluate` and `full_state_dict` do so by themselves, unless `averages_buffers` is set to False; a loop
+        that evaluates with a forward of its own calls it before.
+        Collectives: one all-reduce an axis of other samples or positions.
+        """
+        with self._engine.explaining():
+            average_buffers(self._assembled.context)
+
+    def _average_buffers(self) -> None:
+        if self.averages_buffers:
+            self.sync_buffers()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers of the whole model on the CPU of the first rank; no others there.
+
+        For a file that torch.load reads: every rank calls it, and the first one saves what it returns.
+        Memory: there the whole model, elsewhere one gathered tensor. Collectives: an all-gather a sharded tensor.
+
+        Raises:
+            StepError: A pipeline's ranks hold other tensors each.
+        """
+        if self._assembled.has_schedule:
+            raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
+        with self.explaining("full_state_dict"):
+            self._average_buffers()
+            return self._persistence.full_state_dict()
+
+    def parameters_changed(self) -> None:
+        """Let plugins recompute values derived from parameters, after a loop has changed these between steps.
+
+        Parameters that a forward without a backward has gathered are resharded, too. `load` does so by itself.
+        Collectives: those of the plugins' actions.
+
+        Raises:
+            StepError: Inside a step.
+        """
+        reshard_units(self._assembled.context.parts)
+        with self._engine.explaining():
+            self._engine.parameters_loaded()
