@@ -111,8 +111,8 @@ PERMITTED: tuple[Permitted, ...] = (
         r"|zero_bubble_pipeline\W+reshard_",
     ),
     Permitted(
-        row="`prometheus`, `tensorboard`, `wandb` where their library is not installed",
-        message=r"(wandb|prometheus_client|tensorboard) is not installed",
+        row="`prometheus`, `tensorboard`, `wandb`, `mlflow` where their library is not installed",
+        message=r"(wandb|mlflow|prometheus_client|tensorboard) is not installed",
     ),
     Permitted(
         row="two of `float8`, `mxfp8`, `int8`, `qat` and `qlora` in one manifest",
@@ -169,6 +169,8 @@ PENDING = (
     "mesh.cp",
     "sharding.expert_parallel",
     "mesh.ep",
+    "profiling.csv",
+    "profiling.mlflow",
     "communication.compression",
     "communication.local_sgd",
     "communication.async_tensor_parallel",

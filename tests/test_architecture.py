@@ -160,7 +160,7 @@ def test_the_core_does_not_know_the_plugins():
 
 # Names of plugins that are words of the field too.
 COMMON_WORDS = {"compile", "float8", "int8", "mixed", "mxfp8", "opentelemetry", "pipeline", "prometheus", "throughput"}
-COMMON_WORDS |= {"compression", "replicas", "tensorboard", "wandb"}
+COMMON_WORDS |= {"compression", "csv", "replicas", "tensorboard", "wandb"}
 
 
 def test_no_text_of_the_core_names_a_plugin():

@@ -7,11 +7,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
 from composer3d.processes.json_exchange import all_gather_json
+from composer3d.processes.versions import installed_version
 
 if TYPE_CHECKING:
     from composer3d.composition.preparing import Preparation
@@ -41,7 +41,7 @@ def described(preparation: Preparation) -> dict[str, str]:
     for transform, fqns in preparation.selected:
         found[f"plan.{transform.name}"] = json.dumps([transform.phase.name, *fqns])
     found["mesh"] = str(preparation.context.layout)
-    found |= {f"version.{name}": _version(name) for name in ("composer3d", "torch")}
+    found |= {f"version.{name}": installed_version(name) for name in ("composer3d", "torch")}
     return {key: text for key, text in sorted(found.items()) if key not in _LOCAL}
 
 
@@ -99,13 +99,6 @@ def agree(own: Mapping[str, str], *, layout: Layout, what: tuple[str, str], advi
             f"{_difference(everything[odd[0]], everything[first], odd[0], first)}; {advice}"
         )
     return number
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # a copy that nobody has installed
-        return "unknown"
 
 
 def _difference(one: Mapping[str, str], other: Mapping[str, str], rank: int, first: int) -> str:

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from composer3d.errors import ForkError
 from composer3d.processes.private_folder import open_private, user_folder
-from composer3d.torch_compat import lazy_modules, start_autograd
+from composer3d.processes.versions import installed_version
+from composer3d.torch_compat import lazy_modules, start_autograd, writing_operators
 
 __all__ = ["Gate", "die_with", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
 
@@ -34,7 +35,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def prewarm(modules: Iterable[str] | None = None) -> None:
-    """Import what a first distributed step imports, so that forked ranks do not.
+    """Import what a first distributed step imports, and read what compositions ask of torch, so that ranks do not.
 
     About 2 s once; without it every rank pays 1 s, and more when they compete for few cores. Starts no thread, and runs
     no tensor operator but one of one element where torch was built for devices that this machine has not: see
@@ -48,6 +49,10 @@ def prewarm(modules: Iterable[str] | None = None) -> None:
     """
     for module in lazy_modules() if modules is None else modules:
         importlib.import_module(module)
+    if modules is None:
+        writing_operators()
+        for name in ("composer3d", "torch"):
+            installed_version(name)
     start_autograd()
 
 

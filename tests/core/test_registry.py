@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import FrozenInstanceError
 from importlib.metadata import distributions
@@ -120,6 +121,15 @@ def test_the_built_ins_are_found_as_any_plugin_is():
     found = Catalogue.installed()
     assert found.load("fsdp2").__name__ == "FSDP2"
     assert found.origin("fsdp2").startswith("composer3d_plugins.sharding.fsdp2:FSDP2 (composer3d ")
+
+
+def test_distributions_that_come_and_go_are_seen(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "late" not in Catalogue.installed().names()
+    catalogue(tmp_path, "late = registry_late:Late")
+    assert "late" in Catalogue.installed().names()
+    shutil.rmtree(tmp_path / "third-1.0.dist-info")
+    assert "late" not in Catalogue.installed().names()
 
 
 def test_a_plugin_is_imported_when_it_is_named(tmp_path, monkeypatch):

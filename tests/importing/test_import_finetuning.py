@@ -236,23 +236,3 @@ def _rates(translation, steps):
         TABLES["lr_schedule"](**manifest_of(translation)["lr_schedule"]), num_steps=steps, folder=Path(".")
     )
     return [rate(step) for step in range(steps)]
-
-
-WATCHED = {
-    ("run.yaml", "axolotl"): "wandb_project: mine\nwandb_entity: team\n",
-    ("recipe.yaml", "automodel"): "wandb: {project: mine, entity: team}\n",
-    ("neox.yml", "neox"): '{"use_wandb": true, "wandb_project": "mine", "wandb_team": "team", "wandb_group": "ours"}',
-    ("ds.json", "deepspeed"): '{"wandb": {"enabled": true, "project": "mine", "team": "team", "group": "ours"}}',
-    ("flags.txt", "megatron"): "--wandb-project mine --wandb-entity team --lr 1e-3",
-}
-
-
-@pytest.mark.parametrize(("name", "system"), WATCHED)
-def test_teams_and_groups_of_weights_and_biases_are_carried(tmp_path, name, system):
-    translation = translated(tmp_path, name, WATCHED[name, system], system=system)
-    expected = {"project": "mine", "entity": "team"}
-    if "group" in WATCHED[name, system]:
-        expected["group"] = "ours"
-    assert manifest_of(translation)["profiling"]["wandb"] == expected
-    told = {key: verdict for key, verdict in verdicts_of(translation).items() if "wandb" in key}
-    assert set(told.values()) == {"carried"}

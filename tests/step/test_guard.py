@@ -302,8 +302,8 @@ def same_manifest(texts):
 
 def other_version():
     if dist.get_rank():
-        mended = agreeing.version
-        agreeing.version = lambda name: "2.99.0" if name == "torch" else mended(name)
+        mended = agreeing.installed_version
+        agreeing.installed_version = lambda name: "2.99.0" if name == "torch" else mended(name)
     with pytest.raises(StepError) as caught:
         composed("[sharding.fsdp2]")
     return str(caught.value)

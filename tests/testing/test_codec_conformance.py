@@ -64,6 +64,7 @@ def test_a_third_partys_codec_conforms():
     ],
 )
 def test_what_does_not_conform_is_found(cls, said):
+    torch.manual_seed(0)  # of what is drawn here, and not by the tests before, depends what is found first
     with pytest.raises(AssertionError) as caught:
         assert_codec_conforms(cls(block=256))
     assert said in str(caught.value)

@@ -230,13 +230,7 @@ def watched(translation: Translation) -> None:
         t.put("run.timeout_s", float(minutes) * 60, "dist_env.timeout_minutes")
         t.judge("dist_env.timeout_minutes", "carried", "60 s each", to="run.timeout_s")
     t.judge_block("dist_env", "meaningless", "of launching")
-    if t.text("wandb.project"):
-        t.carry("wandb.project", "@wandb.project", t.text("wandb.project"))
-        if t.text("wandb.name"):
-            t.carry("wandb.name", "@wandb.name", t.text("wandb.name"))
-        if t.text("wandb.entity"):
-            t.carry("wandb.entity", "@wandb.entity", t.text("wandb.entity"))
-    t.judge_block("wandb", "meaningless", "off, or where it is written")
+    _monitored(t)
     workers = t.integer("dataloader.num_workers")
     if workers is not None:
         t.carry("dataloader.num_workers", "data.workers", workers)
@@ -255,3 +249,19 @@ def watched(translation: Translation) -> None:
             verdict="changed",
         )
     t.judge_block("packed_sequence", "missing" if size else "meaningless", "packing with masks of documents")
+
+
+_MONITORS = {
+    "wandb": {"project": "project", "name": "name", "entity": "entity"},
+    "mlflow": {"experiment_name": "experiment", "run_name": "name", "tracking_uri": "tracking_uri"},
+}
+
+
+def _monitored(t: Translation) -> None:
+    """Carry wandb and MLflow, where their project or any of their keys is stated."""
+    for block, names in _MONITORS.items():
+        if block == "mlflow" or t.text("wandb.project"):
+            for key, name in names.items():
+                if t.text(f"{block}.{key}"):
+                    t.carry(f"{block}.{key}", f"@{block}.{name}", t.text(f"{block}.{key}"))
+        t.judge_block(block, "meaningless", "off, or where it is written")

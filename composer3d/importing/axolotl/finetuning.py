@@ -192,7 +192,7 @@ def _cosines(t: Translation) -> None:
 
 
 def watched(translation: Translation) -> None:
-    """Carry wandb and TensorBoard; distances in epochs are missing."""
+    """Carry wandb, TensorBoard and MLflow; distances in epochs are missing."""
     t = translation
     if t.text("wandb_project"):
         t.carry("wandb_project", "@wandb.project", t.text("wandb_project"))
@@ -202,6 +202,11 @@ def watched(translation: Translation) -> None:
             t.carry("wandb_entity", "@wandb.entity", t.text("wandb_entity"))
     if t.flag("use_tensorboard"):
         t.carry("use_tensorboard", "@tensorboard", None)
+    if t.flag("use_mlflow"):
+        t.carry("use_mlflow", "@mlflow", None)
+        for key, name in (("tracking_uri", "tracking_uri"), ("experiment_name", "experiment"), ("run_name", "name")):
+            if t.text(f"mlflow_{key}"):
+                t.carry(f"mlflow_{key}", f"@mlflow.{name}", t.text(f"mlflow_{key}"))
     for key in ("saves_per_epoch", "evals_per_epoch"):
         t.judge(
             key, "missing" if t.get(key) else "meaningless", "by epochs: write checkpoint.every or evaluation.every"
@@ -213,5 +218,5 @@ def watched(translation: Translation) -> None:
     note = "an early end needs evaluations: write evaluation.every, best and patience"
     t.judge("early_stopping_patience", "missing" if patience else "meaningless", note)
     for key in t.tree.leaves:
-        if key.startswith(("wandb_", "use_tensorboard", "use_wandb")):
+        if key.startswith(("wandb_", "use_tensorboard", "use_wandb", "mlflow_", "use_mlflow")):
             t.judge(key, "meaningless", "off")

@@ -37,9 +37,13 @@ def watching(translation: Translation) -> None:
         for key, name in (("team", "entity"), ("group", "group")):
             if t.text(f"wandb.{key}"):
                 t.carry(f"wandb.{key}", f"@wandb.{name}", t.text(f"wandb.{key}"))
+    if t.flag("csv_monitor.enabled"):
+        folder = "/".join(filter(None, (t.text("csv_monitor.output_path"), t.text("csv_monitor.job_name"))))
+        t.put("@rows.file", f"{folder or 'csv'}/metrics.csv", "csv_monitor.output_path", "csv_monitor.job_name")
+        t.judge_block("csv_monitor", "carried", "one file, a column a metric; a file a metric there", to="@rows.file")
     if t.flag("comet.enabled"):
         t.judge_block("comet", "missing", "Comet; a key in a file is not copied")
-    for block in ("flops_profiler", "comms_logger", "tensorboard", "wandb", "comet"):
+    for block in ("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"):
         t.judge_block(block, "meaningless", _OFF)
 
 

@@ -212,7 +212,9 @@ def saving(translation: Translation) -> None:
         t.judge("run_name", "carried", to="@wandb.name")
     if "tensorboard" in watchers:
         t.put("@tensorboard", None, "report_to")
-    known = {"wandb", "tensorboard", "none", "None", "all"}
+    if "mlflow" in watchers:
+        t.put("@mlflow", None, "report_to", reason="where and under which name: MLFLOW_* in the environment, as there")
+    known = {"wandb", "tensorboard", "mlflow", "none", "None", "all"}
     t.judge("report_to", "carried" if set(watchers) <= known else "missing", "other monitors")
     for name in (
         "save_steps",
