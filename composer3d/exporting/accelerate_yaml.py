@@ -92,13 +92,16 @@ def _precision(meaning: Meaning, file: WrittenFile) -> None:
 
 def _sharded(meaning: Meaning, file: WrittenFile) -> None:
     is_whole = meaning.get("@sharded.units") == []
+    classes, least = meaning.get("@sharded.unit_classes"), meaning.get("@sharded.unit_numel")
     recomputes = meaning.has("@recomputed") and meaning.get("@recomputed.mode") == "full"
     recomputes = recomputes and meaning.get("@recomputed.every", 1) == 1
     keys = {
         "version": 2,
         "reshard_after_forward": meaning.get("@sharded.zero") == 3,
         "offload_params": meaning.has("@host") and meaning.get("@host.mode") == "all",
-        "auto_wrap_policy": "NO_WRAP" if is_whole else "TRANSFORMER_BASED_WRAP",
+        "auto_wrap_policy": "NO_WRAP" if is_whole else "SIZE_BASED_WRAP" if least else "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ",".join(classes) if classes else None,
+        "min_num_params": least,
         "forward_prefetch": bool(meaning.get("@sharded.forward_prefetch")) or None,
         "activation_checkpointing": recomputes,
         "activation_checkpointing_offload": True if recomputes and meaning.has("@activations") else None,

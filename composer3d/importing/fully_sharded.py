@@ -26,9 +26,17 @@ _EQUAL = {
     "limit_all_gathers": "FSDP2 limits them itself",
     "backward_prefetch": "FSDP2 gathers ahead itself",
 }
+_LEAST_NUMEL = 100_000_000  # of torch's size_based_auto_wrap_policy
 
 
-def fully_sharded(t: Translation, key_of: Callable[[str], str], *, machines: int, world: int | None) -> None:
+def fully_sharded(
+    t: Translation,
+    key_of: Callable[[str], str],
+    *,
+    machines: int,
+    world: int | None,
+    wraps: str = "TRANSFORMER_BASED_WRAP",
+) -> None:
     """Carry the options of FSDP.
 
     Args:
@@ -36,6 +44,7 @@ def fully_sharded(t: Translation, key_of: Callable[[str], str], *, machines: int
         key_of: The file's key for an option's name.
         machines: Nodes of the run, over which hybrid strategies replicate.
         world: Ranks of the run; None where that is not known.
+        wraps: Which policy says what is a unit, where the file does not.
     """
     _strategy(t, key_of, machines, world)
     key = key_of("offload_params")
@@ -51,7 +60,7 @@ def fully_sharded(t: Translation, key_of: Callable[[str], str], *, machines: int
         t.judge(key, "carried", to="@sharded.forward_prefetch")
     t.judge(key, "equal")
     _recomputation(t, key_of)
-    _units(t, key_of)
+    _units(t, key_of, wraps)
     for name, note in _EQUAL.items():
         t.judge(key_of(name), "equal", note)
     t.judge(key_of("cpu_offload_pin_memory"), "meaningless", "speed")
@@ -107,24 +116,30 @@ def names_of(value: object) -> list[str]:
     return [str(item).strip() for item in items if str(item).strip()]
 
 
-def _units(t: Translation, key_of: Callable[[str], str]) -> None:
+def _units(t: Translation, key_of: Callable[[str], str], default: str) -> None:
     classes, policy, least = (
         key_of("transformer_layer_cls_to_wrap"),
         key_of("auto_wrap_policy"),
         key_of("min_num_params"),
     )
-    wanted = names_of(t.get(classes))
-    kind = str(t.get(policy) or "TRANSFORMER_BASED_WRAP").upper()
-    if len(wanted) > 1:
-        note = f"units by class name; blocks are units, and modules of {', '.join(wanted)} travel with theirs"
-        t.judge(classes, "changed", f"memory: {note}")
-    t.judge(classes, "equal", "the model's blocks are units by default")
+    wanted, kind = names_of(t.get(classes)), str(t.get(policy) or default).upper()
+    is_sharded = t.path_of("@sharded.zero") in t.settings
     if kind == "NO_WRAP":
-        if t.path_of("@sharded.zero") in t.settings:
-            t.put("@sharded.units", [], policy)
+        if is_sharded:
+            t.put("@sharded.units", [], policy, reason=None if policy in t else f"{t.table.title}'s default: NO_WRAP")
         t.judge(policy, "carried", "the whole model is one unit", to="@sharded.units")
     elif kind == "SIZE_BASED_WRAP":
-        t.judge(policy, "changed", "memory: units by least size; the model's blocks are units here")
-        t.judge(least, "changed", "memory: units by least size; numbers are equal")
-    t.judge(policy, "equal", "the model's blocks are units by default")
+        numel = t.integer(least, 0) or _LEAST_NUMEL
+        if is_sharded:
+            t.put("@sharded.unit_numel", numel, least, policy, reason=None if t.get(least) else "FSDP's default")
+        is_nested = t.integer(key_of("version"), 1) == 2
+        note = "memory: with FSDP2 every larger module is a unit there, those around it too" if is_nested else ""
+        for key in (policy, least):
+            t.judge(key, "changed" if is_nested else "carried", note, to="@sharded.unit_numel")
+    elif wanted and is_sharded:
+        t.carry(classes, "@sharded.unit_classes", wanted)
+        t.judge(policy, "carried", to="@sharded.unit_classes")
+    reason = "the model's blocks are units by default"
+    t.judge(classes, "equal" if kind == "TRANSFORMER_BASED_WRAP" else "ignored-there", reason)
+    t.judge(policy, "equal", reason)
     t.judge(least, "meaningless" if not t.get(least) else "ignored-there", "it belongs to SIZE_BASED_WRAP")

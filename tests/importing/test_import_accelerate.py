@@ -28,7 +28,10 @@ def test_fsdp_in_its_first_version(tmp_path):
     assert manifest_of(translation) == {
         "composer3d": 1,
         "mesh": {"gpus_per_node": 8, "dp_shard": 8, "dp_replicate": 2},
-        "sharding": {"fsdp2": {"zero": 3, "forward_prefetch": 1}, "cpu_offload": {"mode": "all"}},
+        "sharding": {
+            "fsdp2": {"zero": 3, "forward_prefetch": 1, "unit_classes": ["LlamaDecoderLayer", "VisionBlock"]},
+            "cpu_offload": {"mode": "all"},
+        },
         "scheduling": {
             "activation_checkpoint": {"mode": "full"},
             "compile": {"backend": "inductor", "fullgraph": False},
@@ -37,7 +40,7 @@ def test_fsdp_in_its_first_version(tmp_path):
     }
     verdicts = verdicts_of(translation)
     assert verdicts["fsdp_config.fsdp_backward_prefetch_policy"] == "ignored-there"
-    assert verdicts["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == "changed"
+    assert verdicts["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == "carried"
     assert verdicts["deepspeed_config.zero_stage"] == "ignored-there"
     assert verdicts["dynamo_config.dynamo_backend"] == "changed"
     assert "torchrun --nnodes 2 --nproc-per-node 8" in translation.verdicts["num_processes"].note
@@ -48,8 +51,19 @@ def test_fsdp_in_its_first_version(tmp_path):
 def test_fsdp_in_its_second_version(tmp_path):
     text = "distributed_type: FSDP\nmixed_precision: 'no'\nfsdp_config:\n  fsdp_version: 2\n"
     translation = translated(tmp_path, "a.yaml", text + "  fsdp_reshard_after_forward: false\n")
-    assert manifest_of(translation) == {"composer3d": 1, "sharding": {"fsdp2": {"zero": 2}}}
+    # NO_WRAP is the default.
+    assert manifest_of(translation) == {"composer3d": 1, "sharding": {"fsdp2": {"zero": 2, "units": []}}}
     assert set(verdicts_of(translation).values()) == {"derived", "equal", "carried"}
+
+
+@pytest.mark.parametrize(("stated", "numel"), [("  fsdp_min_num_params: 1e6\n", 1_000_000), ("", 100_000_000)])
+def test_units_by_size_are_fsdps(tmp_path, stated, numel):
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+    translation = translated(tmp_path, "a.yaml", f"{text}{stated}")
+    assert manifest_of(translation)["sharding"]["fsdp2"]["unit_numel"] == numel
+    assert verdicts_of(translation)["fsdp_config.fsdp_auto_wrap_policy"] == "carried"
+    nested = translated(tmp_path, "b.yaml", f"{text}  fsdp_version: 2\n{stated}")
+    assert verdicts_of(nested)["fsdp_config.fsdp_auto_wrap_policy"] == "changed"
 
 
 DEEPSPEED = """distributed_type: DEEPSPEED

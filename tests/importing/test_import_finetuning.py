@@ -58,7 +58,10 @@ def test_axolotl_under_the_trainers_rules(tmp_path):
         "train": {"microbatch": 2, "global_batch": 16, "steps": 50, "grad_clip": 1.0},
         "optimizer": {"use": "adamw", "lr": 2e-4, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8},
         "lr_schedule": {"min_ratio": 0.1, "use": "cosine", "warmup": 5, "warmup_start": 0.0},
-        "sharding": {"tensor_parallel": {"plan": "auto"}, "fsdp2": {"zero": 3}},
+        "sharding": {
+            "tensor_parallel": {"plan": "auto"},
+            "fsdp2": {"zero": 3, "unit_classes": ["LlamaDecoderLayer"]},
+        },
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
         "precision": {
             "qlora": {

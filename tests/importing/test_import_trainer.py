@@ -47,7 +47,10 @@ def test_a_run_has_the_trainers_defaults(tmp_path):
         "optimizer": {"use": "adamw", "lr": 1e-4, "weight_decay": 0.05, "betas": [0.9, 0.999], "eps": 1e-8},
         "lr_schedule": {"use": "cosine", "warmup": 30, "warmup_start": 0.0, "min_ratio": 0.0},
         "checkpoint": {"every": 500, "keep": 2},
-        "sharding": {"fsdp2": {"zero": 3, "forward_prefetch": 1}, "cpu_offload": {"mode": "all"}},
+        "sharding": {
+            "fsdp2": {"zero": 3, "forward_prefetch": 1, "unit_classes": ["Block"]},
+            "cpu_offload": {"mode": "all"},
+        },
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
         "precision": {"mixed": {"param_dtype": "bfloat16", "output_dtype": "float32", "reduce_dtype": "bfloat16"}},
         "profiling": {"tensorboard": {}},
@@ -92,7 +95,7 @@ def test_the_file_of_fsdps_options(tmp_path):
     translation = translated(tmp_path, "fsdp.json", text)
     assert manifest_of(translation) == {
         "composer3d": 1,
-        "sharding": {"fsdp2": {"zero": 3}},
+        "sharding": {"fsdp2": {"zero": 3, "unit_classes": ["Block"]}},
         "scheduling": {"activation_checkpoint": {"mode": "full"}},
     }
     assert verdicts_of(translated(tmp_path, "xla.json", '{"xla": "true"}', system="fsdp"))["xla"] == "refused"

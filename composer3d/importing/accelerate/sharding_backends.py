@@ -13,7 +13,13 @@ def sharded(translation: Translation) -> None:
     """Carry fsdp_config, which counts for that distributed type alone."""
     t = translation
     if kind_of(t) == "FSDP":
-        fully_sharded(t, lambda name: f"fsdp_config.fsdp_{name}", machines=machines_of(t), world=world_of(t))
+        fully_sharded(
+            t,
+            lambda name: f"fsdp_config.fsdp_{name}",
+            machines=machines_of(t),
+            world=world_of(t),
+            wraps="NO_WRAP",
+        )
         t.judge("fsdp_config", "equal", "all defaults")
     t.judge_block("fsdp_config", "ignored-there", f"distributed_type is {kind_of(t)}")
 
@@ -45,7 +51,7 @@ def deepspeed(translation: Translation) -> None:
     _clipping(t, f"{block}.gradient_clipping")
     t.judge(f"{block}.zero3_init_flag", "equal", "weights are made in their place")
     t.judge(f"{block}.zero3_save_16bit_model", "equal", "composer3d export")
-    t.judge(f"{block}.deepspeed_moe_layer_cls_names", "changed", "memory: units by class name; blocks are units here")
+    t.judge(f"{block}.deepspeed_moe_layer_cls_names", "equal", "a block is gathered whole, its experts with it")
     for name in ("enable_msamp", "msamp_opt_level"):
         t.judge(f"{block}.{name}", "refused" if t.flag(f"{block}.enable_msamp") else "meaningless", "MS-AMP")
     t.judge(f"{block}.seq_parallel_communication_data_type", "missing", "heads are exchanged in their own dtype")

@@ -76,6 +76,11 @@ class FSDP2:
         units: Patterns of the modules that are gathered as one; default: the model's blocks. The root is always a unit.
             A unit has one dtype, which is gathered and reduced as one: in a unit with several, modules of another one
             than most of its elements have become units of their own.
+        unit_classes: Names of classes whose modules are units, besides those of `units`; the model's blocks are then
+            units only if they are named.
+        unit_numel: Instead of both: least number of elements of a unit, in which no smaller one lies. Modules are
+            taken from the inside out, as by FSDP1's `size_based_auto_wrap_policy`, and a model that has none of that
+            size is one unit.
         reshard_after_forward: Instead of the stage's choice: true, false, or the number of ranks among which parameters
             are kept after the forward (it divides dp_shard): less memory than keeping them unsharded, and a backward
             all-gather inside that smaller group. Only with zero = 3.
@@ -97,6 +102,8 @@ class FSDP2:
 
     zero: Literal[1, 2, 3] = 3
     units: tuple[str, ...] | None = None
+    unit_classes: tuple[str, ...] = ()
+    unit_numel: int | None = Field(default=None, ge=1, examples=[])
     reshard_after_forward: bool | int | None = None
     reshard_root: bool = False
     forward_prefetch: int = Field(default=0, ge=0)
@@ -114,6 +121,9 @@ class FSDP2:
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse contradictory settings."""
         chosen = self.reshard_after_forward
+        if self.unit_numel is not None and (self.units is not None or self.unit_classes):
+            other = "units" if self.units is not None else "unit_classes"
+            raise PluginError(f"unit_numel and {other} both say what is a unit", hint="leave one of them out")
         if chosen is not None and self.zero != 3:
             raise PluginError(
                 f"reshard_after_forward is zero = 3's choice, and zero is {self.zero}", hint="leave one of them out"
@@ -182,8 +192,16 @@ class FSDP2:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         for pattern in self.ignored:
             select_fqns(pattern, context.parameter_fqns)
-        units = context.units(self.units)
+        units = context.units(self._unit_patterns(model))
         return divide_by_dtype(model, units, context, ignored=self._ignored_parameters(model, context)).units
+
+    def _unit_patterns(self, model: nn.Module) -> Sequence[str] | None:
+        """Return the patterns of units, classes and sizes as the names of their modules; None is the blocks."""
+        if self.unit_numel is not None:
+            return [fqn for fqn in _of_size(model, self.unit_numel) if fqn]
+        if self.unit_classes:
+            return [*(self.units or ()), *_of_classes(model, self.unit_classes)]
+        return self.units
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
@@ -275,3 +293,41 @@ def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Sha
     if answer is None:
         return None
     return lambda parameter: Shard(answer.shard_dim if parameter.ndim > answer.shard_dim else 0)
+
+
+def _of_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the modules of classes of these names.
+
+    Raises:
+        PluginError: A name is no module's class.
+    """
+    found = {fqn: type(module).__name__ for fqn, module in model.named_modules() if fqn}
+    for name in names:
+        if name not in found.values():
+            raise PluginError(
+                f'unit_classes has "{name}", and no module is of that class; the model has '
+                f"{', '.join(sorted(set(found.values())))}",
+                keys=("unit_classes",),
+            )
+    return [fqn for fqn, cls in found.items() if cls in names]
+
+
+def _of_size(model: nn.Module, least: int) -> list[str]:
+    """Return the modules, from the inside out, that have at least so many elements outside of smaller ones."""
+    from torch import nn
+
+    def walk(module: nn.Module, name: str) -> tuple[list[str], int]:
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if numel < least or isinstance(module, nn.MultiheadAttention):  # whose forward reads its projection's weights
+            return [], 0
+        inner: list[str] = []
+        taken = 0
+        for child_name, child in module.named_children():
+            names, wrapped = walk(child, f"{name}.{child_name}".lstrip("."))
+            inner += names
+            taken += wrapped
+        if numel - taken < least or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return inner, taken
+        return [*inner, name], numel
+
+    return walk(model, "")[0]
