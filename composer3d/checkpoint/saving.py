@@ -57,9 +57,9 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
 class AsyncSaver:
     """Saves in a thread while training continues.
 
-    `save` returns once the tensors are copied to host memory, but for steady ones; the thread writes the copies over its
-    own gloo group, so its collectives cannot meet those of training. The rename and the marker come when all ranks are
-    done. One save is in flight at a time. Every method is called by all ranks. A process that ends without `close`
+    `save` returns once the tensors are copied to host memory, but for steady ones; the thread writes the copies over
+    its own gloo group, so its collectives cannot meet those of training. The rename and the marker come when all ranks
+    are done. One save is in flight at a time. Every method is called by all ranks. A process that ends without `close`
     waits for the save in flight, a few seconds where an exception ends it.
 
     Args:
