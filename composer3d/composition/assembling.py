@@ -42,9 +42,11 @@ from composer3d.step.guard import Guard
 from composer3d.step.loops.loop_state import replica_axes, shared_axes
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_totals import LossTotals
+from composer3d.step.losses.mixed_values import MixedLosses
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_numbers.random_streams import Streams
 from composer3d.step.rank_numbers import RankNumbers
+from composer3d.step.sample_counters import watch_sample_counters
 from composer3d.step.sharded_tensors.whole_operators import compute_whole_operators
 from composer3d.transform import Phase, StepAction, order
 
@@ -154,6 +156,7 @@ def assemble(
         apply_transforms(preparation)
         materialise(preparation)
         arrived("give the model its weights")
+        _watch_samples(criterion, context)
         return freeze(preparation, criterion, release, plan)
     except BaseException as error:
         # Plugins that were configured are closed, whatever errors they raise: the first error counts.
@@ -285,6 +288,12 @@ def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepA
         actions.append(gradient_hooks(preparation.attachments))
     modules = (module for part in preparation.context.parts for module in part.module.modules())
     return order([*actions, *counting_actions(modules, preparation.context)])
+
+
+def _watch_samples(criterion: Criterion, context: RunContext) -> None:
+    """Report what a model counts, and what a loss relates, of a rank's samples alone."""
+    criterion.mixed = MixedLosses(context)
+    watch_sample_counters(context, criterion.given)
 
 
 def _streams(preparation: Preparation) -> Streams:

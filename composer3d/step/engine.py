@@ -261,6 +261,7 @@ class StepEngine:
         self.loss_totals.copy = 0, 1
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
         loss = own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
+        self.criterion.mixed.look(value, number, reduction=reduction)
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
         state.forward_done, state.keeps_graph = True, retain_graph
@@ -290,10 +291,6 @@ class StepEngine:
         self._agree([own.count], identity)
         own.total = self.loss_totals.divisor or 1
         return own
-
-    def forget_losses(self) -> None:
-        """Drop the losses recorded so far in this step."""
-        self.loss_totals.forget()
 
     def _agree(self, counts: Sequence[int], identity: int, copy: tuple[int, int] = (0, 1)) -> None:
         assert self.state is not None, "inside a step"
@@ -363,7 +360,7 @@ class StepEngine:
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         self.is_stepping = False
-        self.loop.stepped()
+        self.loop.stepped(self.optimizer)
         self.scaling.update(state.vetoes)
         self.own_steps.close()
         return None if state.vetoes else result
@@ -371,6 +368,7 @@ class StepEngine:
     def parameters_loaded(self) -> None:
         """Run the actions that depend on final parameters, after a load or another change between steps."""
         self._between("parameters_changed")
+        self.loop.writes.forget()
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         try:
             self._at(StepPoint.PARAMETERS_FINAL)

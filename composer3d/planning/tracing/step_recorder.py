@@ -160,7 +160,7 @@ class _Observer:
         self.result.prepared += -self.storages.live if is_on else self.storages.live
         if not is_on:
             # The loss of a micro-batch that only taught shapes is kept until the step's losses are summed.
-            self.run._engine.forget_losses()
+            self.run._engine.loss_totals.forget()
             self.storages.restart()
 
     def restart(self) -> None:

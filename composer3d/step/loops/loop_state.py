@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
+from composer3d.step.loops.optimizer_writes import OptimizerWrites
 from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
 from composer3d.step.sharded_tensors.written_values import WrittenValues, words_of
 
@@ -57,6 +58,7 @@ class LoopState:
 
     Attributes:
         clip_norm: Norm to which gradients were last clipped.
+        writes: Of the loop, into optimizer state.
 
     Args:
         context: With mesh and parts.
@@ -70,6 +72,7 @@ class LoopState:
         self._sample: list[nn.Parameter] = []
         self._plain: list[nn.Parameter] = []
         self._version, self._is_written, self._has_experts = 0, False, False
+        self.writes = OptimizerWrites(context.named_parameters)
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
@@ -81,10 +84,12 @@ class LoopState:
             described=lambda compared: self.described(optimizer, compared),
         )
 
-    def stepped(self) -> None:
-        """Treat the current values of plain parameters as results of the optimizer."""
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Treat the current values of plain parameters, and of the optimizer's state, as results of the optimizer."""
         if self._modules is not None:
             self._version = self._versions()
+            if not self._has_experts:  # of which a rank has its own, and as many states as it has called
+                self.writes.stepped(optimizer)
 
     def _versions(self) -> int:
         """Return a number that grows with writes into plain parameters; those through `.data` are not counted."""
@@ -101,7 +106,8 @@ class LoopState:
         frozen = sum([not parameter.requires_grad for parameter in parameters])
         left, steps = self._has_gradients(), self._steps(optimizer)
         # Numbers alone: the hashes of texts, and of None, are another process's own.
-        return (hash((self.clip_norm, groups, modes, frozen, left, steps)) & _BITS) or 1
+        numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number())
+        return (hash(numbers) & _BITS) or 1
 
     def weights(self, step: int) -> int:
         """Return digests of this rank's parameters in every `EVERY`-th step, and after writes; 0 in the others."""
@@ -133,6 +139,7 @@ class LoopState:
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
         found["steps that the optimizer's state counts"] = self._steps(optimizer)
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
+        found |= self.writes.described()
         for part in self._context.parts:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
         for fqn, parameter in self._parameters.items():

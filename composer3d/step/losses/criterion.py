@@ -12,6 +12,7 @@ from composer3d.interfaces import Batch, Loss, LossFunction
 from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
 from composer3d.step.losses.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
 from composer3d.step.losses.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
+from composer3d.step.losses.mixed_values import MixedLosses
 from composer3d.step.microbatches import num_samples, tensors
 
 __all__ = ["Criterion"]
@@ -32,6 +33,7 @@ class Criterion:
         given: The loss function; None where the model returns its loss.
         told: Reduction of a scalar loss as stated to `compose`; it also holds for a loop's own losses, unlike the one
             found in the loss function's graph.
+        mixed: Looks for losses that relate samples of a rank.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Criterion:
         self.given = loss_fn
         self.told = self._reduction = reduction
         self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
+        self.mixed = MixedLosses()
         self._counts: dict[int, int] = {}
         self._padding: int | None = None
         # Whether the divisor of a mean is in its graph, None: unknown; and may be another number than valid targets.
@@ -130,6 +133,9 @@ class Criterion:
         if self._reduction is None:
             self._reduction = reduction_of(value)
             refuse_groups(value, num_samples((target, output)) or 0, (self.count(target),))
+        self.mixed.look(
+            value, num_samples((target, output)) or 0, reduction=self.told, loss_fn=self.given or "the model"
+        )
         if self._says_divisor is None:
             self._says_divisor = self._reduction == "mean" and divisor_of_mean(value) is not None
             self._has_other_divisor = self._says_divisor and has_other_divisor(value)

@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from composer3d import torch_compat
 
-__all__ = ["Summands", "means_groups", "summands"]
+__all__ = ["LINEAR", "REDUCTIONS", "Summands", "base", "dims_of", "means_groups", "operands_of", "summands"]
 
 Summands = Literal["samples", "means", "mixed"]
 
 # Reductions and normalisations, each along the dims that it saves, or along all.
-_REDUCTIONS = (
+REDUCTIONS = (
     "Amax", "Amin", "Cumsum", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Max", "Mean", "Min", "Norm", "Prod",
     "Softmax", "Std", "Sum", "Var",
 )  # fmt: skip
-_LINEAR = frozenset(
+LINEAR = frozenset(
     "Add Alias Clone Expand Neg Permute Reshape Rsub Squeeze Sub T ToCopy Transpose Unsqueeze View".split()
 )
 _NONLINEAR = frozenset(
@@ -35,18 +35,18 @@ def summands(node: Any) -> Summands:
     Args:
         node: Of a sum: its own, or that of a loss of torch's that adds up.
     """
-    is_sum = _base(node) == "Sum"
+    is_sum = base(node) == "Sum"
     pending, seen = [(operand, not is_sum) for operand, _ in node.next_functions], set()
     found: set[Summands] = set()
     while pending:
         each, is_bent = pending.pop()
-        name = _base(each)
+        name = base(each)
         if each is None or name == "AccumulateGrad" or (each, is_bent) in seen:
             continue
         seen.add((each, is_bent))
-        operands = _operands(each)
-        is_linear = name in (*_LINEAR, "Mean", "Sum") or (name in ("Mul", "Div") and len(operands) == 1)
-        if name in _REDUCTIONS and _is_of_samples(each):
+        operands = operands_of(each)
+        is_linear = name in (*LINEAR, "Mean", "Sum") or (name in ("Mul", "Div") and len(operands) == 1)
+        if name in REDUCTIONS and _is_of_samples(each):
             if is_bent or name not in ("Mean", "Sum"):
                 return "mixed"
             found.add("means" if name == "Mean" else "samples")
@@ -67,29 +67,31 @@ def means_groups(node: Any, num_samples: int) -> bool:
         node: Of a sum.
         num_samples: Of the forward.
     """
-    found: Any = node.next_functions[0][0] if _base(node) == "Sum" else None
-    while len(_operands(found)) == 1 and _base(found) in (*_LINEAR, "Mul", "Div"):
-        found = _operands(found)[0]
-    if _base(found) != "Mean" or (dims := _dims(found)) is None or 0 in dims[0]:
+    found: Any = node.next_functions[0][0] if base(node) == "Sum" else None
+    while len(operands_of(found)) == 1 and base(found) in (*LINEAR, "Mul", "Div"):
+        found = operands_of(found)[0]
+    if base(found) != "Mean" or (dims := dims_of(found)) is None or 0 in dims[0]:
         return False
     return int(found._saved_self_sym_sizes[0]) < num_samples
 
 
-def _operands(node: Any) -> list[Any]:
+def operands_of(node: Any) -> list[Any]:
+    """Return the nodes of what an operation computed from, without constants."""
     return [] if node is None else [operand for operand, _ in node.next_functions if operand is not None]
 
 
-def _base(node: Any) -> str:
+def base(node: Any) -> str:
+    """Return the name of a node's operation, as "Mean"."""
     return type(node).__name__.partition("Backward")[0]
 
 
 def _is_of_samples(node: Any) -> bool:
     """Return whether a reduction is over a first dim of several entries."""
-    found = _dims(node)
+    found = dims_of(node)
     return found is not None and 0 in found[0] and found[1] > 1
 
 
-def _dims(node: Any) -> tuple[set[int], int] | None:
+def dims_of(node: Any) -> tuple[set[int], int] | None:
     """Return the dims of a reduction, and the size of the first of its operand; None where these are not saved."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is None:

@@ -1,0 +1,199 @@
+"""Losses of values that relate a rank's samples to one another, which the samples of other ranks take no part in.
+
+A contrastive loss, `cross_entropy(x @ x.T, labels)`, and statistics of a batch, `(x - x.mean(0)).pow(2).mean()`, are
+means over samples whose summands are not one device's: there each sample meets all. Ranks average them, as PyTorch's
+DistributedDataParallel does.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import torch_compat
+from composer3d.mesh import Role
+from composer3d.step.call_sites import caller
+from composer3d.step.losses.sample_mixing import LINEAR, REDUCTIONS, base, dims_of, operands_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from composer3d.context import RunContext
+
+__all__ = ["MixedLosses", "relation"]
+
+log = logging.getLogger(__name__)
+
+_NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
+_NUM_NODES = 2000
+_ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
+# Which bring in samples, so that what is made of them is no weight.
+_OF_DATA = frozenset("Embedding EmbeddingBag Gather Index IndexSelect MaskedSelect NllLoss".split())
+_PRODUCTS = frozenset("Addmm Bmm Convolution Mm Mv".split())
+
+
+class MixedLosses:
+    """Logs a warning, once, of a loss that relates samples of a rank, in the first backwards of a run.
+
+    Batch normalisation is not reported, whose statistics are a rank's in data parallelism by common use.
+
+    Memory: none. Collectives: none.
+
+    Args:
+        context: Of the run; None: nothing is reported.
+    """
+
+    def __init__(self, context: RunContext | None = None) -> None:
+        self._num_left = 0
+        if context is not None and context.purpose == "run" and (num_ranks := context.layout.degree(Role.BATCH)) > 1:
+            self._num_left, self._num_ranks = _NUM_LOSSES, num_ranks
+            names = context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR)
+            self._is_first = not any(context.coordinates[axis] for axis in names)
+
+    def look(
+        self,
+        loss: Any,
+        num_samples: int,
+        *,
+        reduction: str | None,
+        loss_fn: Callable[..., Any] | Literal["the loop", "the model"] = "the loop",
+    ) -> None:
+        """Look at a loss.
+
+        Args:
+            loss: Scalar with a graph; others are left alone.
+            num_samples: Number of samples in its forward; 0 if unknown.
+            reduction: As it is stated, so that nothing is said; None where its graph tells.
+            loss_fn: What has computed it.
+        """
+        node = getattr(loss, "grad_fn", None)
+        if reduction or not self._num_left or node is None or torch_compat.active_fake_mode() is not None:
+            return
+        self._num_left -= 1
+        seen = relation(node, num_samples)
+        if seen is None:
+            return
+        self._num_left = 0
+        if self._is_first:
+            stated = "run.backward(loss, reduction" if loss_fn == "the loop" else "compose(loss_reduction"
+            log.warning(
+                "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks "
+                "relates its own alone: the average over ranks, which is trained on, is another loss than one "
+                'device\'s over all samples; where that is meant, write %s="mean"), and nothing is said; for one '
+                "device's, gather the samples of all ranks in the loss (torch.distributed.nn.functional.all_gather)",
+                _place(loss_fn),
+                seen,
+                self._num_ranks,
+                stated,
+            )
+
+
+def _place(loss_fn: Callable[..., Any] | str) -> str:
+    if isinstance(loss_fn, str):
+        return (caller(())[1] if loss_fn == "the loop" else "") or loss_fn
+    function = getattr(loss_fn, "__func__", loss_fn)
+    code = getattr(function, "__code__", None) or getattr(getattr(type(loss_fn), "forward", None), "__code__", None)
+    return "loss_fn" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+
+
+def relation(node: Any, num_samples: int) -> str | None:
+    """Return what relates samples between the last weights of a model and its loss; None if nothing is seen.
+
+    Args:
+        node: Of the loss.
+        num_samples: Of the forward, in the first dim; 0 if unknown.
+    """
+    if num_samples == 1:
+        return None
+    pending: list[tuple[Any, bool]] = [(node, False)]
+    seen: set[tuple[Any, bool]] = set()
+    while pending and len(seen) < _NUM_NODES:
+        each, is_bent = pending.pop()
+        if each is None or (each, is_bent) in seen or base(each) == "AccumulateGrad":
+            continue
+        seen.add((each, is_bent))
+        name, operands = base(each), operands_of(each)
+        weights = [operand for operand in operands if _is_weight(operand)]
+        others = [operand for operand in operands if operand not in weights]
+        if weights and name not in _ELEMENTWISE:
+            continue  # a layer of the model
+        if (found := _related(each, name, others, is_bent, num_samples)) is not None:
+            return found
+        is_linear = name in (*LINEAR, "Mean", "Sum") or (name in ("Mul", "Div") and len(others) == 1)
+        pending += [(operand, is_bent or not is_linear) for operand in others]
+    return None
+
+
+def _related(node: Any, name: str, operands: list[Any], is_bent: bool, num_samples: int) -> str | None:
+    if name in ("Cdist", "Pdist"):
+        sizes = (torch_compat.saved_tensor(node, "x1" if name == "Cdist" else "self"),)
+        return "distances between samples" if sizes[0] is not None and sizes[0].dim() == 2 else None
+    if name in ("Mm", "Bmm") and operands and _is_product_of_samples(node, operands, num_samples):
+        return "a product of values of samples with one another"
+    if name in _ELEMENTWISE and len(operands) == 2 and {_inserted(each) for each in operands} in ({0, 1}, {0, 2}):
+        return "values of samples beside those of each other one"
+    if name == "Roll" and 0 in tuple(getattr(node, "_saved_dims", ())):
+        return "values of samples beside those of the next one"
+    if name in REDUCTIONS and (is_bent or name not in ("Mean", "Sum")):
+        dims = dims_of(node)
+        if dims is not None and 0 in dims[0] and dims[1] > 1 and num_samples in (0, dims[1]):
+            return f"{name} over the samples of a batch, and what is computed from it"
+    return None
+
+
+def _is_product_of_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
+    """Return whether a product of matrices has samples in both, by rows, or adds up over them.
+
+    Of batches of products, as attention has, the first dim is that of samples, unless it is 1.
+    """
+    sizes = [torch_compat.saved_tensor(node, key) for key in ("self", "mat2")]
+    first, second = (None if each is None else tuple(each.shape) for each in sizes)
+    if base(node) == "Mm":  # saves one operand's tensor where the other takes no gradient, and all sizes
+        first = tuple(getattr(node, "_saved_self_sym_sizes", ())) or first
+        second = tuple(getattr(node, "_saved_mat2_sym_sizes", ())) or second
+    if first is None or second is None or (len(first) == 3 and first[0] != 1):
+        return False
+    rows, inner, columns = first[-2], first[-1], second[-1]
+    if len(operands) < 2:  # with detached values of as many samples
+        own = getattr(sizes[1], "_base", None)
+        return rows == columns == num_samples and not _is_parameter(sizes[1] if own is None else own)
+    return not num_samples or inner == num_samples or rows == columns == num_samples
+
+
+def _inserted(node: Any) -> int | None:
+    """Return the dim that was inserted last into a tensor, through what changes its elements one by one."""
+    for _ in range(8):
+        if node is None or base(node) == "Unsqueeze":
+            break
+        operands = operands_of(node)
+        if base(node) not in (*LINEAR, *_ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt") or not operands:
+            return None
+        node = operands[0]
+    return None if node is None or base(node) != "Unsqueeze" else int(node._saved_dim)
+
+
+def _is_weight(node: Any) -> bool:
+    """Return whether a node is a parameter, or computed from parameters, and constants of elementwise operations."""
+    pending, seen = [node], set()
+    while pending:
+        each = pending.pop()
+        name = base(each)
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        if len(seen) > 64 or name in _OF_DATA:
+            return False
+        if name == "AccumulateGrad":
+            if not _is_parameter(each.variable):
+                return False
+            continue
+        if name in _PRODUCTS and any(operand is None for operand, _ in each.next_functions):
+            return False
+        pending += operands_of(each)
+    return True
+
+
+def _is_parameter(variable: Any) -> bool:
+    from torch import nn
+
+    return isinstance(variable, nn.Parameter)
