@@ -1,19 +1,20 @@
-"""Callables of `[lr_schedule]` and `[evaluation]`: what a run would find when it first calls them."""
+"""Callables that a manifest names: whether they can be called, and what a run would find when it first calls them."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from composer3d.errors import ComposerError, Problem, ReferenceFailure, describe_error, is_interrupt
+from composer3d.errors import ComposerError, Problem, ReferenceFailure, describe_error, did_you_mean, is_interrupt
 from composer3d.manifest import Document, Manifest, resolve_reference
 from composer3d.processes import running
 
-__all__ = ["builtin_refusal", "metric_problems", "schedule_callable_problems"]
+__all__ = ["argument_problems", "metric_problems", "resolve", "schedule_callable_problems", "uncallable"]
 
 
-def builtin_refusal(function: Any, name: str) -> str | None:
+def _builtin_refusal(function: Any, name: str) -> str | None:
     """Return why something is nothing that a run calls; functions that are built into Python, as os.abort, are not."""
     if not callable(function):
         return f'"{name}" cannot be called: it is of type {type(function).__name__}'
@@ -30,7 +31,7 @@ def schedule_callable_problems(manifest: Manifest) -> list[Problem]:
         function = resolve_reference(table.kind, document.folder)
     except ReferenceFailure as error:
         return [document.problem(path, error.message, hint=error.hint)]
-    if (refusal := builtin_refusal(function, table.kind)) is not None:
+    if (refusal := _builtin_refusal(function, table.kind)) is not None:
         return [document.problem(path, refusal, hint="name a function of (step, steps) that returns the multiple")]
     steps = getattr(manifest.tables.get("train"), "steps", 1)
     for step in dict.fromkeys((0, steps // 2, steps - 1)):
@@ -63,6 +64,51 @@ def _metric_problem(name: str, use: str, document: Document) -> Problem | None:
         function = resolve_reference(use, document.folder)
     except ReferenceFailure as error:
         return document.problem(path, error.message, hint=error.hint)
-    if (refusal := builtin_refusal(function, use)) is not None:
+    if (refusal := _builtin_refusal(function, use)) is not None:
         return document.problem(path, refusal, hint="name a function of the model's output and the targets")
     return None
+
+
+def resolve(reference: str, document: Document) -> Any:
+    """Import what a reference of the manifest names; see `resolve_reference`."""
+    return resolve_reference(reference, document.folder)
+
+
+def uncallable(function: Any, name: str, document: Document, place: tuple[str | int, ...]) -> Problem | None:
+    """Return the problem of what cannot be called for a model or data; `sys:exit` and `os:abort` are not tried."""
+    refusal = _builtin_refusal(function, name)
+    if refusal is None:
+        return None
+    return document.problem((*place, "use"), refusal, hint="name a class or a function")
+
+
+def argument_problems(
+    function: Any,
+    name: str,
+    args: Mapping[str, Any],
+    document: Document,
+    place: tuple[str | int, ...],
+    *,
+    derived: Mapping[str, Any],
+) -> Iterator[Problem]:
+    """Compare a table `args`, and what is derived where it is silent, with the signature of what it is for."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself tells
+        return
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = {
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    for key in args:
+        if key not in by_name and not takes_any:
+            hint = did_you_mean(key, list(by_name)) or "it takes none"
+            yield document.problem((*place, "args", key), f'{name} takes no argument "{key}"', hint=hint)
+    for key, parameter in by_name.items():
+        if parameter.default is parameter.empty and key not in args and key not in derived:
+            key_path = (*place, "args" if args else "use")
+            yield document.problem(
+                key_path, f'{name} needs the argument "{key}"', hint=f"write {place[0]}.args.{key} = ..."
+            )

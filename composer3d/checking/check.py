@@ -109,6 +109,7 @@ def inspect(
         forward: Also run one forward of two samples on the CPU, where nothing is wrong so far.
     """
     from composer3d.checking import rules
+    from composer3d.checking.data_rules import data_problems
     from composer3d.checking.first_forward import first_forward_problems
     from composer3d.checking.layout_problems import layout_problems
     from composer3d.checking.sizes import local_checkpoint_problems, output_problems, schedule_problems
@@ -134,7 +135,7 @@ def inspect(
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
     found = [*output_problems(manifest), *schedule_problems(manifest), *local_checkpoint_problems(manifest)]
-    found += [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
+    found += [*data_problems(manifest), *rules.optimizer_problems(manifest)]
     if tables.keys() >= {"data", "train"} and isinstance(tables.get("model"), ModelTable):
         factory, more = rules.find_factory(manifest)
         found += more

@@ -288,7 +288,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _vocab_size(manifest: Manifest) -> int | None:
-    from composer3d.checking.rules import vocab_size_of
+    from composer3d.checking.data_rules import vocab_size_of
 
     return vocab_size_of(manifest.tables["data"], manifest.document.folder)
 

@@ -5,24 +5,27 @@ Each rule returns problems at the lines of the keys at fault.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.called import builtin_refusal, metric_problems, schedule_callable_problems
+from composer3d.checking.called import (
+    argument_problems,
+    metric_problems,
+    resolve,
+    schedule_callable_problems,
+    uncallable,
+)
+from composer3d.checking.data_rules import vocab_size_of
 from composer3d.checking.foreign_problems import problem_of_hook
 from composer3d.composition import is_matrix, stacked_parameters
 from composer3d.errors import (
     ComposerError,
-    DataError,
     HookError,
     ManifestError,
     PluginError,
     Problem,
     ReferenceFailure,
-    did_you_mean,
 )
 from composer3d.manifest import search
 from composer3d.mesh import Layout, Role
@@ -34,25 +37,20 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.manifest import Document, Manifest
     from composer3d.runner import ModelFactory
-    from composer3d.runner.data import DataTable
 
 __all__ = [
     "batch_problems",
-    "data_problems",
     "find_factory",
     "name_problems",
     "optimizer_answer_problems",
     "optimizer_problems",
     "step_problems",
-    "vocab_size_of",
 ]
 
 # More layers are a slip of the pen; a factory would make them for hours, and be ended after its minute.
 _MOST_LAYERS = 1 << 16
 _LAYERS = re.compile(r"(num|n)_?\w*(layers?|blocks?)|depth")
 _MOST_MICROBATCHES = 100_000  # in a step: minutes of the fastest forwards
-# Text below this size is read whole: a fraction of a second, and binary files are found too.
-_READ_BYTES = 1 << 26
 
 
 def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
@@ -68,12 +66,12 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
         function = resolve(table.reference, document)
     except ReferenceFailure as error:
         return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
-    if problem := _uncallable(function, table.reference, document, "model"):
+    if problem := uncallable(function, table.reference, document, ("model",)):
         return None, [problem]
     known = {"vocab_size": vocab_size_of(data, document.folder), "max_seq_len": data.seq_len}
     derived = {key: value for key, value in known.items() if value is not None}
     problems = [
-        *_argument_problems(function, table.reference, table.args, document, "model", derived=derived),
+        *argument_problems(function, table.reference, table.args, document, ("model",), derived=derived),
         *(
             document.problem(("model", "args", key), f"{key} = {table.args[key]} is below that of the data, {value}")
             for key, value in derived.items()
@@ -116,132 +114,6 @@ def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Pr
         hint = "lower it, or set model.args.max_position_embeddings"
         problems.append(document.problem(("data", "seq_len"), message, hint=hint))
     return (None if problems else factory), problems
-
-
-def vocab_size_of(data: DataTable, folder: Path) -> int | None:
-    """Return below what the data's tokens are, as far as that is known without reading them."""
-    if data.kind == "synthetic" or data.tokenizer == "bpe":
-        return data.vocab_size or (256 if data.kind == "synthetic" else None)
-    if data.kind == "user":
-        return data.vocab_size
-    if data.has_file:
-        return _size_of_tokenizer(data.tokenizer or "")
-    from composer3d.runner.data import locate
-
-    try:
-        is_text = data.kind == "python_docs" or locate(data.use, folder=folder).kind == "text"
-    except DataError:  # `data_problems` tells it; any model fits
-        return 1
-    return 256 if is_text else data.vocab_size
-
-
-def _size_of_tokenizer(path: str) -> int | None:
-    """Return what the tokens of a tokenizer.json are below; None where `data_problems` reports why not."""
-    from composer3d.runner.data import read_tokenizer
-
-    try:
-        return max(read_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    except (DataError, ImportError):
-        return None
-
-
-def resolve(reference: str, document: Document) -> Any:
-    """Import what a reference of the manifest names; see `resolve_reference`."""
-    from composer3d.manifest import resolve_reference
-
-    return resolve_reference(reference, document.folder)
-
-
-def _uncallable(function: Any, name: str, document: Document, table: str) -> Problem | None:
-    """Return the problem of what cannot be called for a model or data; `sys:exit` and `os:abort` are not tried."""
-    refusal = builtin_refusal(function, name)
-    if refusal is None:
-        return None
-    return document.problem((table, "use"), refusal, hint="name a class or a function")
-
-
-def _argument_problems(
-    function: Any, name: str, args: Mapping[str, Any], document: Document, table: str, *, derived: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """Compare a table `args`, and what is derived where it is silent, with the signature of what it is for."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature: the call itself tells
-        return
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    by_name = {
-        key: parameter
-        for key, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    for key in args:
-        if key not in by_name and not takes_any:
-            hint = did_you_mean(key, list(by_name)) or "it takes none"
-            yield document.problem((table, "args", key), f'{name} takes no argument "{key}"', hint=hint)
-    for key, parameter in by_name.items():
-        if parameter.default is parameter.empty and key not in args and key not in derived:
-            place = (table, "args" if args else "use")
-            yield document.problem(place, f'{name} needs the argument "{key}"', hint=f"write {table}.args.{key} = ...")
-
-
-def data_problems(manifest: Manifest) -> list[Problem]:
-    """Look whether the data are there and long enough, without preparing or calling anything."""
-    document, table = manifest.document, manifest.tables.get("data")
-    if table is None or table.kind == "synthetic":
-        return []
-    if table.kind == "user":
-        try:
-            factory = resolve(table.use, document)
-        except ReferenceFailure as error:
-            return [document.problem(("data", "use"), error.message, hint=error.hint)]
-        if problem := _uncallable(factory, table.use, document, "data"):
-            return [problem]
-        return list(_argument_problems(factory, table.use, table.args, document, "data", derived={}))
-    try:
-        _probe(table, document.folder)
-    except DataError as error:
-        # The table is said by the problem's place.
-        return [document.problem(("data", "use"), str(error).removeprefix("[data] "))]
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return [document.problem(("data", "use"), f'use = "{table.use}" cannot be read: {reason}')]
-    return []
-
-
-def _probe(table: DataTable, folder: Path) -> None:
-    """Raise a DataError for text or token files that are missing, empty, of another kind, or too short."""
-    import numpy as np
-
-    from composer3d.runner.data import (
-        MappedTokens,
-        Text,
-        bpe_key,
-        held_out,
-        locate,
-        map_token_file,
-        python_docs,
-        read_tokenizer,
-        tokenizer_key,
-    )
-
-    if table.tokenizer == "bpe":
-        bpe_key("", table.vocab_size or 0)  # says which extra is missing
-    if table.has_file:
-        tokenizer_key("", Path(table.tokenizer or ""))
-        read_tokenizer(Path(table.tokenizer or ""))
-    if table.kind == "python_docs":
-        arrays: list[Any] = [np.frombuffer(python_docs(), np.uint8)]
-    else:
-        located = locate(table.use, folder=folder)
-        if located.kind == "tokens":
-            arrays = [map_token_file(file, table) for file in located.files]
-        else:
-            num_bytes = sum(file.stat().st_size for file in located.files)
-            if num_bytes <= _READ_BYTES:
-                num_bytes = Text.from_files(located.files, use=table.use).num_bytes
-            arrays = [MappedTokens(located.files[0], dtype=np.dtype(np.uint8), size=num_bytes)]
-    # A BPE token stands for a byte or more, so text with too few bytes has too few tokens.
-    held_out(arrays, table, vocab_size=None, facts={})
 
 
 def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:

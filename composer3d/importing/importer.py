@@ -255,8 +255,9 @@ def _beside(name: str, translation: Translation) -> list[str]:
 
 
 def _is_elsewhere(problem: Problem) -> bool:
-    """Return whether all that is wrong is that a model's files are not on this machine, as the source's need not be."""
-    return problem.table == "model" and problem.message.startswith("there is no folder")
+    """Return whether all that is wrong is that a model's files, or data, are not on this machine, as need not be."""
+    is_model = problem.table == "model" and problem.message.startswith("there is no folder")
+    return is_model or (str(problem.table).startswith("data") and '": there is no "' in problem.message)
 
 
 def _large_enough(translation: Translation) -> list[str]:

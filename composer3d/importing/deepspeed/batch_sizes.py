@@ -43,6 +43,8 @@ def _without_sizes(t: Translation) -> None:
     """Report that DeepSpeed raises without a batch size, at the key that was meant as one if there is such."""
     message = f"neither {_TOTAL} nor {_MICRO} is stated: DeepSpeed raises, unless a trainer adds them"
     for key in t.tree.leaves:
+        if t.table.entry_of(key) is not None:
+            continue
         hint = did_you_mean(key, (_TOTAL, _MICRO, _STEPS))
         if hint is not None and hint.startswith("did you mean"):
             t.refuse(key, f"{message}; {hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
 from composer3d.importing.translation import Translation
 
 __all__ = ["data", "model"]
@@ -125,15 +126,28 @@ def _vocabulary(t: Translation) -> int | None:
 
 
 def data(translation: Translation) -> None:
-    """Carry mock data; indexed data are to be filled in."""
+    """Carry mock data, indexed data sets and their blends, and what is held out."""
     t = translation
     if t.flag("mock_data"):
         t.put("data.use", "synthetic", "mock_data")
         t.judge("mock_data", "changed", "other random tokens", to="data.use")
     t.judge("mock_data", "meaningless", "off")
-    note = "Megatron's indexed data, in an order of its own; name data with --data"
-    taken = t.options.data is not None
-    t.judge("data_path", "derived" if taken else "missing" if t.get("data_path") else "meaningless", note)
-    t.judge("split", "changed" if t.get("split") else "meaningless", "data.evaluation_fraction holds samples out here")
+    key = "train_data_path" if t.get("train_data_path") else "data_path"
+    found = t.get(key)
+    items = [str(item) for item in found] if isinstance(found, list) else str(found or "").split()
+    if t.options.data is not None:
+        t.judge(key, "derived", "--data names the data")
+    elif items:
+        weights, prefixes = weights_and_prefixes(items)
+        indexed(t, key, prefixes, weights)
+        if key == "data_path":
+            held_out(t, "split", "969,30,1")
+        else:
+            t.put("data.evaluation_fraction", 0.0, reason="train-data-path is trained on as a whole")
+    for name in ("data_path", "train_data_path"):
+        t.judge(name, "ignored-there" if t.get(name) else "meaningless", f"{key} decides")
+    for name in ("valid_data_path", "test_data_path"):
+        t.judge(name, "missing" if t.get(name) else "meaningless", "evaluation on sets of its own")
+    t.judge("split", "ignored-there" if t.get("split") else "meaningless", "it divides data_path alone")
     for key in ("tokenizer_type", "tokenizer_model"):
         t.judge(key, "missing" if t.get(key) else "meaningless", "write data.tokenizer where the data is text")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from composer3d.importing.deepspeed.low_precision import precision as of_blocks
+from composer3d.importing.indexed_sets import held_out, indexed
 from composer3d.importing.translation import Translation
 
 __all__ = [
     "checkpoints",
     "clipping",
     "dtype",
+    "indexed_sets",
     "layout",
     "optimizer",
     "precision",
@@ -217,6 +219,36 @@ def checkpoints(translation: Translation) -> None:
     t.judge("load", "missing" if t.get("load") else "meaningless", "checkpoints of GPT-NeoX")
     for key, to, default in (("eval_interval", "evaluation.every", 1000), ("eval_iters", "evaluation.batches", 100)):
         t.state(key, to, int(t.number(key, default) or default))
+
+
+def indexed_sets(translation: Translation) -> None:
+    """Carry indexed data sets and their blend; other sets for evaluation, and weights by documents, are missing."""
+    t = translation
+    key = "train_data_paths" if t.get("train_data_paths") else "data_path"
+    found, weights = t.get(key), t.get("train_data_weights")
+    prefixes = [str(each) for each in found] if isinstance(found, list) else [str(found)] if found else []
+    if t.options.data is not None:
+        t.judge(key, "derived", "--data names the data")
+    elif prefixes:
+        is_weighted = isinstance(weights, list) and len(weights) == len(prefixes) and not t.flag(_BY_DOCUMENTS)
+        shares = [float(weight) for weight in weights] if is_weighted and weights else [1.0] * len(prefixes)
+        indexed(t, key, prefixes, shares, of_weights="train_data_weights" if is_weighted else None)
+        if key == "data_path":
+            held_out(t, "split", "969,30,1")
+        else:
+            t.put("data.evaluation_fraction", 0.0, reason="train_data_paths are trained on as a whole")
+    for name in ("data_path", "train_data_paths"):
+        t.judge(name, "ignored-there" if t.get(name) else "meaningless", f"{key} decides")
+    t.judge("split", "ignored-there" if t.get("split") else "meaningless", "it divides data_path alone")
+    t.judge(_BY_DOCUMENTS, "missing" if t.flag(_BY_DOCUMENTS) else "equal", "weights from counts of documents")
+    t.judge("weighted_sampler_alpha", "meaningless", f"of {_BY_DOCUMENTS}")
+    t.judge("train_data_weights", "missing" if weights else "meaningless", "there is a weight for each path")
+    t.judge("data_impl", "equal" if t.text("data_impl", "mmap") in ("mmap", "infer") else "missing", "indexed data")
+    for name in ("valid_data_paths", "test_data_paths", "valid_data_weights", "test_data_weights"):
+        t.judge(name, "missing" if t.get(name) else "meaningless", "evaluation on sets of its own")
+
+
+_BY_DOCUMENTS = "weight_by_num_documents"
 
 
 def watched(translation: Translation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.runner.data.blend import counts_of
 from composer3d.runner.data.bpe import bpe_key, read_tokenizer, tokenizer_key
 from composer3d.runner.data.collate import Batch
 from composer3d.runner.data.data_source import Source
@@ -27,6 +28,7 @@ __all__ = [
     "Text",
     "bpe_key",
     "call_of",
+    "counts_of",
     "example_of",
     "first_samples",
     "foreseen_batch",

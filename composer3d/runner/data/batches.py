@@ -66,7 +66,7 @@ class MapBatches:
         self._batch_size_of, self._position_of, self._once = batch_size_of, position_of, once
         self._ignored = ignored
         self._order = Order(
-            len(source),
+            source,
             table,
             seed=seed,
             batch_size_of=batch_size_of,

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from composer3d.composition import indices
+
 __all__ = ["IGNORED", "Report", "Sample", "Source", "num_held_out"]
 
 # Targets of this value carry no loss: the default of torch's cross entropy and of composer3d's count of valid tokens.
@@ -54,6 +56,15 @@ class Source(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """Return (inputs, targets) of one sample."""
+
+    def samples_at(self, positions: NDArray[np.int64], *, seed: int, shuffle: bool) -> NDArray[np.int64]:
+        """Return the samples at positions of the endless stream, which must lie close together."""
+        first, last = int(positions.min()), int(positions.max())
+        return indices(first, last - first + 1, size=len(self), seed=seed, shuffle=shuffle)[positions - first]
+
+    def order_facts(self) -> dict[str, Any]:
+        """Return what the order of samples depends on besides the seed and their number; JSON values."""
+        return {}
 
     @abstractmethod
     def record(self) -> dict[str, Any]:

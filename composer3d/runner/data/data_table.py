@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,12 +26,29 @@ _FIXED_WHY = "every sequence has seq_len tokens already"
 
 
 @table
+class BlendedTable:
+    """One source of a blend.
+
+    Args:
+        use: As `data.use`.
+        weight: Its share of the samples is its weight divided by the sum of all; default: the number of its samples,
+            where no source states one.
+        args: Arguments of `module:callable`.
+    """
+
+    use: str = Field(min_length=1)
+    weight: float | None = Field(default=None, gt=0, le=1e9)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+@table
 class DataTable:
     """Training data of a run, and its order.
 
     Args:
         use: `python_docs` (reference text that ships inside Python), `synthetic`, a file or folder of text (UTF-8) or
-            of tokens (.npy, .bin), or `module:callable`.
+            of tokens (.npy, .bin), or `module:callable`; the prefix of an indexed data set of Megatron-LM's, a .bin and
+            an .idx file, which says the tokens' dtype.
         seq_len: Tokens per sequence, and the most that a sample of variable length may have.
         args: Arguments of `module:callable`.
         tokenizer: `bytes` has one token per byte; `bpe` is trained on the text itself; or a tokenizer.json, or a folder
@@ -44,6 +62,7 @@ class DataTable:
         pad_multiple: Of `padding = "multiple"`, in tokens.
         pad_id: The token that fills up; targets are filled with -100.
         bucket: Samples of windows of this many batches are batched by length; 0 is off.
+        blend: Instead of `use`, several sources and their weights.
         evaluation_fraction: Part of the samples, at the end, that is held out for evaluation.
         dtype: Of the tokens in a .bin file (default uint16); a .npy file carries its own.
     """
@@ -63,10 +82,20 @@ class DataTable:
     bucket: int = Field(default=0, ge=0, le=1 << 20)
     evaluation_fraction: float = Field(default=0.05, ge=0, lt=1)
     dtype: Literal["uint16", "uint32"] | None = None
+    blend: tuple[BlendedTable, ...] = ()
+
+    @property
+    def sources(self) -> tuple[DataTable, ...]:
+        """Return a table for each source of a blend; a table without one is its only source."""
+        if not self.blend:
+            return (self,)
+        return tuple(replace(self, use=each.use, args=each.args, blend=()) for each in self.blend)
 
     @property
     def kind(self) -> Literal["python_docs", "synthetic", "user", "path"]:
-        """Return what `use` names."""
+        """Return what `use` names; of a blend `user`, if one of its sources is one."""
+        if self.blend:
+            return "user" if any(each.kind == "user" for each in self.sources) else "path"
         if self.use == "python_docs":
             return "python_docs"
         if self.use == "synthetic":
@@ -81,9 +110,21 @@ class DataTable:
     @model_validator(mode="after")
     def _applies(self) -> DataTable:
         """Refuse keys that would be ignored, and pairs of keys that cannot be."""
-        for objection in (*self._misplaced(), *self._impossible()):
+        objections = self._of_blend() if self.blend else (*self._misplaced(), *self._impossible())
+        for objection in objections:
             raise ValueError(objection)
         return self
+
+    def _of_blend(self) -> Iterator[str]:
+        if self.use != "python_docs":
+            yield "use and blend both say what the data is; leave one of them out"
+        if len({each.weight is None for each in self.blend}) > 1:
+            yield "blend has sources with and without weight; state the weight of all, or of none"
+        if self.args:
+            yield "args are those of a source; write them in its entry of blend"
+        if self.order == "stream":
+            yield 'order = "stream" is one iterable\'s; a blend has numbered samples'
+        _ = self.sources  # each is validated as a table of its own
 
     def _misplaced(self) -> Iterator[str]:
         if self.kind != "user":

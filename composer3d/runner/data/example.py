@@ -72,6 +72,7 @@ def foreseen_batch(table: DataTable, folder: Path, *, seed: int, num_samples: in
     Raises:
         DataError: The user's callable fails, or `example` does.
     """
+    table = table.sources[0]
     sample = _foreseen_sample(table, folder, seed)
     if sample is None:
         return None
@@ -95,9 +96,10 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
         seed: Of the run.
         vocab_size: Tokens are below it; None where unknown.
     """
-    if table.kind == "user":
-        return _first_of_user(table, folder, seed)
-    largest = (vocab_size or _bound_of_files(table, folder) or 1) - 1
+    if table.sources[0].kind == "user":
+        return _first_of_user(table.sources[0], folder, seed)
+    bounds = [_bound_of_files(part, folder) or 1 for part in table.sources if part.kind == "path"]
+    largest = (vocab_size or max(bounds, default=1)) - 1
     rows = torch.full((2, table.seq_len + 1), largest, dtype=torch.int64)
     return rows[:, :-1], rows[:, 1:]
 

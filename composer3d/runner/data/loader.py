@@ -187,7 +187,14 @@ class Loader:
 
     def _dependencies(self) -> dict[str, Any]:
         size = None if isinstance(self._source, StreamSource) else len(self._source)
-        return {"seed": self._seed, "num_samples": size, "order": self._table.order, "bucket": self._table.bucket}
+        facts = {} if isinstance(self._source, StreamSource) else self._source.order_facts()
+        return {
+            "seed": self._seed,
+            "num_samples": size,
+            "order": self._table.order,
+            "bucket": self._table.bucket,
+            **facts,
+        }
 
     def _from_workers(self, step: int) -> Batch:
         if self._ahead is None or step != self._next_step:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from composer3d.errors import DataError
+from composer3d.runner.data.blend import open_blend
 from composer3d.runner.data.data_source import Report, Source
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.paths import locate
@@ -37,6 +38,13 @@ def open_source(
         DataError: The source is missing, empty, too short, of another kind, or cannot do what `order` needs.
     """
     report = report or log.info
+    if table.blend:
+        parts = [
+            open_source(part, seed=seed, folder=folder, cache=cache, report=report, rank=rank) for part in table.sources
+        ]
+        numbered = [part for part in parts if isinstance(part, Source)]
+        stated = [each.weight for each in table.blend if each.weight is not None]
+        return open_blend(numbered, stated or [float(len(part)) for part in numbered])
     if table.kind == "synthetic":
         return open_synthetic(table, seed=seed)
     if table.kind == "user":

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from composer3d.composition import indices
 from composer3d.errors import BatchError
+from composer3d.runner.data.data_source import Source
 from composer3d.runner.data.data_table import DataTable
 
 __all__ = ["Order"]
@@ -23,7 +24,7 @@ class Order:
     of two epochs.
 
     Args:
-        size: Samples of the source.
+        source: Says which samples stand at which positions.
         table: Has the order and the windows.
         seed: Of the run.
         batch_size_of: The global batch of a step.
@@ -33,7 +34,7 @@ class Order:
 
     def __init__(
         self,
-        size: int,
+        source: Source,
         table: DataTable,
         *,
         seed: int,
@@ -41,7 +42,7 @@ class Order:
         position_of: Callable[[int], int],
         length_of: Callable[[int, int], int],
     ) -> None:
-        self._size, self._table, self._seed = size, table, seed
+        self._source, self._table, self._seed = source, table, seed
         self._batch_size_of, self._position_of, self._length_of = batch_size_of, position_of, length_of
         self._window: tuple[int, dict[int, NDArray[np.int64]]] = (-1, {})
 
@@ -63,10 +64,7 @@ class Order:
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at ascending or other positions, which must lie close together."""
-        first, last = int(positions.min()), int(positions.max())
-        shuffle = self._table.order == "shuffle"
-        stretch = indices(first, last - first + 1, size=self._size, seed=self._seed, shuffle=shuffle)
-        return stretch[positions - first]
+        return self._source.samples_at(positions, seed=self._seed, shuffle=self._table.order == "shuffle")
 
     def _deal(self, number: int) -> dict[int, NDArray[np.int64]]:
         """Sort a window by length and divide it into the batches of its steps."""

@@ -14,6 +14,7 @@ from typing import Literal
 from composer3d.errors import DataError
 from composer3d.manifest import kind_of_file
 from composer3d.runner.data.data_source import Report
+from composer3d.runner.data.indexed_tokens import index_of
 from composer3d.runner.data.tokens import TOKEN_SUFFIXES
 
 __all__ = ["TEXT_SUFFIXES", "Located", "locate"]
@@ -42,7 +43,8 @@ class Located:
 def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     """Find the files of a path; nothing is read.
 
-    A file named itself is tokens if it ends in .bin or .npy, else text. In a folder, and below it, files are taken by
+    A file named itself is tokens if it ends in .bin or .npy, else text; PREFIX stands for PREFIX.bin where PREFIX.idx
+    lies beside it. In a folder, and below it, files are taken by
     their suffix; hidden ones are not, and other kinds are reported.
 
     Args:
@@ -53,7 +55,7 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     Raises:
         DataError: There is no such path (with the nearest name), the folder holds nothing to read, or both kinds.
     """
-    path = folder / use
+    path = _of_prefix(folder / use)
     try:
         kind = kind_of_file(path)
     except FileNotFoundError:
@@ -71,7 +73,8 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
         raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
     tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
     text = tuple(file for file in found if file.suffix.lower() in TEXT_SUFFIXES)
-    others = Counter(file.suffix or "no suffix" for file in found if file not in {*tokens, *text})
+    indices = {index_of(file) for file in tokens}
+    others = Counter(file.suffix or "no suffix" for file in found if file not in {*tokens, *text, *indices})
     listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
     if tokens and text:
         raise DataError(
@@ -84,6 +87,12 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     if others and report is not None:
         report(f'[data] use = "{use}": files of other kinds are left out: {listed}')
     return Located(kind="tokens" if tokens else "text", files=tokens or text)
+
+
+def _of_prefix(path: Path) -> Path:
+    """Return the .bin file of Megatron-LM's PREFIX, of which .bin and .idx lie there; any other path as it is."""
+    tokens = path.with_name(f"{path.name}.bin")
+    return tokens if path.name and not path.exists() and tokens.is_file() and index_of(tokens) else path
 
 
 def _files_below(folder: Path) -> Iterator[str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from composer3d.errors import DataError
 from composer3d.runner.data.data_source import Sample, Source, num_held_out
 from composer3d.runner.data.data_table import DataTable
+from composer3d.runner.data.indexed_tokens import index_of, read_index
 from composer3d.runner.data.token_digest import file_facts
 
 __all__ = ["TOKEN_SUFFIXES", "MappedTokens", "TokenSource", "held_out", "map_token_file", "open_token_files"]
@@ -187,6 +188,8 @@ def open_token_files(files: Sequence[Path], table: DataTable) -> TokenSource:
 def map_token_file(path: Path, table: DataTable) -> MappedTokens:
     """Map one file: `.npy` says its own dtype, `.bin` is raw tokens of `[data] dtype` in this machine's byte order.
 
+    A `.bin` beside which an `.idx` lies is Megatron-LM's: the index says its dtype.
+
     Raises:
         DataError: The file is empty, truncated, or holds something else than one row of unsigned or int32/int64 tokens.
     """
@@ -194,6 +197,9 @@ def map_token_file(path: Path, table: DataTable) -> MappedTokens:
         raise DataError(f'[data] use = "{table.use}": {path.name} is empty; give a file of tokens')
     if path.suffix == ".npy":
         return _map_npy(path, table)
+    index = index_of(path)
+    if index is not None:
+        return _map_indexed(path, index, table)
     dtype = np.dtype(table.dtype or "uint16")
     size, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest:
@@ -204,6 +210,15 @@ def map_token_file(path: Path, table: DataTable) -> MappedTokens:
     tokens = MappedTokens(path, dtype=dtype, size=size)
     _refuse_other_dtype(tokens, table)
     return tokens
+
+
+def _map_indexed(path: Path, index: Path, table: DataTable) -> MappedTokens:
+    found = read_index(index, use=table.use)
+    if table.dtype is not None and found.dtype != np.dtype(table.dtype):
+        raise DataError(
+            f'[data] dtype = "{table.dtype}", and {index.name} says {found.dtype}; remove dtype: the index says it'
+        )
+    return MappedTokens(path, dtype=found.dtype, size=found.num_tokens)
 
 
 def _refuse_other_dtype(tokens: MappedTokens, table: DataTable) -> None:
