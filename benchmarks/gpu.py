@@ -38,7 +38,9 @@ from typing import Any
 
 from harness import conditions, fail, note, say
 
-SEQ_LEN, NUM_WARMUP, NUM_WINDOWS, TIMEOUT_S, LR = 4096, 5, 4, 1200.0, 1e-4
+from composer3d.selftest.compared_loops import Loop, composed_loop, handwritten_loop
+
+SEQ_LEN, NUM_WARMUP, NUM_WINDOWS, TIMEOUT_S = 4096, 5, 4, 1200.0
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         "dim": 2048,
@@ -149,64 +151,29 @@ def synchronise(device: Any) -> None:
         torch.cuda.synchronize()
 
 
-def sum_loss(logits: Any, targets: Any) -> tuple[Any, Any]:
-    """Return the sum over tokens and their number, as composer3d normalises it."""
-    import torch.nn.functional as F
-
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    return total, targets.numel()
-
-
-def by_hand(
-    build: Callable[[], Any], cell: Cell, tokens: Any, device: Any, tiny: bool
-) -> tuple[Callable[[int], Any], Callable[[], None]]:
-    """Return the step that one writes with torch's own calls."""
+def by_hand(build: Callable[[], Any], cell: Cell, tokens: Any, device: Any, tiny: bool) -> Loop:
+    """Return the step that one writes with torch's own calls, in a cell's recipe with torchao's."""
     import dataclasses
 
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    model = build().to(device)
-    if cell.recipe is not None:
+    def convert(model: Any) -> None:
         from composer3d.torch_compat import import_torchao
 
         float8 = import_torchao("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(cell.recipe)
         config = dataclasses.replace(config, emulate=device.type != "cuda")
         float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, f: f.startswith("layers."))
-    mesh = init_device_mesh(device.type, (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        if cell.compiled and not tiny:
-            layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def step(number: int) -> Any:
-        total, count = sum_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        loss = total / count
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step, dist.destroy_process_group
+    return handwritten_loop(
+        build,
+        tokens,
+        device,
+        convert=None if cell.recipe is None else convert,
+        compiled=cell.compiled and not tiny,
+    )
 
 
-def composed(
-    build: Callable[[], Any], cell: Cell, tokens: Any, device: Any, tiny: bool
-) -> tuple[Callable[[int], Any], Callable[[], None]]:
+def composed(build: Callable[[], Any], cell: Cell, tokens: Any, device: Any, tiny: bool) -> Loop:
     """Return composer3d's step."""
-    import torch
-
-    import composer3d
-
     lines = ["composer3d = 1", "[sharding.fsdp2]", "[precision.mixed]"]
     if cell.compiled and not tiny:
         lines.append("[scheduling.compile]")
@@ -215,17 +182,7 @@ def composed(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpu.toml"
         path.write_text("\n".join(lines) + "\n")
-        run = composer3d.compose(build, path, loss_fn=sum_loss, device=device)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=LR, fused=True)
-
-    def step(number: int) -> Any:
-        with run.step(number):
-            loss = run.forward_backward(tokens[:, :-1], target=tokens[:, 1:])
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return step, run.close
+        return composed_loop(build, tokens, device, path)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

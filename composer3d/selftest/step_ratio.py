@@ -10,14 +10,15 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from importlib import resources
 from typing import Any
+
+from composer3d.selftest.compared_loops import composed_loop, handwritten_loop
 
 __all__ = ["AUTHORS", "measure", "ratio_of"]
 
 AUTHORS = ("hand", "composer3d", "hand")
-_LR, _WARMUP, _WINDOWS, _WINDOW = 1e-4, 3, 4, 5
+_WARMUP, _WINDOWS, _WINDOW = 3, 4, 5
 # Of a model that keeps a GPU busy, and of one that a CPU steps in milliseconds.
 _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"dim": 2048, "num_layers": 4, "num_heads": 16, "vocab_size": 32768},
@@ -61,8 +62,16 @@ def measure(author: str, kind: str) -> dict[str, Any]:
     sizes = _SIZES[kind]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, sizes["vocab_size"], (samples, seq_len + 1), generator=generator).to(device)
-    torch.manual_seed(0)
-    step = (_by_hand if author == "hand" else _composed)(lambda: llama(**sizes, max_seq_len=seq_len), tokens, device)
+
+    def build() -> Any:
+        return llama(**sizes, max_seq_len=seq_len)
+
+    if author == "hand":
+        step, close = handwritten_loop(build, tokens, device)
+    else:
+        torch.manual_seed(0)
+        with resources.as_file(resources.files("composer3d").joinpath("selftest", "step_ratio.toml")) as path:
+            step, close = composed_loop(build(), tokens, device, path)
     times = []
     for window in range(_WINDOWS + 1):
         began = _now(device)
@@ -71,8 +80,9 @@ def measure(author: str, kind: str) -> dict[str, Any]:
         if window:
             times.append((_now(device) - began) / _WINDOW)
     peak = torch.cuda.max_memory_allocated() / 2**30 if kind == "cuda" else 0.0
-    tokens_of_step = samples * seq_len
-    return {"step_s": statistics.median(times), "tokens": tokens_of_step, "loss": float(loss), "peak_gib": peak}
+    tokens_of_step, last = samples * seq_len, float(loss)
+    close()
+    return {"step_s": statistics.median(times), "tokens": tokens_of_step, "loss": last, "peak_gib": peak}
 
 
 def _now(device: Any) -> float:
@@ -83,59 +93,6 @@ def _now(device: Any) -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
     return time.thread_time()
-
-
-def _sum_loss(logits: Any, targets: Any) -> tuple[Any, int]:
-    import torch.nn.functional as F
-
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    return total, targets.numel()
-
-
-def _by_hand(build: Callable[[], Any], tokens: Any, device: Any) -> Callable[[int], Any]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    model = build().to(device)
-    mesh = init_device_mesh(device.type, (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
-
-    def step(number: int) -> Any:
-        total, count = _sum_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        loss = total / count
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _composed(build: Callable[[], Any], tokens: Any, device: Any) -> Callable[[int], Any]:
-    import torch
-
-    from composer3d import compose
-
-    with resources.as_file(resources.files("composer3d").joinpath("selftest", "step_ratio.toml")) as path:
-        run = compose(build(), path, loss_fn=_sum_loss, device=device)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=_LR, fused=True)
-
-    def step(number: int) -> Any:
-        with run.step(number):
-            loss = run.forward_backward(tokens[:, :-1], target=tokens[:, 1:])
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return step
 
 
 if __name__ == "__main__":
