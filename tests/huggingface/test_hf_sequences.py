@@ -83,10 +83,14 @@ def test_a_scan_in_float32_is_off_by_its_rounding():
     assert_equal_to_one_device(["Mamba2"], steps_in_float32, ROUNDED)
 
 
+# A convolution, or a shift by one token: neighbours are exchanged in the forward, and in the backward.
+EXCHANGES = {"Lfm2": 2, "Mamba": 2 * 2, "Rwkv": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize(
+    "family", ["Mamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Rwkv", "Lfm2"))]
+)
 @pytest.mark.filterwarnings("ignore")
-def test_families_equal_one_device():
-    for counted in assert_equal_to_one_device(["Mamba", "Rwkv", "Lfm2"]):
-        # A convolution, or a shift by one token: neighbours are exchanged in the forward, and in the backward.
-        assert counted["Lfm2"]["all_to_all"][0] == 2
-        assert counted["Mamba"]["all_to_all"][0] == 2 * 2
-        assert counted["Rwkv"]["all_to_all"][0] == 2 * 2 * 2
+def test_families_equal_one_device(family):
+    for counted in assert_equal_to_one_device([family]):
+        assert counted[family]["all_to_all"][0] == EXCHANGES[family]

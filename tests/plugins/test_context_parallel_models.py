@@ -44,15 +44,17 @@ def assert_equal_to_one_device(degree, cases):
 
 # Of these the rings and exchanged heads below are compared too.
 OFTEN = (Window, ByHand, TrainedBias, Alibi, MultiQuery, TwoLengths)
+ALONE = [factory for factory in LANGUAGES.values() if factory not in OFTEN]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [factory for factory in LANGUAGES.values() if factory not in OFTEN],
+        ALONE[::2],
+        pytest.param(ALONE[1::2], marks=pytest.mark.slow),
         pytest.param(OFTEN, marks=pytest.mark.slow),
     ],
-    ids=["gathered alone", "by other methods too"],
+    ids=["gathered alone", "gathered alone, the others", "by other methods too"],
 )
 def test_every_kind_equals_one_device(names):
     for factory, counted in zip(

@@ -44,8 +44,13 @@ def assert_equal_to_one_device(world_size, cases):
     return [[counted for *_, counted in of_case] for of_case in zip(*ranks, strict=True)]
 
 
-def test_collectives_and_gradients_of_mixtures_as_people_write_them():
-    names = [name for name in MIXTURES if name not in ("looped starved", "stacked starved", "shipped of four heads")]
+# A loop over experts, one over masks, and stacks: what others vary.
+FORMS = ("looped", "masked", "two lists", "stacked", "stacked of three")
+MORE = [name for name in MIXTURES if name not in (*FORMS, "looped starved", "stacked starved", "shipped of four heads")]
+
+
+@pytest.mark.parametrize("names", [FORMS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["forms", "more"])
+def test_collectives_and_gradients_of_mixtures_as_people_write_them(names):
     cases = [(name, ep(2, "dp_shard = 2", table="[train]\nmicrobatch = 2\n")) for name in names]
     for (name, _), (first, second) in zip(cases, assert_equal_to_one_device(2, cases), strict=True):
         if name == "two lists":  # rows of one list are made of the other's results, which both runs of it exchange
