@@ -3,7 +3,7 @@
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
 the process and of the one beside it is shown too, and as a multiple of what `import torch` takes on the same machine.
 The median of the rounds is what is limited: each begins without traces of earlier ones. `again` is a plan for another
-network by the traces that the round has kept.
+network by the traces that the round has kept; it imports no torch, and may take as much CPU time as `import torch` does.
 
 Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
 """
@@ -102,7 +102,7 @@ def main() -> int:
     stated = conditions()
     rows = measure(arguments.rounds)
     say_rows(rows, stated, as_json=arguments.json)
-    return 0 if all(row["seconds"] <= row["budget_s"] for row in rows) else 1
+    return 0 if all(row["seconds"] <= row["budget_s"] and row["again_times_import_torch"] <= 1 for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -141,12 +141,17 @@ def _worlds(arguments: argparse.Namespace, source: str, largest: Plan) -> dict[s
 
     Of a range, its ends and those with a layout of their own; None after printing the problems of one.
     """
-    from composer3d.checking import open_manifest
-    from composer3d.runner import world_sizes
+    from composer3d.manifest import inspect_manifest, read
 
-    manifest = open_manifest(source, arguments.overrides).manifest
+    document = read(source, arguments.overrides)
+    states = document.get(("run", "nodes")) or document.get(("mesh", "layouts"))
+    if arguments.world_size is not None or not states:
+        return {}  # known without the tables' types, which import torch
+    from composer3d.runner import TABLES, world_sizes
+
+    manifest = inspect_manifest(document, tables=TABLES).manifest
     sizes = world_sizes(manifest)
-    if arguments.world_size is not None or len(sizes) < 2:
+    if len(sizes) < 2:
         return {}
     chosen = [size for size in sizes if size in (sizes[0], sizes[-1]) or str(size) in manifest.mesh.layouts]
     plans = {f"on {size} ranks": _plan(arguments, source, world_size=size) for size in chosen[:-1]}

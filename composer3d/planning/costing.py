@@ -6,20 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d import units_of
-from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import Estimate, estimate
 from composer3d.planning.costs.whole_run import Questions, reliability, training
+from composer3d.planning.formulas.lint import lint
 from composer3d.planning.hardware.scaled_hardware import scaled
+from composer3d.planning.traced_manifest import TracedManifest
 from composer3d.planning.tracing.traced import RankTrace
-from composer3d.step import tensors
 
 if TYPE_CHECKING:
-    from composer3d.interfaces import Action
-    from composer3d.mesh import Layout
     from composer3d.planning.hardware.cluster import Hardware
-    from composer3d.planning.tracing.fake_composition import Job
 
 __all__ = ["advice_on", "time_of"]
 
@@ -29,31 +25,20 @@ _FORWARDS = 3
 _LESS = {"flops": 0.5, "memory": 0.5, "links": 0.5, "network": 0.5, "latency": 2.0, "launch": 2.0}
 
 
-def time_of(
-    traces: Sequence[RankTrace],
-    job: Job,
-    layout: Layout,
-    hardware: Hardware,
-    *,
-    orders: Sequence[Sequence[Action]] | None,
-    asked: Questions,
-) -> Mapping[str, Any]:
+def time_of(traced: TracedManifest, hardware: Hardware, *, asked: Questions) -> Mapping[str, Any]:
     """Return what the time model says of a step, ready for JSON.
 
     Utilisation counts the model's FLOPs as traced: three forwards, attention in full, without what is recomputed.
 
     Args:
-        traces: One for every kind of rank.
-        job: What was traced.
-        layout: Of its world.
+        traced: The step.
         hardware: The cluster, as it is.
-        orders: Actions by rank along the pipeline; None without one.
         asked: Of the run, and of another cluster.
 
     Raises:
         ComposerError: A part that there is not; failures so frequent that nothing would be kept.
     """
-    unit, size = _units_of_step(job, layout)
+    traces, layout, unit, size = traced.traces, traced.layout, traced.unit, traced.num_units
     forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
     covered = sum(trace.stands_for for trace in traces) / layout.world_size
     estimated = partial(
@@ -64,7 +49,7 @@ def time_of(
         model_flops=_FORWARDS * forward / covered / size,
         convention="traced: three forwards, attention in full",
         dtype=_main_dtype(traces),
-        orders=orders,
+        orders=traced.orders,
     )
     cluster = scaled(hardware, asked.what_if)
     found = estimated(cluster)
@@ -73,7 +58,7 @@ def time_of(
         asked,
         cluster,
         units=size,
-        checkpoint_bytes=_checkpoint_bytes(traces, job),
+        checkpoint_bytes=_checkpoint_bytes(traced),
         world_size=layout.num_ranks,
     )
     if found.mfu is not None and (causal := _causal_part(traces)) is not None:
@@ -86,13 +71,6 @@ def time_of(
     if unit != "tokens":
         report = {name.replace("tokens", unit): figure for name, figure in report.items()}
     return {"hardware": cluster.name, "unit": unit, unit: size, **report}
-
-
-def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
-    """Return the unit of the model's inputs, and how many of it an optimizer step has."""
-    unit, count = units_of(job.example)
-    samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    return unit, count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
 
 
 def _report(
@@ -118,14 +96,14 @@ def _sensitivity(
     ]
 
 
-def _checkpoint_bytes(traces: Sequence[RankTrace], job: Job) -> int:
+def _checkpoint_bytes(traced: TracedManifest) -> int:
     """Return the bytes of the whole model with its optimizer's state, each tensor once.
 
     Ranks hold parameters and their states in the same number of replicas, so their ratio is that of the whole.
     """
-    whole = sum(parameter.numel() * parameter.element_size() for parameter in job.model.parameters())
-    held = sum(trace.stands_for * trace.memory.parameters for trace in traces)
-    states = sum(trace.stands_for * trace.memory.optimizer for trace in traces)
+    whole = traced.parameters_bytes
+    held = sum(trace.stands_for * trace.memory.parameters for trace in traced.traces)
+    states = sum(trace.stands_for * trace.memory.optimizer for trace in traced.traces)
     return round(whole * (1 + states / held)) if held else whole
 
 
@@ -145,33 +123,25 @@ def _causal_part(traces: Sequence[RankTrace]) -> float | None:
 
 
 def advice_on(
-    trace: RankTrace, job: Job, layout: Layout, hardware: Hardware, memory_bytes: int, *, total_bytes: int
+    trace: RankTrace, traced: TracedManifest, hardware: Hardware, memory_bytes: int, *, total_bytes: int
 ) -> tuple[str, ...]:
     """Return the mistakes of the layout on the cluster.
 
     Args:
         trace: Of the fullest rank.
-        job: What was traced.
-        layout: Of its world.
+        traced: The step.
         hardware: The cluster.
         memory_bytes: Of a device.
         total_bytes: What the fullest rank needs of it.
     """
-    from composer3d import patterns
-    from composer3d.composition import find_blocks
-    from composer3d.planning.formulas.lint import lint
-    from composer3d.planning.formulas.manifest_setup import setup_of
-
-    blocks = job.manifest.model.blocks or find_blocks(job.model)
-    names = [fqn for fqn, _ in job.model.named_modules()]
     found = lint(
         trace,
-        setup_of(job.manifest, dict(layout.degrees)),
+        traced.setup,
         hardware,
-        num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
-        num_layers=None if blocks is None else len(patterns.select(blocks, names)),
+        num_parameters=traced.num_parameters,
+        num_layers=traced.num_blocks,
         total_bytes=total_bytes,
-        world_size=layout.world_size,
+        world_size=traced.layout.world_size,
         memory_bytes=memory_bytes,
     )
     return tuple(map(str, found))

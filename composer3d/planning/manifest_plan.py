@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import Inspection, collected_rarely, inspect, open_manifest
+from composer3d.checking import Inspection, collected_rarely, inspect
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
-    from composer3d.manifest import InspectedManifest
-    from composer3d.planning.costs.whole_run import Failures, Questions
-    from composer3d.planning.hardware.cluster import Hardware
+    from composer3d.manifest import Document, InspectedManifest
+    from composer3d.planning.costs.whole_run import Failures
     from composer3d.planning.plan import Plan
+    from composer3d.planning.traced_manifest import TracedManifest
     from composer3d.planning.tracing.fake_composition import Job
     from composer3d.planning.tracing.rank_roles import RankChoice
 
-__all__ = ["PlanResult", "inspected_job", "plan", "plan_of"]
+__all__ = ["PlanResult", "inspected_job", "plan", "traced_manifest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,34 +91,66 @@ def plan(
     from composer3d.planning.costs.whole_run import Questions
     from composer3d.planning.hardware.hardware_file import load_hardware
     from composer3d.planning.hardware.scaled_hardware import scaled
+    from composer3d.planning.plan import plan_of
 
     _refuse_idle(tokens or samples, price, hardware, what_if, failures)
     cluster = None if hardware is None else load_hardware(hardware)
     if cluster is not None:
         scaled(cluster, what_if or {})  # what cannot be is refused before anything is traced
-    inspected, found = _inspected(manifest, overrides, world_size, routing_skew=routing_skew)
     asked = Questions(price=price, currency=currency, failures=failures, what_if=what_if or {})
-    made = plan_of(
-        inspected,
-        found,
-        hardware=cluster,
-        memory_bytes=memory_bytes,
-        choice=rank,
-        extrapolate=not full,
-        asked_of=lambda unit: replace(asked, num_units=_amount_of(unit, tokens=tokens, samples=samples)),
+    traced = traced_manifest(
+        manifest, overrides, world_size=world_size, choice=rank, extrapolate=not full, routing_skew=routing_skew
     )
-    return PlanResult(plan=made)
+    asked = replace(asked, num_units=_amount_of(traced.unit, tokens=tokens, samples=samples))
+    return PlanResult(plan=plan_of(traced, hardware=cluster, memory_bytes=memory_bytes, asked=asked))
+
+
+def traced_manifest(
+    source: str | Path,
+    overrides: Sequence[str],
+    *,
+    world_size: int | None,
+    choice: RankChoice = "worst",
+    extrapolate: bool = True,
+    routing_skew: float = 1.0,
+) -> TracedManifest:
+    """Return the trace of a manifest without errors, made or from disk.
+
+    Args:
+        source: As for `plan`.
+        overrides: As for `plan`.
+        world_size: As for `plan`.
+        choice: The ranks to trace, as for `plan`.
+        extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
+        routing_skew: As for `plan`.
+
+    Raises:
+        ManifestError: The manifest has problems, all of which it has.
+        ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
+    """
+    from composer3d.manifest import read
+    from composer3d.planning.kept_manifest import kept_manifest
+
+    document = read(source, overrides)
+
+    def trace() -> tuple[TracedManifest, frozenset[str]]:
+        inspected, found = _inspected(document, world_size, routing_skew=routing_skew)
+        return _traced(inspected, found, choice=choice, extrapolate=extrapolate)
+
+    asked = {"world_size": world_size, "rank": choice, "extrapolate": extrapolate, "routing_skew": routing_skew}
+    return kept_manifest(document, asked, trace)
 
 
 def _inspected(
-    manifest: str | Path, overrides: Sequence[str], world_size: int | None, *, routing_skew: float
+    document: Document, world_size: int | None, *, routing_skew: float
 ) -> tuple[InspectedManifest, Inspection]:
     """Return a manifest without errors, inspected; fake ranks compute nowhere, and the CPU stands for any device."""
     import torch
 
-    from composer3d.runner import world_sizes
+    from composer3d.manifest import inspect_manifest
+    from composer3d.runner import TABLES, world_sizes
 
-    inspected = open_manifest(str(manifest), overrides)
+    inspected = inspect_manifest(document, tables=TABLES)
     world_size = world_size or max(world_sizes(inspected.manifest), default=None)
     found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
@@ -127,57 +159,36 @@ def _inspected(
     return inspected, found
 
 
-def plan_of(
-    inspected: InspectedManifest,
-    found: Inspection,
-    *,
-    hardware: Hardware | None,
-    memory_bytes: int | None = None,
-    choice: RankChoice = "worst",
-    extrapolate: bool = True,
-    asked_of: Callable[[str], Questions] | None = None,
-) -> Plan:
-    """Plan a manifest that was inspected on the CPU, and without errors.
-
-    Args:
-        inspected: From `open_manifest`.
-        found: From `inspect`.
-        hardware: As for `make_plan`.
-        memory_bytes: As for `make_plan`.
-        choice: As for `make_plan`.
-        extrapolate: As for `make_plan`.
-        asked_of: Of the whole run and of another cluster, given the unit of the model's inputs.
-
-    Raises:
-        ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
-    """
-    from composer3d import units_of
-    from composer3d.planning.plan import make_plan
+def _traced(
+    inspected: InspectedManifest, found: Inspection, *, choice: RankChoice, extrapolate: bool
+) -> tuple[TracedManifest, frozenset[str]]:
+    """Trace a manifest that was inspected on the CPU, and without errors; return the modules of what runs, too."""
+    from composer3d.planning.manifest_tracer import trace_manifest
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
     job = inspected_job(inspected, found)
-    made = make_plan(
+    traced = trace_manifest(
         job,
         found.layout,
         orders_of=found.preparation.actions,
         schedule=_schedule_name(found),
         choice=choice,
-        memory_bytes=memory_bytes,
-        hardware=hardware,
-        asked=None if asked_of is None else asked_of(units_of(job.example)[0]),
         extrapolate=extrapolate,
     )
-    return replace(made, notes=(*made.notes, *_kept_in_memory(inspected, made)))
+    callables = [job.loss_fn, job.count_fn, *(type(plugin.instance) for plugin in job.manifest.plugins)]
+    classes = {type(module) for module in job.model.modules()}
+    modules = frozenset(getattr(each, "__module__", None) or "" for each in (*classes, *callables)) - {""}
+    return replace(traced, notes=tuple(_kept_in_memory(inspected, traced))), modules
 
 
-def _kept_in_memory(inspected: InspectedManifest, made: Plan) -> list[str]:
+def _kept_in_memory(inspected: InspectedManifest, made: TracedManifest) -> list[str]:
     """Return the cost of states that nodes keep in their memory, where the manifest asks for it."""
     from composer3d.planning.reports.plan_text import size
 
     table, per_node = inspected.manifest.tables["checkpoint"], made.gpus_per_node
     if table.local_every is None:
         return []
-    state = max(sum((m.parameters, m.optimizer, m.buffers)) for m in (rank.trace.memory for rank in made.ranks))
+    state = max(sum((m.parameters, m.optimizer, m.buffers)) for m in (trace.memory for trace in made.traces))
     has_peers = per_node is not None and made.layout.world_size > per_node
     files, where = (4 if has_peers else 2) * state, table.local_folder or "/dev/shm"
     sent = f"{size(state)} is sent to the next node each time" if has_peers else "on one node nothing is sent"

@@ -25,7 +25,7 @@ def plan_to_html(plan: Plan, *, title: str) -> str:
     """Return the page.
 
     Args:
-        plan: From `make_plan`.
+        plan: From `plan_of`.
         title: Of the page.
     """
     schedule = ""

@@ -82,7 +82,7 @@ def show_plan(plan: Plan, *, width: int | None = None) -> str:
     """Return the plan as text: verdict, memory of each rank, collectives of the fullest, pipeline, notes.
 
     Args:
-        plan: From `make_plan`.
+        plan: From `plan_of`.
         width: Columns; default: the terminal's.
     """
     from rich.console import Console, Group

@@ -147,12 +147,14 @@ class GivenManifest:
         Raises:
             ComposerError: It is refused, or cannot be planned.
         """
-        from composer3d.planning.manifest_plan import plan_of
+        from composer3d.planning.manifest_plan import traced_manifest
+        from composer3d.planning.plan import plan_of
         from composer3d.planning.suggesting.suggest import Planned
 
         changes = self.changes_to(setup)
         if changes not in self._planned:
-            made = plan_of(*self._inspected(setup), hardware=self.hardware)
+            traced = traced_manifest(self.source, [*self.overrides, *changes], world_size=setup.world_size)
+            made = plan_of(traced, hardware=self.hardware)
             assert made.time is not None, "planned on hardware"
             fullest = max((rank.allocation for rank in made.ranks), key=lambda allocation: allocation.total)
             self._planned[changes] = Planned(peak=fullest.allocated, total=fullest.total, time=made.time)

@@ -14,8 +14,8 @@ from composer3d.errors import ComposerError
 from composer3d.interfaces import Action
 from composer3d.mesh import AXES, resolve
 from composer3d.planning.costs.allocator import allocate, judge
-from composer3d.planning.plan import enough_microbatches
 from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tracing.enough_microbatches import enough_microbatches
 from composer3d.planning.tracing.rank_roles import chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.second_process import Beside, halve

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from composer3d import plan
-from composer3d.planning.tracing import trace_cache
+from composer3d.planning.tracing import kept_entries
 from composer3d.planning.tracing.rank_tracer import Tracer
 
 MODEL = """
@@ -89,7 +89,7 @@ def test_what_is_not_what_was_written_is_made_anew(asked, tmp_path, caplog):
     for content, told in [
         (whole[:-9], "is not what was written there"),
         (whole.replace(b'"peak":', b'"peak":1', 1), "is not what was written there"),
-        (trace_cache._digest(entry.name, foreign) + b"\n" + foreign, "holds no traces"),
+        (kept_entries._digest(entry.name, foreign) + b"\n" + foreign, "holds another type of entry"),
     ]:
         entry.write_bytes(content)
         caplog.clear()
@@ -104,17 +104,7 @@ def test_a_folder_that_others_may_read_is_not_used(asked, tmp_path, caplog):
     plan(path)
     (folder,) = (tmp_path / "kept").iterdir()
     folder.chmod(0o755)
-    with caplog.at_level("INFO", logger=trace_cache.__name__):
+    with caplog.at_level("INFO", logger=kept_entries.__name__):
         plan(path)
     assert len(traced) == 2
     assert "traces are not kept: " in caplog.text
-
-
-def test_the_oldest_entries_are_removed(asked, tmp_path, monkeypatch):
-    path, _, _ = asked
-    monkeypatch.setattr(trace_cache, "_MOST_ENTRIES", 1)
-    plan(path)
-    (first,) = entries(tmp_path)
-    plan(path, overrides=["data.seq_len=16"])
-    (second,) = entries(tmp_path)
-    assert first != second

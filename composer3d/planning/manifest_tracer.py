@@ -1,0 +1,90 @@
+"""Trace of a manifest: of a job's kinds of rank, with what else a plan takes from the manifest and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from composer3d import patterns, units_of
+from composer3d.composition import find_blocks
+from composer3d.mesh import Layout, Role
+from composer3d.planning.formulas.manifest_setup import setup_of
+from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.traced_manifest import TracedManifest
+from composer3d.planning.tracing.enough_microbatches import OrdersOf, enough_microbatches
+from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
+from composer3d.planning.tracing.rank_tracer import Tracer
+from composer3d.planning.tracing.trace_cache import remembered, trace_key
+from composer3d.step import tensors
+
+if TYPE_CHECKING:
+    from composer3d.planning.tracing.fake_composition import Job
+
+__all__ = ["trace_manifest"]
+
+
+def trace_manifest(
+    job: Job,
+    layout: Layout,
+    *,
+    orders_of: OrdersOf,
+    schedule: str | None = None,
+    choice: RankChoice = "worst",
+    extrapolate: bool = True,
+    notes: Sequence[str] = (),
+) -> TracedManifest:
+    """Trace the chosen ranks, or take their traces from disk.
+
+    Args:
+        job: A manifest with its model, batch, loss and optimizer.
+        layout: Of its world.
+        orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
+        schedule: The name of the pipeline's schedule.
+        choice: The ranks to trace; see `chosen_ranks`.
+        extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
+        notes: As in `TracedManifest`.
+
+    Raises:
+        ComposerError: What cannot be composed, or a rank that there is not.
+    """
+    orders = orders_of(job.num_microbatches)
+    simulation = None if orders is None else simulate(orders, Costs())
+    enough = partial(enough_microbatches, orders_of, job.num_microbatches)
+    tracer = Tracer(job, extrapolate=extrapolate, enough=lambda position: enough(position=position))
+    chosen = chosen_ranks(layout, simulation, choice, tracer.contents() if choice == "worst" else ())
+    traces = remembered(
+        lambda: trace_key(tracer.job, chosen, extrapolate=extrapolate), lambda: tracer.trace_all(chosen)
+    )
+    unit, num_units = _units_of_step(job, layout)
+    parameters = list(job.model.parameters())
+    return TracedManifest(
+        layout=replace(layout, degrees=dict(layout.degrees)),
+        setup=setup_of(job.manifest, dict(layout.degrees)),
+        schedule=schedule,
+        orders=None if orders is None else tuple(map(tuple, orders)),
+        traces=tuple(traces),
+        stack=tracer.stack,
+        num_microbatches=job.num_microbatches,
+        gpus_per_node=job.manifest.mesh.gpus_per_node,
+        unit=unit,
+        num_units=num_units,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        parameters_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_blocks=_num_blocks(job),
+        notes=tuple(notes),
+    )
+
+
+def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
+    """Return the unit of the model's inputs, and how many of it an optimizer step has."""
+    unit, count = units_of(job.example)
+    samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
+    return unit, count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
+
+
+def _num_blocks(job: Job) -> int | None:
+    blocks = job.manifest.model.blocks or find_blocks(job.model)
+    names = [fqn for fqn, _ in job.model.named_modules()]
+    return None if blocks is None else len(patterns.select(blocks, names))

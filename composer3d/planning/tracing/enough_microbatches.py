@@ -1,0 +1,63 @@
+"""Number of micro-batches to trace: after it, every further one only repeats what others do."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from composer3d.errors import ComposerError
+from composer3d.planning.schedules.simulation import peak_held
+
+if TYPE_CHECKING:
+    from composer3d.interfaces import Action
+
+__all__ = ["OrdersOf", "enough_microbatches"]
+
+# Without a pipeline the first micro-batch makes gradients, the last one may reduce them, and one is neither.
+_ALONE = 3
+OrdersOf = Callable[[int], "Sequence[Sequence[Action]] | None"]
+
+
+def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:
+    """Return the fewest micro-batches after which every further one only repeats what others do.
+
+    A rank holds no fewer of more micro-batches, so that few numbers have to be looked at: time grows as the number
+    does for GPipe, which holds all of them, and for the others with one list of actions.
+
+    Args:
+        orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
+        num_microbatches: Of the step.
+        position: Of the rank along the pipeline that it is asked for; default: for all of them.
+    """
+    orders = orders_of(num_microbatches)
+    if orders is None:
+        return min(num_microbatches, _ALONE)
+    # Of schedules of several stages a rank, torch runs whole rounds of micro-batches.
+    has_one_stage = len({action.stage for action in orders[0]}) == 1
+    step = 1 if has_one_stage else len(orders)
+    fewest, own = len(orders) + step, slice(None)
+    if has_one_stage and position is not None:
+        # A rank holds as many as it ever will, one more follows, and behind the first rank one more is received.
+        fewest = max(_ALONE, peak_held(orders[position]) + (1 if position == 0 else 2))
+        own = slice(position, position + 1)
+    held = [peak_held(order) for order in orders[own]]
+
+    def is_enough(number: int) -> bool:
+        try:
+            fewer = orders_of(number)
+        except ComposerError:  # too few for the schedule, or none but its own
+            return False
+        return fewer is not None and [peak_held(order) for order in fewer[own]] == held
+
+    return _first(range(fewest, num_microbatches, step), is_enough) or num_microbatches
+
+
+def _first(numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:
+    """Return the first of rising numbers from which something holds on; it is asked of few, and of small ones first."""
+    if not numbers or not holds(numbers[-1]):
+        return None
+    low, high = 0, 1
+    while high < len(numbers) and not holds(numbers[high - 1]):
+        low, high = high, 2 * high
+    return numbers[bisect.bisect_left(numbers, True, low, min(high, len(numbers)) - 1, key=holds)]
