@@ -3,7 +3,7 @@
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
 the process and of the one beside it is shown too, and as a multiple of what `import torch` takes on the same machine.
 The median of the rounds is what is limited: each begins without traces of earlier ones. `again` is a plan for another
-network by the traces that the round has kept; it imports no torch, and may take as much CPU time as `import torch` does.
+network by the traces that the round has kept; it imports no torch, and may take the CPU time of `import torch`.
 
 Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
 """
