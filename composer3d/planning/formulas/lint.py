@@ -137,9 +137,10 @@ def _memory(num_parameters: int, setup: Setup, needs_of: _NeedsOf, limit: float)
 
 
 def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float) -> str:
-    """Return the smallest change that fits."""
-    changes = [(f"recompute {mode}", replace(setup, recompute=mode)) for mode in ("selective", "full")]
-    changes += [(f"zero = {zero}", replace(setup, zero=zero)) for zero in (1, 2, 3) if zero > setup.zero]
+    """Return the smallest change that fits, those whose need is known before those of which only a bound is."""
+    changes = [(f"zero = {zero}", replace(setup, zero=zero)) for zero in (1, 2, 3) if zero > setup.zero]
+    name = {"none": "recompute selective or full", "selective": "recompute full"}.get(setup.recompute)
+    changes += [(name, replace(setup, recompute="full"))] if name else []
     changes.append(("zero = 3 and recompute full", replace(setup, zero=3, recompute="full")))
     changes.append(("the optimizer's state on the host", replace(setup, offload=True)))
     if not setup.zero:
@@ -148,7 +149,8 @@ def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float) -> str:
     for name, changed in changes:
         needs = needs_of(changed)
         if needs <= limit:
-            return f"{name} needs about {needs / GIB:.1f} GiB; composer3d plan says whether it does"
+            bound = "about" if changed.recompute == setup.recompute else "at least"
+            return f"{name} needs {bound} {needs / GIB:.1f} GiB; composer3d plan says whether it does"
     return "composer3d suggest searches for a layout that fits"
 
 

@@ -1,7 +1,8 @@
-"""Memory of a layout that differs from a traced one in ZeRO stage, recomputation or offloading, about.
+"""Memory of a layout that differs from a traced one in ZeRO stage, recomputation or offloading: bounds for advice.
 
-What differs is added to what was traced, so that the traced layout itself is exact. For advice; `plan` says what
-another layout needs.
+What differs is added to what was traced, so that the traced layout itself is exact. What recomputation keeps depends on
+the model's code and is not estimated: with it the bound is what is needed without any activations, and without it what
+is needed with all that the forward makes. `plan` says what another layout needs.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from composer3d.planning.tracing.traced import RankTrace
 
 __all__ = ["Variation"]
 
-# Part of a block's activations that recomputation keeps: 56, 15.8 and 2.1 bytes a token and width were traced of
-# Llama-3-8B. Other blocks differ.
-_KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}
 _DIVIDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
@@ -47,22 +45,19 @@ class Variation:
         return self.total_bytes * max(0.0, memory.peak + added) / memory.peak
 
     def _activations(self, setup: Setup) -> float:
-        """Return the activations of a mode of recomputation.
-
-        Without any they are at most what the forward's operators make, where they were not traced.
-        """
+        """Return the activations of a mode of recomputation: traced, at least none, or at most all that is made."""
         kept = self.trace.memory.activations
         if setup.recompute == self.own.recompute:
             return kept
-        if self.own.recompute == "none":
-            return kept * _KEPT[setup.recompute]
+        if setup.recompute != "none":
+            return 0.0
         made = sum(
             result_bytes(call) * call.count
             for segment in self.trace.segments
             if segment.kind == "forward"
             for call in segment.operators
         )
-        return max(kept, made * in_flight(self.own, self.trace.coordinates.get("pp", 0)) * _KEPT[setup.recompute])
+        return max(kept, made * in_flight(self.own, self.trace.coordinates.get("pp", 0)))
 
     def _unsharded(self, setup: Setup) -> float:
         """Return parameters and gradients that are whole for a step: below stage 3, and in a pipeline."""

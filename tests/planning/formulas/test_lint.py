@@ -33,7 +33,12 @@ def test_a_good_layout_has_no_mistakes():
         ("world", {"tp": 2}, "error", "= 128 ranks, not 64"),
         ("divisibility", {"pp": 64}, "error", "64 stages, but only 32 layers; pp x stages_per_rank is at most 32"),
         ("batch", {"global_batch": 100}, "error", "= 1.5625, which is not whole; global_batch = 64 or 128"),
-        ("does not fit", {"microbatch": 2, "global_batch": 128}, "error", "GiB; recompute selective needs"),
+        (
+            "does not fit",
+            {"microbatch": 2, "global_batch": 128},
+            "error",
+            "GiB; recompute selective or full needs at least",
+        ),
         ("tp across nodes", {"tp": 16}, "warning", "collectives a step take"),
         ("micro-batches", {"pp": 8}, "warning", "1 micro-batches on 8 stages: idle 87.5% of the step"),
         (
