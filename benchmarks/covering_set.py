@@ -1,8 +1,9 @@
 """The covering set that `composer3d selftest` runs: rows of the matrix of plugins on record, as manifests.
 
 Rows are ordered so that those that hold the most pairs of options for their time, that no earlier row holds, come
-first. Left out are rows that compile with inductor, for minutes of compilers. `composer3d/selftest/covering_set.json`
-has them with the share of pairs that are held up to each.
+first. Left out are rows that compile with inductor, for minutes of compilers.
+`plugins/composer3d_plugins/covering_set.json` has them with the share of pairs that are held up to each; a package of
+other plugins may ship such a file too.
 
 Usage: python benchmarks/covering_set.py [--write]
 """
@@ -24,7 +25,7 @@ from plugin_matrix_cells import manifest_of
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plugin_matrix.json"
-SHIPPED = HERE.parent / "composer3d" / "selftest" / "covering_set.json"
+SHIPPED = HERE.parent / "plugins" / "composer3d_plugins" / "covering_set.json"
 NUM_ROWS = 80
 
 

@@ -152,6 +152,11 @@ class Catalogue:
         """Return all plugin names, sorted."""
         return tuple(sorted(self._points))
 
+    def packages(self) -> tuple[str, ...]:
+        """Return the top-level packages and modules that plugins are in, sorted."""
+        points = [point for same in self._points.values() for point in same]
+        return tuple(sorted({point.module.partition(".")[0] for point in points}))
+
     def origin(self, name: str) -> str:
         """Return the distribution and object behind a name, for people."""
         return " and ".join(

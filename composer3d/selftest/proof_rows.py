@@ -1,4 +1,4 @@
-"""Rows of the shipped covering set as manifests for this machine: its device, and the plugins that it can import."""
+"""Rows of shipped covering sets as manifests for this machine: its device, and the plugins that it can import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from typing import Any
 
 from composer3d.errors import PluginError
@@ -13,7 +14,7 @@ from composer3d.registry import FAMILIES, Catalogue
 
 __all__ = ["ProofRow", "proof_rows"]
 
-_SET = "covering_set.json"
+_SET = "covering_set.json"  # in a package of plugins, whose manifests it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +39,28 @@ class ProofRow:
 
 
 def proof_rows(*, device: str, max_ranks: int) -> list[ProofRow]:
-    """Return the rows in the order in which they cover most.
+    """Return the rows that packages of plugins ship, in the order in which they cover most.
 
     Args:
         device: `cpu` or `cuda`.
         max_ranks: Rows of more ranks are left out.
     """
-    text = resources.files("composer3d").joinpath("selftest", _SET).read_text(encoding="utf-8")
-    missing = _missing()
-    return [_row(entry, device, missing) for entry in json.loads(text) if entry["ranks"] <= max_ranks]
-
-
-def _missing() -> frozenset[str]:
     catalogue = Catalogue.installed()
+    entries = [entry for package in catalogue.packages() for entry in _shipped(package)]
+    missing = _missing(catalogue)
+    return [_row(entry, device, missing) for entry in entries if entry["ranks"] <= max_ranks]
+
+
+def _shipped(package: str) -> list[Any]:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    file = resources.files(package).joinpath(_SET)
+    rows: list[Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return rows
+
+
+def _missing(catalogue: Catalogue) -> frozenset[str]:
     found = set()
     for name in catalogue.names():
         try:

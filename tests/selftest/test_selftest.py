@@ -45,6 +45,18 @@ def test_the_shipped_set_is_of_the_matrix_on_record():
     assert shares == sorted(shares) and shares[-1] > 0.95
 
 
+def test_a_package_of_other_plugins_ships_rows_of_its_own(tmp_path, monkeypatch):
+    package = tmp_path / "proven_elsewhere"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    entry = {"manifest": "composer3d = 1\n", "ranks": 1, "seconds": 1.0, "pairs": 1.0}
+    (package / "covering_set.json").write_text(json.dumps([entry]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Catalogue, "packages", lambda self: ("no_such_package", "proven_elsewhere", "tomli"))
+    (row,) = proof_rows(device="cpu", max_ranks=1)
+    assert tomli.loads(row.manifest) == {"composer3d": 1, "run": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_are_for_this_machine(device, monkeypatch):
     load = Catalogue.load
