@@ -264,14 +264,13 @@ class StepEngine:
         self.criterion.mixed.look(value, number, reduction=reduction)
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
-        state.forward_done, state.keeps_graph = True, retain_graph
+        state.forward_done = True
         self.begin_microbatch(own.calls - 1, last)
         held = self._hooks_held(is_last=last)
-        trained = self.units.trained(keeps_graph=retain_graph)
-        with self._context.span("backward"), self.streams.kept(), trained, held:
+        with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
             self.scaling.scale(self.loss_totals.scaled(loss)).backward(retain_graph=retain_graph)
         self.end_microbatch()
-        self._gathered = state.forward_done = state.keeps_graph = False
+        self._gathered = state.forward_done = False
         if not last:
             return None
         mean = self._settle(state, self.loss_totals.pending) * own.handed()

@@ -27,7 +27,6 @@ class StepState:
         index: Index of the micro-batch within one batch; set from BEFORE_MICROBATCH on.
         is_last: Whether it is the last one before the gradients are used, as far as is known.
         forward_done: Whether the loop ran its own forward, before BEFORE_MICROBATCH.
-        keeps_graph: Whether another backward goes through the graph of the one that follows.
         optimizer: None before it is made.
         metrics: Numbers to report with this step; actions may add some.
         vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
@@ -40,7 +39,6 @@ class StepState:
     index: int = 0
     is_last: bool = True
     forward_done: bool = False
-    keeps_graph: bool = False
     optimizer: torch.optim.Optimizer | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     vetoes: tuple[str, ...] = ()

@@ -246,7 +246,7 @@ def test_buckets_refuse_parameters_that_are_frozen_later():
 
 
 def shared_graph(text):
-    """Return the errors of a step whose two losses go through one graph; and what is refused."""
+    """Return the error of a step whose two losses go through one graph."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Critic()
@@ -256,20 +256,60 @@ def shared_graph(text):
     run = composer3d.compose(model, write_manifest(text))
     rank = run.context.data_parallel_rank
     output = run.model(x[2 * rank : 2 * rank + 2])
-    try:
-        run.backward(output.mean(), retain_graph=True)
-    except composer3d.StepError as refused:
-        return str(refused)
+    run.backward(output.mean(), retain_graph=True)
     run.backward(output.pow(2).mean())
     return error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference)
 
 
 @pytest.mark.parametrize("layout", ["zero 3", "zero 1", "unit", "bucketed"])
 def test_two_backwards_go_through_one_graph(layout):
-    for found in run_ranks(shared_graph, 2, LAYOUTS[layout]):
-        if layout == "bucketed":
-            assert found.startswith(
-                "retain_graph = True: torch's DistributedDataParallel reduces in the first backward"
-            )
-        else:
-            assert found < TIGHT
+    assert max(run_ranks(shared_graph, 2, LAYOUTS[layout])) < TIGHT
+
+
+def later_backwards(text, order, last):
+    """Return the errors of steps with two forwards before their backwards, in an order."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Critic()
+    reference, xs = copy.deepcopy(model), torch.randn(2, 4, 5)
+    run = composer3d.compose(model, write_manifest(text))
+    optimizer, plain = run.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    rows = slice(2 * run.context.data_parallel_rank, 2 * run.context.data_parallel_rank + 2)
+    errors = []
+    for _ in range(3):
+        sum(reference(x).pow(2).mean() for x in xs).div(2 if last else 1).backward()
+        losses = [run.model(x[rows]).pow(2).mean() for x in xs]
+        for position, index in enumerate(order):
+            run.backward(losses[index], **({"last": position == 1} if last else {}))
+        errors.append(error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference))
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    run.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["losses", "parts"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("layout", ["zero 3", "unit", "bucketed", "static", "views"])
+def test_backwards_may_follow_all_forwards(layout, order, last):
+    more = {"static": "static_graph = true\n", "views": "gradient_as_bucket_view = true\n"}
+    bucketed = '[mesh]\ndp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n'
+    text = bucketed + more[layout] if layout in more else LAYOUTS[layout]
+    assert max(run_ranks(later_backwards, 2, text, order, last)) < TIGHT
+
+
+def replaced():
+    """Return what is said of two backwards where a codec reduces."""
+    manifest = LAYOUTS["bucketed"] + '[communication.compression]\ngradients = "powersgd"\n'
+    run = composer3d.compose(Critic(), write_manifest(manifest))
+    losses = [run.model(torch.ones(2, 5)).pow(2).mean() for _ in range(2)]
+    run.backward(losses[0])
+    with pytest.raises(composer3d.StepError) as caught:
+        run.backward(losses[1])
+    return str(caught.value)
+
+
+def test_backwards_that_follow_all_forwards_are_refused_where_a_codec_reduces():
+    for message in run_ranks(replaced, 2):
+        assert message.startswith("two backwards without a forward between them: torch's DistributedDataParallel")

@@ -107,15 +107,11 @@ class UnitRecord:
         return order
 
     @contextlib.contextmanager
-    def trained(self, *, keeps_graph: bool = False) -> Iterator[None]:
-        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave.
-
-        Args:
-            keeps_graph: Whether another one goes through the same graph.
-        """
+    def trained(self) -> Iterator[None]:
+        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
         outer, self.takes_gradients = self.takes_gradients, True
         for units in self._units:
-            units.is_trained, units.keeps_graph = True, keeps_graph
+            units.is_trained = True
         try:
             yield
             for units in self._units:

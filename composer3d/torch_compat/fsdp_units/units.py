@@ -76,7 +76,7 @@ class Units:
         states: FSDP2's, in the order of their modules.
         groups: Theirs; each has the parameters that are gathered as one.
         is_trained: Whether a backward that runs now is one whose gradients are used.
-        keeps_graph: Whether another backward goes through the graph of the one that runs now.
+        is_forwarded: Whether a forward that is to be trained has begun since the last backward.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
         gathers: Called when a unit is gathered.
@@ -89,7 +89,7 @@ class Units:
 
     def __init__(self, root: Any) -> None:
         self.root, self.states, self.groups = root, list[Any](), list[Any]()
-        self.is_trained = self.builds_graph = self.keeps_graph = False
+        self.is_trained = self.builds_graph = self.is_forwarded = False
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
         self.gathers: Callable[[], None] = lambda: None
@@ -110,7 +110,7 @@ class Units:
         for parameters in (self.used, self.idle, self.unused):
             parameters.clear()
         for group in self.groups:
-            group.is_used = False
+            group.is_used, group.has_run = False, group.has_run and self.is_forwarded
 
     def send(self, item: int) -> None:
         """Record a collective that begins now."""
@@ -189,6 +189,12 @@ class Units:
         while self._due and (self._due[-1].is_ready or not self._due[-1].has_run):
             self._due.pop().reduce()
 
+    def end_turns(self) -> None:
+        """Reduce the replicas that were called in this step, and not in the forward of the backward that has ended."""
+        while self._due:
+            (group := self._due.pop()).reduce()
+            group.finalize_backward()
+
 
 @functools.cache
 def _watched_state(cls: Any) -> Any:
@@ -236,7 +242,9 @@ def _watched_state(cls: Any) -> Any:
                     group.is_held, group._training_state = False, type(group._training_state).IDLE
             try:
                 super()._root_post_backward_final_callback()
+                units.end_turns()
             finally:
+                units.is_forwarded = False
                 for group in groups:
                     group.is_final = False
                     group._training_state = type(group._training_state).IDLE  # one may have waited for its turn
@@ -323,7 +331,7 @@ class _WatchedGroup(_Group):
 
         if not torch.is_grad_enabled():
             return args, kwargs
-        self.has_run = True
+        self.has_run = self._units.is_forwarded = True
         given = super()._register_post_backward_hook(args, kwargs)
         self.num_hooks += given[0] is not args or given[1] is not kwargs
         return given
@@ -361,7 +369,6 @@ class _WatchedGroup(_Group):
         return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
 
     def reduce(self) -> None:
-        self.has_run = self.has_run and self._units.keeps_graph
         self.earlier.clear()
         if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
             self.unshard()  # of replicas: nothing is sent

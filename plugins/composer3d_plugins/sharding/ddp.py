@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -48,6 +49,26 @@ BUCKET_OPTIONS = (
 REPLICAS = "dp_replicate"
 
 
+@dataclass
+class _Loop:
+    """Buckets in a loop that runs its own forwards.
+
+    Attributes:
+        is_armed: Whether the reducer waits for a backward.
+        is_left: Whether the last backward left gradients of this rank alone.
+        is_replaced: Whether another plugin reduces.
+    """
+
+    is_armed: bool = False
+    is_left: bool = False
+    is_replaced: bool = False
+
+
+def _loop_of(key: Any, context: RunContext) -> _Loop:
+    found: _Loop = context.state.setdefault((key, "loop"), _Loop())
+    return found
+
+
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
     """Replicate where nothing is sharded."""
     return None if wanted.zero else {}
@@ -63,7 +84,8 @@ class DDP:
         without dims or elements, which FSDP2 does not handle, and those of another dtype than their module.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
-        parameters; with broadcast_buffers one broadcast a buffer and forward.
+        parameters; with broadcast_buffers one broadcast a buffer and forward. In a loop of one's own a backward that
+        does not follow a forward of its own, as of two losses of one graph, is reduced by an all-reduce an axis.
     Memory: parameters, gradients and optimizer state in full; "bucketed" holds gradients a second time in its buckets,
         unless gradient_as_bucket_view.
 
@@ -138,6 +160,11 @@ class DDP:
             actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=self._average_whole))
         if self.reducer == "bucketed" and not (self.find_unused_parameters or self.static_graph):
             actions.append(StepAction(name="ddp.unused", point=StepPoint.AFTER_MICROBATCH, run=self._refuse_unused))
+        if self.reducer == "bucketed":
+            left = StepAction(
+                name="ddp.left", point=StepPoint.AFTER_MICROBATCH, run=self._reduce_left, after=("ddp.unused",)
+            )
+            actions.append(left)
         return actions
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
@@ -191,6 +218,8 @@ class DDP:
             average_whole(ordered, axes=state.context.data_axes(REPLICAS), context=state.context)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        from torch import is_grad_enabled
+
         # The reducer has the parameters alone, so torch's own broadcast_buffers would do nothing.
         options: dict[str, Any] = {
             "bucket_cap_mb" if name == "bucket_mib" else name: getattr(self, name)
@@ -200,14 +229,25 @@ class DDP:
         if self.broadcast_buffers:
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, context))
         _compute_in(model, context)
+        loop = _loop_of(self, context)
+
+        def arm(module: nn.Module, *_: Any) -> None:
+            loop.is_armed = is_grad_enabled()
+
+        model.register_forward_hook(arm)
         mesh = context.data_mesh(None, replicas=REPLICAS)
         torch_compat.replicate_buckets(model, device_mesh=mesh, **options)
         group = mesh.get_group()
+
+        def replace(reduce: Callable[..., None]) -> None:
+            loop.is_replaced = True
+            torch_compat.replace_bucket_reduction(model, reduce, group)
+
         context.stash(ReplicaReductions).made.append(
             ReplicaReduction(
                 parameters=lambda: list(torch_compat.bucket_parameters(model).values()),
                 group=group,
-                replace=lambda reduce: torch_compat.replace_bucket_reduction(model, reduce, group),
+                replace=replace,
             )
         )
         return list(fqns)
@@ -215,21 +255,35 @@ class DDP:
     def _before_microbatch(self, state: StepState) -> None:
         for part in state.parts:
             module: Any = part.module
-            if self.reducer == "bucketed" and state.keeps_graph:
-                raise StepError(
-                    "retain_graph = True: torch's DistributedDataParallel reduces in the first backward after a "
-                    "forward alone, and a second one through its graph would leave ranks with other gradients; add the "
-                    'losses up and call run.backward once, or write reducer = "unit" in [sharding.ddp]'
-                )
             if self.reducer == "unit":
                 module.set_is_last_backward(state.is_last)
                 module.set_requires_gradient_sync(state.is_last)
-            elif not state.forward_done:
+            elif state.forward_done:
+                # A backward without a forward since the last one is not reduced: of two forwards before it, or of a
+                # graph that was kept. One that is reduced also reduces what those before it have left.
+                loop = _loop_of(self, state.context)
+                loop.is_left, loop.is_armed = not loop.is_armed, False
+            else:
                 # The reducer is armed in the forward; in a loop with its own forward every backward reduces.
                 # It learns a static graph in the first backward, which must therefore reduce; reducing a
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+
+    def _reduce_left(self, state: StepState) -> None:
+        """Average gradients once more that a loop's last backward has left a rank's: what is average stays as it is."""
+        loop = _loop_of(self, state.context)
+        if not (loop.is_left and state.is_last):
+            return
+        loop.is_left = False
+        if loop.is_replaced:
+            raise StepError(
+                "two backwards without a forward between them: torch's DistributedDataParallel reduces in the first "
+                "alone, and another plugin has replaced what it reduces with; add the losses up and call run.backward "
+                'once, or write reducer = "unit" in [sharding.ddp]'
+            )
+        for part in state.parts:
+            average_whole(part.module.parameters(), axes=state.context.data_axes(REPLICAS), context=state.context)
 
     def _refuse_unused(self, state: StepState) -> None:
         """Raise where the reducer waits for a gradient in vain: it has reduced none, and says so a step later."""
