@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from composer3d.runner.reporting.outcome import Outcome
     from composer3d.runner.reporting.progress import LastSeen
     from composer3d.runner.reporting.warnings_once import warning_once
-    from composer3d.runner.runner_tables import TABLES, ModelTable, TrainTable
+    from composer3d.runner.runner_tables import TABLES, BatchRampTable, ModelTable, TrainTable
     from composer3d.runner.tokenizer import with_tokenizer
     from composer3d.runner.trainer import output_folder, train
     from composer3d.runner.weights.ema import EMA
@@ -51,7 +51,7 @@ _MODULES = {
     "objective.optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"),
     "reporting.progress": ("LastSeen",),
     "weights.quantised_weights": ("find_form",),
-    "runner_tables": ("ModelTable", "TABLES", "TrainTable"),
+    "runner_tables": ("BatchRampTable", "ModelTable", "TABLES", "TrainTable"),
     "tokenizer": ("with_tokenizer",),
     "reporting.outcome": ("Outcome",),
     "trainer": ("output_folder", "train"),
@@ -62,6 +62,7 @@ _MODULES = {
 
 __all__ = [
     "REPORT_REQUEST",
+    "BatchRampTable",
     "BatchSize",
     "EMA",
     "Exported",

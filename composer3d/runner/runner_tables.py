@@ -135,11 +135,20 @@ class BatchRampTable:
         start: Sequences per optimizer step at first.
         step: Sequences that are added each time.
         every: Optimizer steps between two additions.
+        samples: Instead of `every`: sequences after which the batch has grown to the whole, which are divided evenly
+            among the sizes, as Megatron-LM's `--rampup-batch-size` does.
     """
 
     start: int = Field(ge=1, le=MOST_SAMPLES)
     step: int = Field(ge=1, le=MOST_SAMPLES)
-    every: int = Field(ge=1)
+    every: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _grows_by_one(self) -> BatchRampTable:
+        if (self.every is None) == (self.samples is None):
+            raise ValueError("grows every so many steps, or within so many samples; state every or samples")
+        return self
 
 
 @table

@@ -186,13 +186,39 @@ def test_a_functional_tests_file(tmp_path):
         ("--calculate-per-token-loss", "calculate_per_token_loss", "equal"),
         ("--overlap-grad-reduce", "overlap_grad_reduce", "meaningless"),
         ("--eod-mask-loss", "eod_mask_loss", "missing"),
-        ("--rampup-batch-size 16 16 1000 --global-batch-size 64", "rampup_batch_size", "changed"),
+        ("--rampup-batch-size 16 16 1000 --global-batch-size 64", "rampup_batch_size", "carried"),
         ("--sequence-parallel", "sequence_parallel", "ignored-there"),
     ],
 )
 def test_verdicts_of_single_flags(tmp_path, flags, key, verdict):
     translation = translated(tmp_path, "flags.txt", f"{flags} --lr 1e-3", system="megatron")
     assert verdicts_of(translation)[key] == verdict
+
+
+@pytest.mark.parametrize("samples", [40, 100, 1000, 12345])
+def test_iterations_of_samples_with_a_growing_batch_are_megatrons(tmp_path, samples):
+    flags = f"--lr 1e-3 --rampup-batch-size 16 16 1000 --global-batch-size 64 --train-samples {samples}"
+    translation = translated(tmp_path, "flags.txt", flags, system="megatron")
+    iterations = consumed = 0
+    while consumed <= min(1000, samples):
+        consumed += 64 if consumed > 1000 else 16 + int(consumed / (1000 / 3)) * 16
+        iterations += 1
+    iterations += max(samples - consumed, 0) // 64
+    assert manifest_of(translation)["train"] == {
+        "seed": 1234,
+        "steps": iterations,
+        "global_batch": 64,
+        "batch_ramp": {"start": 16, "step": 16, "samples": 1000},
+        "grad_clip": 1.0,
+    }
+    assert verdicts_of(translation)["train_samples"] == "derived"
+
+
+def test_a_batch_that_does_not_grow_in_whole_steps_is_refused(tmp_path):
+    flags = "--lr 1e-3 --rampup-batch-size 16 20 1000 --global-batch-size 64"
+    translation = translated(tmp_path, "flags.txt", flags, system="megatron")
+    assert verdicts_of(translation)["rampup_batch_size"] == "refused"
+    assert "does not grow from 16 to 64 in whole steps" in str(translation.problems[0])
 
 
 def test_stages_of_unequal_length_and_several_on_a_rank(tmp_path):

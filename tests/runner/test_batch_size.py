@@ -18,6 +18,41 @@ def test_the_position_is_the_sum_of_the_steps_before(ramp):
     assert sorted({sizes.of(step) for step in range(60)}) == sorted(sizes.sizes())
 
 
+class MegatronsCalculator:
+    """Sizes as Megatron-LM's RampupBatchsizeNumMicroBatchesCalculator has them: by the samples consumed so far."""
+
+    def __init__(self, start, step, samples, total):
+        self.start, self.step, self.samples, self.total = start, step, samples, total
+        self.per_increment = samples / ((total - start) // step)
+
+    def size_after(self, consumed):
+        if consumed > self.samples:
+            return self.total
+        return min(self.start + int(consumed / self.per_increment) * self.step, self.total)
+
+
+@pytest.mark.parametrize("ramp", [(4, 4, 1000), (4, 2, 77), (2, 1, 9), (4, 4, 1), (60, 2, 12345), (8, 8, 56)])
+def test_a_ramp_by_samples_has_megatrons_size_in_every_step(ramp):
+    start, step, samples = ramp
+    table = BatchRampTable(start=start, step=step, samples=samples)
+    sizes = BatchSize(TrainTable(steps=9, global_batch=64, batch_ramp=table), degree=1)
+    theirs, consumed, seen = MegatronsCalculator(start, step, samples, 64), 0, set()
+    for number in range(600):
+        assert (sizes.of(number), sizes.position_of(number)) == (theirs.size_after(consumed), consumed)
+        seen.add(sizes.of(number))
+        consumed += sizes.of(number)
+    assert sorted(seen) == sorted(sizes.sizes()) and 64 in seen
+
+
+@pytest.mark.parametrize("keys", ["", ", every = 1, samples = 2"])
+def test_a_ramp_grows_by_steps_or_by_samples(keys):
+    text = f"composer3d = 1\n[train]\nsteps = 1\nglobal_batch = 8\nbatch_ramp = {{ start = 4, step = 2{keys} }}\n"
+    with pytest.raises(ManifestError) as caught:
+        type_manifest(read_text(text), tables=TABLES)
+    message = "train.batch_ramp: grows every so many steps, or within so many samples; state every or samples"
+    assert str(caught.value) == f"<text>:5:1: [train] {message}"
+
+
 def test_without_a_global_batch_every_rank_has_a_microbatch():
     assert BatchSize(TrainTable(steps=1, microbatch=3), degree=4).of(0) == 12
 
@@ -54,6 +89,11 @@ def test_two_batches_of_one_step_are_refused():
         ),
         (
             "global_batch = 16\nmicrobatch = 2\nbatch_ramp = { start = 4, step = 2, every = 1 }",
+            "<text>:6:1: [train] a global batch of 6 sequences does not divide into micro-batches of 2 on 2 "
+            "data-parallel ranks (2 x 2 = 4); use 4 or 8",
+        ),
+        (
+            "global_batch = 16\nmicrobatch = 2\nbatch_ramp = { start = 4, step = 2, samples = 500 }",
             "<text>:6:1: [train] a global batch of 6 sequences does not divide into micro-batches of 2 on 2 "
             "data-parallel ranks (2 x 2 = 4); use 4 or 8",
         ),

@@ -93,6 +93,18 @@ def test_the_batch_grows_and_is_cut_alike_in_every_layout(tmp_path):
     assert [row["loss"] for row in rows] == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
+def test_a_batch_that_grows_by_samples_is_resumed_to_the_bit(tmp_path):
+    path = write(tmp_path, MANIFEST.replace(", dropout = 0.1", ""))
+    ramp = ("train.batch_ramp={start=4, step=4, samples=20}", "train.global_batch=12", "lr_schedule.use=constant")
+    start(path, 1, *ramp, "train.steps=6", output=tmp_path / "whole")
+    start(path, 1, *ramp, "train.steps=3")
+    start(path, 1, *ramp, "train.steps=6")
+    rows = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    # 0, 4 and 8 sequences lie before the steps of 4, which are given 10; 12 before that of 8; 20 before the next one.
+    assert [row["tokens"] // 16 for row in rows] == [4, 4, 4, 8, 12, 12]
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
 OBJECT_MODEL = """
 import torch
 from collections import namedtuple

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from composer3d.importing.translation import Translation
 
 __all__ = ["batch"]
@@ -48,12 +50,16 @@ def _ramp(t: Translation, total: int | None) -> None:
     stated = stated.split() if isinstance(stated, str) else stated
     if isinstance(stated, list) and len(stated) == 3 and all(str(one).isdigit() for one in stated) and total:
         start, step, samples = (int(one) for one in stated)
-        plateaus = max((total - start) // max(step, 1), 1)
-        middle = (start + total) / 2
-        every = max(round(samples / plateaus / middle), 1)
-        t.put("train.batch_ramp", {"start": start, "step": step, "every": every}, key)
-        note = f"every size has {samples // plateaus} samples there, {every} steps here"
-        t.judge(key, "changed", note, to="train.batch_ramp")
+        if start >= total:
+            t.judge(
+                key, "equal" if start == total else "refused", f"the global batch is {total} from the first step on"
+            )
+        elif not step or (total - start) % step:
+            t.wrong(key, f"does not grow from {start} to {total} in whole steps, which Megatron-LM refuses")
+        elif samples:
+            t.put("train.batch_ramp", {"start": start, "step": step, "samples": samples}, key)
+            t.judge(key, "carried", to="train.batch_ramp")
+        t.judge(key, "equal", "it ends before the first step")
     t.judge(key, "refused" if stated else "meaningless", "needs three numbers and global-batch-size")
     key = "step_batch_size_schedule"
     t.judge(key, "missing" if t.get(key) else "meaningless", "a schedule of batch sizes; train.batch_ramp is one")
@@ -63,8 +69,26 @@ def _iterations(t: Translation, total: int | None) -> None:
     steps, samples = t.integer("train_iters"), t.integer("train_samples")
     if steps:
         t.carry("train_iters", "train.steps", steps)
+    elif samples and total and "train.batch_ramp" in t.settings:
+        steps = _steps_of(samples, total, t.settings["train.batch_ramp"].value)
+        t.put("train.steps", steps, "train_samples", reason="steps until so many samples are consumed, by the ramp")
+        t.judge("train_samples", "derived", f"{steps} steps of the ramp have {samples} samples", to="train.steps")
     elif samples and total:
         t.put("train.steps", max(samples // total, 1), "train_samples", reason=f"/ global batch {total}")
         t.judge("train_samples", "derived", f"{samples} samples / {total}", to="train.steps")
     t.judge("train_samples", "refused" if samples and not steps else "meaningless", "samples need global-batch-size")
     t.judge("train_iters", "meaningless", "none")
+
+
+def _steps_of(samples: int, total: int, ramp: Mapping[str, int]) -> int:
+    """Return Megatron-LM's number of iterations for so many samples: those of the ramp, then whole global batches."""
+    from composer3d.runner import BatchRampTable, BatchSize, TrainTable
+
+    table = BatchRampTable(start=ramp["start"], step=ramp["step"], samples=ramp["samples"])
+    sizes = BatchSize(TrainTable(steps=1, global_batch=total, batch_ramp=table), degree=1)
+    end = min(samples, ramp["samples"])
+    low, high = 0, end // ramp["start"] + 1
+    while low < high:  # the first step before which more samples than that lie
+        middle = (low + high) // 2
+        low, high = (low, middle) if sizes.position_of(middle) > end else (middle + 1, high)
+    return max(low + max(samples - sizes.position_of(low), 0) // total, 1)
