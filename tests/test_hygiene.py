@@ -50,6 +50,11 @@ def test_ranks_of_all_workers_are_counted_together():
         assert {path.stat().st_nlink > 1 for path in places.iterdir()} == {True}
 
 
+def test_files_are_short():
+    lengths = {str(path.relative_to(TESTS)): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
 def test_tests_make_no_temporary_folder_that_nobody_removes():
     calls = [
         f"{path.relative_to(TESTS)}:{node.lineno}"
