@@ -10,6 +10,7 @@ from composer3d import torch_compat
 from composer3d.errors import PatternError, StepError
 from composer3d.manifest.regular_expressions import Expression
 from composer3d.step.optimizers.optimizer_probe import probe_optimizer
+from composer3d.step.optimizers.shard_step import on_shards, steps_each_element
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +123,9 @@ def compose_step(
         added: Called with the parameters of a group that the loop adds.
     """
     cls = type(optimizer)
-    inner = cls.step
+    inner: Callable[..., Any] = cls.step
+    if steps_each_element(cls) and getattr(inner, "hooked", False):  # torch has wrapped it once, for profiling and hooks
+        inner = cls.profile_hook_step(on_shards(inner.__wrapped__))
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if clear():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
+from composer3d.step.optimizers.shard_step import steps_each_element
 from composer3d.step.sharded_tensors.full_tensors import full
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_optimizer", "refused_of_shards"]
 
-# Of torch's own, those that step each element by itself.
-_ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD", "SparseAdam"}
-)
 _NUM_STEPS = 2
 # A norm of half of the elements is off by far more, roundings of another order of sums by far less.
 _TOLERANCE = 0.05
@@ -57,7 +54,7 @@ def probe_optimizer(
     import torch
     from torch.distributed.tensor import DTensor
 
-    if cls.__module__.startswith("composer3d.") or _is_elementwise(cls):
+    if cls.__module__.startswith("composer3d.") or steps_each_element(cls):
         return
     first = next((p for p in parameters if isinstance(p, DTensor) and p.is_floating_point()), None)
     if first is None:
@@ -77,10 +74,6 @@ def probe_optimizer(
             "DTensor sums over ranks, as torch.where(norm > 0, ...) and p.mul_(norm) then do; or take numbers of "
             "p.full_tensor()"
         )
-
-
-def _is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
-    return cls.__module__.startswith("torch.optim") and cls.__name__ in _ELEMENTWISE
 
 
 def _sharding(parameter: Any) -> tuple[DeviceMesh, Placement]:
