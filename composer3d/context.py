@@ -106,7 +106,7 @@ class RunContext:
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
         self.has_recorders = False
-        self._recorders: tuple[Recorder, ...] = ()
+        self._spans = spans.Opener()
         self.flight: Flight | None = None
         self._asked: set[str] = set()
         self._claims = Claims()
@@ -261,7 +261,7 @@ class RunContext:
         """Set the functions that steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
         self.flight = flight
-        self._recorders = recorders if flight is None else (flight, *recorders)
+        self._spans = spans.Opener(recorders if flight is None else (flight, *recorders))
         self._microbatches, self._streams = microbatches, streams
 
     @property
@@ -278,7 +278,7 @@ class RunContext:
 
     def watch(self, recorder: Recorder) -> None:
         """Add a recorder to those of plugins, for code that runs a composition in order to observe it."""
-        self._recorders = (*self._recorders, recorder)
+        self._spans = spans.Opener((*self._spans.recorders, recorder))
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -383,7 +383,7 @@ class RunContext:
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
-        return spans.opened(self._recorders, name, attributes)
+        return self._spans.opened(name, attributes)
 
 
 def _copied(stash: Any) -> Any:

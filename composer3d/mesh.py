@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,7 @@ class Layout:
 
     axes: tuple[Axis, ...]
     degrees: Mapping[str, int]
+    _products: dict[tuple[Role, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def dense_axes(self) -> tuple[Axis, ...]:
@@ -86,7 +87,7 @@ class Layout:
         """The number of ranks of all groups."""
         return self.num_groups * self.world_size
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """The number of ranks of a group."""
         return math.prod(self.degrees[axis.name] for axis in self.dense_axes)
@@ -97,7 +98,9 @@ class Layout:
 
     def degree(self, *roles: Role) -> int:
         """Return the product of the degrees of the axes with one of these roles."""
-        return math.prod(self.degrees[name] for name in self.names(*roles))
+        if roles not in self._products:  # steps ask
+            self._products[roles] = math.prod(self.degrees[name] for name in self.names(*roles))
+        return self._products[roles]
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return the rank's index along every axis, `ep` included."""

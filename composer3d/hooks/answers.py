@@ -54,10 +54,9 @@ def fault_finder(hook: str) -> Callable[[Any, Mapping[str, Any]], Fault | None]:
     fits, values = predicate_of(expected), _VALUES.get(hook)
 
     def find(answer: Any, arguments: Mapping[str, Any]) -> Fault | None:
-        found = None if fits(answer) else mismatch(answer, expected)
-        if found is None and answer is not None and values is not None:
-            found = next(iter(values(answer, arguments)), None)
-        return found
+        if not fits(answer) and (found := mismatch(answer, expected)) is not None:
+            return found
+        return None if answer is None or values is None else next(iter(values(answer, arguments)), None)
 
     return find
 
@@ -308,12 +307,19 @@ def _dtypes(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:
 
 
 def _measure(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:
-    names = [metric.name for metric in answer]
+    return _of_names(tuple([metric.name for metric in answer]))
+
+
+@functools.lru_cache(maxsize=1024)  # in every step the same names
+def _of_names(names: tuple[str, ...]) -> tuple[Fault, ...]:
+    found = []
     for index, name in enumerate(names):
         if not name.strip() or not name.isprintable():
-            yield Fault(found=f"{_quoted(name)} as name of item {index}", allowed="a text that can be shown")
+            found.append(Fault(found=f"{_quoted(name)} as name of item {index}", allowed="a text that can be shown"))
         elif name in names[:index]:
-            yield Fault(found=f"{_quoted(name)} as name of items {names.index(name)} and {index}", allowed="two names")
+            places = f"{names.index(name)} and {index}"
+            found.append(Fault(found=f"{_quoted(name)} as name of items {places}", allowed="two names"))
+    return tuple(found)
 
 
 def _split(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:

@@ -90,18 +90,21 @@ class BlamedAction:
 
     def __call__(self, state: Any) -> str | None:
         """Run the action alone."""
-        value = self._in_turn(state)
+        [value] = self._in_turn(state)
+        return value
+
+    def refuse(self, value: Any) -> None:
+        """Raise where a veto is neither text nor None."""
         if self._decides and not _fits_veto(value):
             _refuse(self.registered, self._name, mismatch(value, str | None))
-        return value
 
     def error(self, error: BaseException) -> HookError | None:
         """Return the error to raise instead of the action's exception; None if that is raised unchanged."""
         return _hook_error(error, self.registered, self._name)
 
 
-def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], str | None]:
-    """Return a function of a step's state that calls several, in order, and returns the last result.
+def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], Sequence[str | None]]:
+    """Return a function of a step's state that calls several, in order, and returns their results.
 
     Those of plugins are called as they are, inside one handler of exceptions, since steps run many of them.
 
@@ -116,26 +119,30 @@ def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], str 
     acting = next((owned.acting for *_, owned in calls if owned is not None), None)
     unnoted: dict[str, Any] = {"plugin": None}
 
-    def call(state: Any) -> str | None:
+    def call(state: Any) -> Sequence[str | None]:
         own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
-        before, value, owned = own["plugin"], None, None
+        before, values, owned = own["plugin"], [], None
         try:
-            for plugin, run, owned in calls:  # noqa: B007
+            for plugin, run, owned in calls:
                 own["plugin"] = plugin
                 value = run(state)
+                values.append(value)
+                if value is not None and owned is not None:
+                    owned.refuse(value)
         except BaseException as error:
             if owned is None or (found := owned.error(error)) is None:
                 raise
             raise found from error
         finally:
             own["plugin"] = before
-        return value
+        return values
 
     return call
 
 
-def _nothing(state: Any) -> None:
+def _nothing(state: Any) -> tuple[()]:
     """Do nothing: no action runs at a point."""
+    return ()
 
 
 def blamed_listing(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

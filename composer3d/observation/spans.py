@@ -6,36 +6,53 @@ Nothing here costs anything where no plugin records spans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d.interfaces import Recorder
 
-__all__ = ["opened"]
+__all__ = ["Opener"]
 
 # nullcontext holds nothing and may be entered any number of times at once.
 _NO_SPAN = contextlib.nullcontext()
 
 
+class Opener:
+    """Opens spans; methods of recorders are looked up once, since steps call them dozens of times.
+
+    Args:
+        recorders: In the order in which spans begin on them, and end in reverse.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder] = ()) -> None:
+        self.recorders = tuple(recorders)
+        self.begins = tuple(recorder.begin for recorder in self.recorders)
+        self.ends = tuple(recorder.end for recorder in reversed(self.recorders))
+
+    def opened(self, name: str, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a span that is on every recorder while it is entered."""
+        return _Spans(self, name, attributes) if self.begins else _NO_SPAN
+
+
 class _Spans:
     """A span on every recorder; a class, because a generator costs twice as much where microseconds count."""
 
-    __slots__ = ("_attributes", "_name", "_recorders", "_tokens")
+    __slots__ = ("_attributes", "_begins", "_ends", "_name", "_tokens")
 
-    def __init__(self, recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> None:
-        self._recorders, self._name, self._attributes = recorders, name, attributes
+    def __init__(self, opener: Opener, name: str, attributes: Mapping[str, Any]) -> None:
+        self._begins: Sequence[Callable[[str, Mapping[str, Any]], Any]] = opener.begins
+        self._ends: Sequence[Callable[[Any], None]] = opener.ends
+        self._name, self._attributes = name, attributes
 
     def __enter__(self) -> None:
-        name, attributes = self._name, self._attributes
-        self._tokens = [recorder.begin(name, attributes) for recorder in self._recorders]
+        name, attributes, tokens = self._name, self._attributes, list[Any]()
+        for begin in self._begins:
+            tokens.append(begin(name, attributes))  # noqa: PERF401
+        self._tokens = tokens
 
     def __exit__(self, *error: object) -> None:
-        for recorder, token in zip(reversed(self._recorders), reversed(self._tokens), strict=True):
-            recorder.end(token)
-
-
-def opened(recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a span that is on every recorder while it is entered."""
-    return _Spans(recorders, name, attributes) if recorders else _NO_SPAN
+        pop = self._tokens.pop
+        for end in self._ends:
+            end(pop())

@@ -27,7 +27,7 @@ from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
 from composer3d.step.units.unit_record import UnitRecord
-from composer3d.step.votes import vetoes_of
+from composer3d.step.votes import Votes
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -56,15 +56,16 @@ class StepEngine:
         criterion: Criterion,
     ) -> None:
         self._context, self._guard, self.loss_totals, self.streams = context, guard, loss_totals, streams
-        self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
-            flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
-        )
+        plain: Any = contextlib.nullcontext()  # may be entered any number of times at once
+        self.explaining = flight.explaining if flight is not None else lambda activity="": plain
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self._in_turn = {point: in_turn([action.run for action in found]) for point, found in self.actions.items()}
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
+        self._moves_gradients = bool(context.claimants("moved_gradients"))
+        self._votes = Votes(self.actions[StepPoint.DECIDE], self.scaling, guard)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
@@ -194,7 +195,7 @@ class StepEngine:
         self.units.settle(self.loss_totals.added)
         if self.loss_totals.auxiliary:
             state.metrics["auxiliary_loss"] = self.loss_totals.auxiliary
-        if self._context.claimants("moved_gradients"):
+        if self._moves_gradients:
             return loss
         self.units.drop_unused()
         if self.stepper is not None:
@@ -274,7 +275,7 @@ class StepEngine:
         if not last:
             return None
         mean = self._settle(state, self.loss_totals.pending) * own.handed()
-        if self.stepper is None and not self._context.claimants("moved_gradients"):
+        if self.stepper is None and not self._moves_gradients:
             self._dropped.complete(state)
         return mean
 
@@ -324,7 +325,7 @@ class StepEngine:
             self.stepper.finish(self.loss_totals.correction)
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
-        if self._context.claimants("moved_gradients"):
+        if self._moves_gradients:
             self.units.drop_unused()
         gradients.refuse_none(parameters, step=state.step)
         gradients.settle_partial(parameters)
@@ -350,7 +351,7 @@ class StepEngine:
         if not self._used:
             self._finish_gradients(state, "optimizer.step")
         self.settle()
-        state.vetoes = vetoes_of(state, self.actions[StepPoint.DECIDE], scaling=self.scaling, guard=self._guard)
+        state.vetoes = self._votes.vetoes(state)
         self.is_stepping = True
         if not state.vetoes:
             self._at(StepPoint.BEFORE_OPTIMIZER)

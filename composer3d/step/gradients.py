@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -193,10 +194,14 @@ def total_norm(
     infinite = math.isinf(norm_type)
     if norm_type != 2 and not infinite:
         raise StepError(f"the gradient norm is not computed for norm_type = {norm_type:g}; use 2 or infinity")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    found: list[Tensor] = []
     for (share, *_), grads in _alike(parameters, layout, apart).items():
         norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
-        total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * share
+        number = norms.max() if infinite else norms.square().sum()
+        found.append(number if infinite or share == 1.0 else number * share)
+    total = functools.reduce(torch.maximum if infinite else torch.add, found) if found else None
+    if total is None:
+        total = torch.zeros((), dtype=torch.float64, device=device)
     if infinite:
         # The maximum over ranks would lose a NaN: it is neither larger nor smaller than anything.
         total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
@@ -232,9 +237,16 @@ def clip_norm_(
     counted = [parameter for parameter in parameters if id(parameter) not in copies]
     norm = total_norm(counted, layout=layout, norm_type=norm_type, group=group, device=device, apart=apart)
     # The same formula as torch.nn.utils.clip_grad_norm_, so that runs can be compared.
+    if not parameters:
+        return norm
+    if type(norm) is torch.Tensor and parameters[0].device.type == norm.device.type == "cpu":
+        # A factor of 1 changes nothing, so that the gradients are not read for it.
+        number = 1.0 / (norm.item() + 1e-6) * max_norm
+        if not number >= 1.0:
+            scale_(parameters, number)
+        return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if parameters:
-        scale_(parameters, factor.to(parameters[0].device))
+    scale_(parameters, factor.to(parameters[0].device))
     return norm
 
 

@@ -41,15 +41,14 @@ def measure(
     owners: dict[str, Any] = {}
     for plugin, function in functions:
         for metric in function(context=context, step=step) or ():
-            if metric.name in owners:
+            name = metric.name
+            if name in owners:
+                raise QueryError(f'{owners[name]} and {plugin} both measure "{name}"; one would overwrite the other')
+            if name == "step" or name in taken:
                 raise QueryError(
-                    f'{owners[metric.name]} and {plugin} both measure "{metric.name}"; one would overwrite the other'
+                    f'{plugin} measures "{name}", which is a metric of the run itself; give it another name'
                 )
-            if metric.name in {"step", *taken}:
-                raise QueryError(
-                    f'{plugin} measures "{metric.name}", which is a metric of the run itself; give it another name'
-                )
-            owners[metric.name] = plugin
+            owners[name] = plugin
             metrics.append(metric)
     if not metrics:
         return {}

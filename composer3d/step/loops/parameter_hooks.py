@@ -37,7 +37,8 @@ class ParameterHooks:
         self, context: RunContext, scaling: Scaling, actions: Mapping[StepPoint, Sequence[StepAction]]
     ) -> None:
         self._context, self._scaling = context, scaling
-        self._acts_later = any(actions[point] for point in (StepPoint.GRADIENTS_LOCAL, StepPoint.UNSCALED))
+        later = any(actions[point] for point in (StepPoint.GRADIENTS_LOCAL, StepPoint.UNSCALED))
+        self._acts_later = later or bool(context.claimants("moved_gradients"))
         self._parameters = {id(p): (fqn, p) for fqn, p in context.named_parameters()}
         # A model's own hooks, and those of plugins, stay where they are.
         tables = (table for _, parameter in self._parameters.values() for table in _tables(parameter))
@@ -47,8 +48,7 @@ class ParameterHooks:
 
     @property
     def _is_late(self) -> bool:
-        late = self._acts_later or self._scaling.scaler is not None
-        return late or bool(self._context.claimants("moved_gradients"))
+        return self._acts_later or self._scaling.scaler is not None
 
     @contextlib.contextmanager
     def held(self, number: int, *, is_last: bool, is_stepped: bool) -> Iterator[None]:
@@ -120,14 +120,20 @@ class ParameterHooks:
     def _find(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that have hooks of the loop's."""
         for _, parameter in self._parameters.values():
-            if any(map(self._of_loop, _tables(parameter))):
+            if self._has_hooks(parameter):
                 yield parameter
+        there = [parameter for part in self._context.parts for parameter in part.module.parameters()]
+        if all(id(parameter) in self._parameters for parameter in there):
+            return
         for fqn, parameter in self._context.named_parameters():
-            if id(parameter) not in self._parameters and any(map(self._of_loop, _tables(parameter))):
+            if id(parameter) not in self._parameters and self._has_hooks(parameter):
                 raise StepError(
                     f'a hook was registered on "{fqn}" while a forward had gathered it, and would be called with this '
                     "rank's gradient; register hooks before the forward"
                 )
+
+    def _has_hooks(self, parameter: nn.Parameter) -> bool:
+        return any([bool(table) and bool(self._of_loop(table)) for table in torch_compat.gradient_hooks(parameter)])
 
     def _of_loop(self, table: Mapping[int, Any]) -> dict[int, Any]:
         """Return the hooks of a table that a loop has registered, by number."""

@@ -128,7 +128,7 @@ class Criterion:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             self._says_divisor = False
             return
-        if is_times_zero(value):
+        if (self._reduction is not None and self._says_divisor is not None) or is_times_zero(value):
             return
         if self._reduction is None:
             self._reduction = reduction_of(value)

@@ -123,8 +123,8 @@ def compose_step(
         added: Called with the parameters of a group that the loop adds.
     """
     cls = type(optimizer)
-    inner: Callable[..., Any] = cls.step
-    if steps_each_element(cls) and getattr(inner, "hooked", False):  # torch has wrapped it once, for profiling and hooks
+    inner: Any = cls.step
+    if steps_each_element(cls) and getattr(inner, "hooked", False):  # wrapped once by torch, for hooks and profiles
         inner = cls.profile_hook_step(on_shards(inner.__wrapped__))
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
