@@ -212,6 +212,9 @@ def _refusal(translation: Translation, leaf: Leaf, note: str) -> Problem:
     )
 
 
+_CLASSES = "@sharded.unit_classes"
+
+
 def _checked(manifest: str, name: str, translation: Translation) -> list[Problem]:
     """Return what `check` finds in the manifest; what is to be filled in is a warning at its line."""
     from composer3d import check
@@ -224,6 +227,9 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
     if places["model"] is not None:
         overrides += _large_enough(translation)
+    if places["model"] is not None or not any(path.startswith("model.") for path in translation.settings):
+        # Classes of a model that is not here are no stand-in's.
+        overrides += [f"{path}=[]" for path in (translation.path_of(_CLASSES),) if path in translation.settings]
     overrides += _beside(name, translation)
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)

@@ -131,3 +131,15 @@ def test_a_model_that_is_not_on_this_machine_is_a_warning(folder):
     assert result.ok and 'hf = "someone/a-model"' in result.manifest
     (problem,) = result.problems
     assert problem.severity == "warning" and "there is no folder" in problem.message and problem.hint
+
+
+@pytest.mark.parametrize("system", ["fsdp", "trainer"])
+def test_classes_of_a_model_that_is_not_here_are_carried_and_not_sought_in_a_stand_in(tmp_path, system):
+    options = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_forward_prefetch": False}
+    if system == "trainer":
+        options = {"fsdp": "full_shard auto_wrap", "fsdp_config": options, "max_steps": 3}
+    path = tmp_path / "source.json"
+    path.write_text(json.dumps(options))
+    result = composer3d.import_config(path, system=system)
+    assert result.ok, result.problems
+    assert 'unit_classes = ["LlamaDecoderLayer"]' in result.manifest
