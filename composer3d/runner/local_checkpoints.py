@@ -22,6 +22,7 @@ from composer3d.checkpoint import Staging
 from composer3d.composition import StoredState
 from composer3d.errors import CheckpointError
 from composer3d.processes import private_folder_in
+from composer3d.runner.abandoned_states import claim_states, remove_abandoned_states
 from composer3d.runner.reporting.progress import attempt_before
 
 if TYPE_CHECKING:
@@ -82,19 +83,28 @@ class LocalCheckpoints:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         self._ranks_here = here if self._world_size % here == 0 else self._world_size
         token = broadcast_json(_token(output) if self._rank == 0 else None)
-        # The folder is this user's alone; those of other starts of the run, whose folder was removed, go.
+        # The folder is this user's alone.
         base = private_folder_in(Path(folder or _default_folder()), "composer3d-local")
         self._base = base / sha256(str(output.absolute()).encode()).hexdigest()[:16]
         self._states = self._base / token
         self._own = self._states / f"node-{os.environ.get('GROUP_RANK', '0')}"
         self._own.mkdir(parents=True, exist_ok=True)
-        for other in self._base.iterdir():
-            if other.name != token:
-                shutil.rmtree(other, ignore_errors=True)
+        self._lock = claim_states(self._base, output)
+        remove_abandoned_states(base)
+        self._remove_unfinished(token)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging = Staging()
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", group_desc="composer3d_local")
+
+    def _remove_unfinished(self, token: str) -> None:
+        """Remove what is left of other starts of the run, whose folder was removed, and of killed ranks' writes."""
+        for other in self._base.iterdir():
+            if other.is_dir() and other.name != token:
+                shutil.rmtree(other, ignore_errors=True)
+        if self._rank % self._ranks_here == 0:  # nobody writes before all have begun, which a group's making waits for
+            for beside in self._own.glob("*.tmp"):
+                beside.unlink(missing_ok=True)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +148,7 @@ class LocalCheckpoints:
                 dist.barrier(group=self._group)
             dist.destroy_process_group(self._group)
         self._group = None
+        self._lock.close()
         if forget:
             shutil.rmtree(self._base, ignore_errors=True)
 

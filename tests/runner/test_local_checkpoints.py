@@ -15,6 +15,7 @@ from composer3d import checkpoint
 from composer3d.errors import RankError
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES, train
+from composer3d.runner.abandoned_states import claim_states
 from composer3d.runner.reporting.metrics import read_metrics
 from composer3d.testing import run_ranks
 
@@ -106,6 +107,27 @@ def test_states_of_another_run_are_left_alone(tmp_path):
     shutil.rmtree(tmp_path / "out")
     start(path, tmp_path, "train.steps=2", nodes=1)
     assert [step for step, *_ in rows(tmp_path / "out")] == [1, 2]
+
+
+def test_states_whose_run_is_gone_are_removed_by_the_next_one(tmp_path):
+    path = write(tmp_path, MANIFEST + KEPT)
+    for name in ("gone", "kept", "living"):
+        start(path, tmp_path, f'run.output="{tmp_path / name}"', "train.steps=6", until=3, nodes=1)
+    bases = {(base / "run").read_text().rpartition("/")[2]: base for base in tmp_path.glob("composer3d-local-*/*")}
+    for name in ("gone", "living"):
+        shutil.rmtree(tmp_path / name)
+    with claim_states(bases["living"], tmp_path / "living"):  # as a rank of it does, which sees that folder elsewhere
+        start(path, tmp_path, "train.steps=6", until=3, nodes=1)
+    assert [(name, base.exists()) for name, base in bases.items()] == [(name, name != "gone") for name in bases]
+
+
+def test_half_written_states_of_a_killed_rank_are_removed(tmp_path):
+    path = write(tmp_path, MANIFEST + KEPT)
+    start(path, tmp_path, "train.steps=6", until=3, nodes=1)
+    (node,) = tmp_path.glob("composer3d-local-*/*/*/node-0")
+    (node / "step-4-of-2-rank-1.tmp").write_bytes(bytes(100))
+    start(path, tmp_path, "train.steps=6", until=4, nodes=1)
+    assert not list(node.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
