@@ -5,9 +5,12 @@ step together since the last kill, a rank is chosen and killed after a random ti
 writes the loss and time of each of its steps; afterwards one device runs the same steps without disturbance.
 
 gap: from a kill to the next step of the group that is left. back: to the first step of both.
-waits: what asking who takes part, and voting, take of an undisturbed step, of a rank.
+asking: what finding out who takes part, and voting, take of a step of a rank when nothing fails, waits included;
+asking_cpu: of its thread's CPU time. goodput: steps made, times an undisturbed one's seconds, over the seconds of all.
 
 Usage: python benchmarks/faults.py [--kills 100] [--layout fsdp2|pp] [--stop] [--seconds 600] [--json]
+       python benchmarks/faults.py --every 50 --kills 20    a kill every 50 steps, over 1,000
+       python benchmarks/faults.py --kills 0 --seconds 60   nothing fails
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,20 @@ def batch(step: int) -> tuple[Any, Any]:
     return tuple(torch.randn(SAMPLES, size, generator=generator, dtype=torch.float64) for size in (WIDTH, 1))
 
 
+def counted(function: Callable[..., Any], asked: dict[str, float]) -> Callable[..., Any]:
+    """Return a function that adds the seconds that it takes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter(), time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            asked["asking_s"] += time.perf_counter() - begun[0]
+            asked["asking_cpu_s"] += time.thread_time() - begun[1]
+
+    return call
+
+
 def train(manifest: str, folder: str, num_steps: int | None) -> None:
     """Train as one rank until all are told to stop, or for so many steps."""
     import torch
@@ -77,14 +95,17 @@ def train(manifest: str, folder: str, num_steps: int | None) -> None:
         open(f"{folder}/{group}.jsonl", "a") as rows,
     ):
         optimizer, replicas = run.optimizer(torch.optim.AdamW, lr=1e-3), run.replicas
+        asked = {"asking_s": 0.0, "asking_cpu_s": 0.0}
+        for name in () if replicas is None else ("ask", "vote"):
+            setattr(replicas._client, name, counted(getattr(replicas._client, name), asked))
         step = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
         while step != num_steps:
             begun = time.perf_counter()
+            asked.update(asking_s=0.0, asking_cpu_s=0.0)
             if replicas is not None and replicas.convene(step, stop=stop.exists()):
                 break
-            asked = time.perf_counter()
             x, y = batch(step)
             with run.step(step) as state:
                 loss = float(run.forward_backward(x[mine], target=y[mine]))
@@ -92,7 +113,7 @@ def train(manifest: str, folder: str, num_steps: int | None) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             row = {"step": step, "loss": loss, "time": time.time(), "pid": os.getpid(), "rank": int(rank)}
-            row |= {"ask_s": asked - begun, "whole_s": time.perf_counter() - begun, **state.metrics}
+            row |= {"whole_s": time.perf_counter() - begun, **asked, **state.metrics}
             if rank == "0" or num_steps is None:
                 os.write(rows.fileno(), (json.dumps(row) + "\n").encode())
             step += 1
@@ -124,11 +145,21 @@ def rows_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def disturb(folder: Path, child: Any, *, kills: int, number: signal.Signals, until: float) -> list[dict[str, Any]]:
-    """Kill ranks one after another, each once both groups train again."""
+def disturb(
+    folder: Path, child: Any, *, kills: int, number: signal.Signals, every: int, until: float
+) -> list[dict[str, Any]]:
+    """Kill ranks one after another, each once both groups train again, and so many steps have been made since."""
     chosen, events = random.Random(0), []
-    while len(events) < kills and time.monotonic() < until and not child.ready():
+    while (len(events) < kills or not kills or every) and time.monotonic() < until and not child.ready():
         time.sleep(0.02)
+        if every and max((row["step"] for rows in rows_of(folder).values() for row in rows), default=0) < every * (
+            len(events) + 1
+        ):
+            continue
+        if len(events) == kills:
+            if every:
+                break
+            continue
         since = events[-1]["time"] if events else 0.0
         both = {
             group: {row["rank"]: row["pid"] for row in rows[-8:] if row["time"] > since and row.get("groups") == 2.0}
@@ -158,6 +189,7 @@ def figures(folder: Path, events: list[dict[str, Any]], reference: list[dict[str
     worst = max(
         abs(row["loss"] - expected[row["step"]]) / expected[row["step"]] for each in rows.values() for row in each
     )
+    times = sorted(row["time"] for found in rows.values() for row in found)
     quiet = [row for row in rows[0] if not any(0 <= row["time"] - event["time"] < 3 for event in events)] or rows[0]
     return {
         "kills": len(events),
@@ -169,7 +201,9 @@ def figures(folder: Path, events: list[dict[str, Any]], reference: list[dict[str
         "back_s": {"median": statistics.median(backs), "worst": max(backs)} if backs else None,
         "loss_difference": worst,
         "step_ms": 1e3 * statistics.median(row["whole_s"] for row in quiet),
-        "ask_ms": 1e3 * statistics.median(row["ask_s"] for row in quiet),
+        "asking_ms": 1e3 * statistics.median(row["asking_s"] for row in quiet),
+        "asking_cpu_ms": 1e3 * statistics.median(row["asking_cpu_s"] for row in quiet),
+        "goodput": len(made) * statistics.median(row["whole_s"] for row in quiet) / (times[-1] - times[0]),
     }
 
 
@@ -178,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill ranks of a run of two groups.")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="fsdp2")
+    parser.add_argument("--every", type=int, default=0, help="steps between two kills; default: at random moments")
     parser.add_argument("--stop", action="store_true", help="stop ranks (SIGSTOP) in place of killing them")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no rank is killed any more")
     parser.add_argument("--json", action="store_true")
@@ -190,13 +225,14 @@ def main() -> None:
         "conditions": conditions(),
         "layout": arguments.layout,
         "signal": "STOP" if arguments.stop else "KILL",
+        "every": arguments.every or None,
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         child = Child(lambda: launch(folder, arguments.layout))
         number = signal.SIGSTOP if arguments.stop else signal.SIGKILL
         until = time.monotonic() + arguments.seconds
-        events = disturb(folder, child, kills=arguments.kills, number=number, until=until)
+        events = disturb(folder, child, kills=arguments.kills, number=number, every=arguments.every, until=until)
         time.sleep(0 if child.ready() else 2)
         (folder / "stop").touch()
         ended = child.result()
