@@ -19,6 +19,7 @@ class ReplicaPolicy:
         silent_s: Seconds without a heartbeat of any one rank after which its group is lost.
         late_s: Seconds that the others wait in a step for a group whose heartbeats arrive.
         join_s: Seconds to wait for groups to join, at the start and while fewer than `minimum` are left.
+        replay_every: Steps between two in which each group computes the piece of another one too; None for never.
         restarts: Maximum number of consecutive restarts of a lost group without a step in between.
     """
 
@@ -27,6 +28,7 @@ class ReplicaPolicy:
     silent_s: float = 15.0
     late_s: float = 600.0
     join_s: float = 600.0
+    replay_every: int | None = None
     restarts: int = 3
 
     def to_json(self) -> Mapping[str, Any]:

@@ -71,8 +71,30 @@ def ends_in_recovery():
     Exchange.receive = wrapped
 
 
+def err(head, faults):
+    """Have backwards err: the first one of a step ("once"), or every one from a step on ("always").
+
+    Returns a list whose item is the step that runs.
+    """
+    now = [-1]
+
+    def hook(module, gradients, _):
+        if now[0] == faults.get("once"):
+            del faults["once"]
+        elif now[0] < faults.get("always", STEPS):
+            return None
+        return tuple(gradient * (1 + 1e-9) for gradient in gradients)
+
+    head.register_full_backward_hook(hook)
+    return now
+
+
 def trained(manifest, folder, ends):
-    """Train as one rank; write a line per step, end at those in `ends`: `[group, attempt, rank, step, place, how]`."""
+    """Train as one rank; write a line per step, end or err at those in `ends`.
+
+    Each is `[group, attempt, rank, step, place, how]`. Places: before or after a step, in `recovery`, `own` for a
+    backward of the loop's own, `wrong` for `err`.
+    """
     torch.set_default_dtype(torch.float64)
     group, attempt = int(os.environ.get(GROUP, 0)), int(os.environ.get(ATTEMPT, 0))
     rank = int(os.environ["RANK"])
@@ -82,11 +104,13 @@ def trained(manifest, folder, ends):
     with composer3d.compose(Model, manifest, loss_fn=mse_loss) as run:
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
         replicas = run.replicas
+        now = err(run.model.head, {how: step for step, place, how in here if place == "wrong"})
         start = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
         for step in range(start, STEPS):
             x, y = batch(step)
+            now[0] = step
             with run.step(step):
                 for at, place, how in here:
                     if (at, place) == (step, "before"):
@@ -104,6 +128,7 @@ def trained(manifest, folder, ends):
             for fqn, parameter in run.named_parameters():
                 digest.update(run.full_tensor(fqn, parameter.detach()).contiguous().numpy().tobytes())
             row = {"step": step, "loss": loss, "norm": norm, "digest": digest.hexdigest(), "attempt": attempt}
+            row["repeated"] = 0 if replicas is None else replicas.num_repeated
             row["members"] = [] if replicas is None else list(replicas.members)
             with Path(folder, f"group-{group}-rank-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -116,11 +141,11 @@ def rows(folder, group, rank=0):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_groups(folder, text, *, groups=2, ranks=1, ends=(), **policy):
+def run_groups(folder, text, *, groups=2, ranks=1, ends=(), table="", **policy):
     """Run groups to their end; return how they ended, and what each noted."""
     folder.mkdir()
     manifest = folder / "run.toml"
-    manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n")
+    manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n{table}")
     work = (str(manifest), str(folder), [list(each) for each in ends])
 
     def launch():

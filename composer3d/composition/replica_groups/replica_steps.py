@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.composition.replica_groups.group_averages import Averaged, Before, average_over_groups
 from composer3d.composition.replica_groups.recovery import give_state, take_state
+from composer3d.composition.replica_groups.replayed_pieces import Replays, digest_of
 from composer3d.errors import BatchError, ReplicaError, StepError
 from composer3d.mesh import Role
 from composer3d.replicas import (
@@ -97,6 +98,7 @@ class ReplicaSteps:
         self._epoch = -1
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._total = 0.0  # targets of the step's batches so far, of all groups
+        self._replays = Replays(policy.replay_every, self._exchange, group=self.group, rank=self._context.rank)
         self.num_repeated = 0
 
     # ---- who takes part ----------------------------------------------------------------------------------------------
@@ -231,21 +233,34 @@ class ReplicaSteps:
         state = self._engine.begun()
         undo = self._mark(state)
         before = self._before(state)
+        self._replays.begin()
         for _ in range(_MOST_ATTEMPTS):
             self._seek(state.step, stop=False, admits=not before.gradients)
             self._keep_buffers()
+            replayed = None
+            if self._replays.is_due(state.step, self.members):
+                self._run(args, kwargs, target, ahead=1)
+                replayed = digest_of(state.parameters())
+                self._forget(state, undo)
             loss = self._run(args, kwargs, target)
-            averaged = self._average(state, loss, before)
+            agree = replayed is None or self._replays.agree(state, replayed, members=self.members)
+            averaged = self._average(state, loss, before) if agree else None
             if self._vote(ok=averaged is not None) and averaged is not None:
                 self._total = averaged.count
                 state.metrics |= {"groups": float(len(self.members)), "repeated": float(self.num_repeated)}
+                state.metrics |= self._replays.metrics
                 return averaged.loss
             self.num_repeated += 1
-            undo()
-            self._restore_buffers()
-            for parameter in state.parameters():
-                parameter.grad = None
+            self._forget(state, undo)
+            self._replays.refuse(state.step)
         raise StepError(f"step {state.step} was tried {_MOST_ATTEMPTS} times, and no exchange between groups succeeded")
+
+    def _forget(self, state: StepState, undo: Callable[[], None]) -> None:
+        """Forget the batches since the mark, with their gradients."""
+        undo()
+        self._restore_buffers()
+        for parameter in state.parameters():
+            parameter.grad = None
 
     def _mark(self, state: StepState) -> Callable[[], None]:
         """Return what undoes the batches that follow in the open step, but for their gradients."""
@@ -273,13 +288,14 @@ class ReplicaSteps:
             announced=state.count,
         )
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
-        """Run this group's piece of a batch."""
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, ahead: int = 0) -> Tensor:
+        """Run this group's piece of a batch, or that of a member so many places ahead."""
         assert self._quorum is not None, "convened"
         engine, members = self._engine, self._quorum.members
         identity, length = engine.identity((args, kwargs, target)), num_samples((args, kwargs, target)) or 0
         size = self._context.manifest.train.microbatch or nominal_size(length, self._size)
-        first, last = piece_of(length // size, members.index(self.group), len(members))
+        place = (members.index(self.group) + ahead) % len(members)
+        first, last = piece_of(length // size, place, len(members))
 
         def rows(value: Any) -> Any:
             return map_tensors(lambda t: t[first * size : last * size] if t.dim() and len(t) == length else t, value)

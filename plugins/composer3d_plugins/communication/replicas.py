@@ -48,6 +48,10 @@ class Replicas:
             process that ends is noticed at once.
         late_s: Seconds that the others wait for a group that lives and does not come to a step.
         join_s: Seconds in which groups are to come at the beginning, and where fewer than `minimum` are left.
+        replay_every: Steps between two in which each group computes the piece of another one too, and gradients are
+            compared to the bit: a machine that computes wrong and says nothing is found. A step that differs is done
+            again, and where it differs again the run, or of three and more groups the one to blame, ends and names it.
+            Needs kernels that are deterministic, as on the CPU (`run.deterministic`). Such a step takes twice as long.
         restarts: How often a group is started again that is lost before it takes part in a step.
     """
 
@@ -56,6 +60,7 @@ class Replicas:
     silent_s: float = Field(default=15.0, gt=0, examples=[15.0])
     late_s: float = Field(default=600.0, gt=0, examples=[600.0])
     join_s: float = Field(default=600.0, gt=0, examples=[600.0])
+    replay_every: int | None = Field(default=None, ge=1, examples=[2])
     restarts: int = Field(default=3, ge=0, examples=[3])
 
     @hookimpl
@@ -86,6 +91,7 @@ class Replicas:
             silent_s=self.silent_s,
             late_s=self.late_s,
             join_s=self.join_s,
+            replay_every=self.replay_every,
             restarts=self.restarts,
         )
 
@@ -101,3 +107,9 @@ class Replicas:
             f"{groups - 1} other group{'s' * (groups > 2)}, and sends {2 * (groups - 1) * num_bytes // groups:,} of "
             "them through host memory a step"
         )
+        if self.replay_every is not None:
+            every = f"a step of {self.replay_every}" if self.replay_every > 1 else "every step"
+            context.stash(Decisions).notes.append(
+                f"replay_every = {self.replay_every}: in {every} a group computes the piece of another one too, which "
+                "takes twice as long"
+            )
