@@ -15,6 +15,7 @@ CHOICE = read_choice()
 WITHOUT_FAST = {
     "plugins/test_offload_gpu.py",
     "jobs/test_slurm_cluster.py",
+    "jobs/test_ray_cluster.py",
     "benchmarks/test_gpu.py",
     "diagnostics/test_doctor_torchrun.py",
 }

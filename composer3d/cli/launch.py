@@ -23,7 +23,9 @@ def add(subparsers: Subparsers) -> None:
     )
     add_manifest(parser)
     parser.add_argument("--on", choices=("slurm", "kubernetes", "ray", "ssh"), required=True, help="the system")
-    parser.add_argument("--nodes", type=positive, required=True, metavar="N", help="machines")
+    parser.add_argument(
+        "--nodes", metavar="N|MIN:MAX", help="machines, or as many of a range as there are; default: run.nodes"
+    )
     parser.add_argument("--gpus-per-node", type=positive, required=True, metavar="G", help="ranks of a machine")
     parser.add_argument("--name", help="of the job; default: the manifest's")
     parser.add_argument("--image", metavar="I", help="container image, for Kubernetes, or Slurm with pyxis")

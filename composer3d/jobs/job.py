@@ -16,6 +16,7 @@ from composer3d.jobs.ray_driver import ray_driver
 from composer3d.jobs.request import JobRequest
 from composer3d.jobs.slurm_script import slurm_script
 from composer3d.jobs.ssh_script import ssh_script
+from composer3d.runner import node_counts
 
 __all__ = ["Job", "launch"]
 
@@ -93,7 +94,7 @@ def launch(
     manifest: str | Path,
     *,
     on: System,
-    nodes: int,
+    nodes: int | str | None = None,
     gpus_per_node: int,
     overrides: Sequence[str] = (),
     name: str | None = None,
@@ -112,7 +113,7 @@ def launch(
     Args:
         manifest: Path, or the name of a shipped manifest.
         on: The system.
-        nodes: Machines.
+        nodes: Machines: a number, or a range "2:4" of which any number may be there; default `run.nodes`.
         gpus_per_node: Ranks of a machine; with `[run] device = "cpu"` no GPUs are asked for.
         overrides: `table.key=value`, as given to `--set`.
         name: Of the job; default: the manifest's.
@@ -144,13 +145,20 @@ def launch(
     )
     _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
     problems = _problems(request)
-    remarks = (f"composer3d launch {manifest}: {nodes} nodes of {gpus_per_node} ranks", *_remarks(request, problems))
+    counted = f"{request.least} to {request.nodes}" if request.is_elastic else f"{request.nodes}"
+    title = f"composer3d launch {manifest}: {counted} nodes of {gpus_per_node} ranks"
+    remarks = (title, *_remarks(request, problems))
     text = _text(on, replace(request, remarks=remarks), kind)
     return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
 
 
 def _request(
-    manifest: str | Path, nodes: int, gpus_per_node: int, overrides: Sequence[str], name: str | None, **cluster: Any
+    manifest: str | Path,
+    nodes: int | str | None,
+    gpus_per_node: int,
+    overrides: Sequence[str],
+    name: str | None,
+    **cluster: Any,
 ) -> JobRequest:
     """Return the request, with what the manifest says of its run."""
     from composer3d.checking import open_manifest
@@ -161,9 +169,11 @@ def _request(
     if "run" not in opened.tables:
         raise ManifestError(inspected.problems)
     table = opened.tables["run"]
+    least, most = _node_range(table.nodes if nodes is None else nodes)
     return JobRequest(
         manifest=str(manifest),
-        nodes=nodes,
+        nodes=most,
+        least_nodes=least,
         gpus_per_node=gpus_per_node,
         uses_gpus=table.device != "cpu",
         output=str(output_folder(opened)),
@@ -175,6 +185,26 @@ def _request(
     )
 
 
+def _node_range(stated: Any) -> tuple[int, int]:
+    """Return the least and the most nodes.
+
+    Raises:
+        ComposerError: Nobody states them, they are none, or a number between them is left out.
+    """
+    if stated is None:
+        raise ComposerError('--nodes is missing, and the manifest has no run.nodes; write --nodes 4, or "2:4"')
+    try:
+        counts = node_counts(int(stated) if isinstance(stated, str) and stated.isdigit() else stated)
+    except ValueError as error:
+        raise ComposerError(f"--nodes: {error}") from error
+    if len(counts) != counts[-1] - counts[0] + 1:
+        raise ComposerError(
+            f"run.nodes = {list(counts)} leaves out numbers between them, of which torchrun starts each that is there; "
+            f"write --nodes {counts[-1]}, or a range"
+        )
+    return counts[0], counts[-1]
+
+
 def _problems(request: JobRequest) -> tuple[Problem, ...]:
     """Check the manifest, and refuse groups of ranks that come and go: a job starts one world."""
     from composer3d import check
@@ -183,7 +213,9 @@ def _problems(request: JobRequest) -> tuple[Problem, ...]:
     from composer3d.hooks import Hooks
     from composer3d.runner import group_problems
 
-    found = check(request.manifest, world_size=request.world_size, overrides=request.overrides).problems
+    sizes = request.world_sizes
+    every = [check(request.manifest, world_size=size, overrides=request.overrides).problems for size in sizes]
+    found = tuple(dict.fromkeys(problem for problems in every for problem in problems))
     opened = open_manifest(request.manifest, list(request.overrides)).manifest
     try:
         layout = layout_of(opened, Hooks(opened.plugins), world_size=None)
@@ -201,18 +233,24 @@ def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) 
 
 def _remarks(request: JobRequest, problems: Sequence[Problem]) -> list[str]:
     """Return what was checked and planned, as lines."""
-    from composer3d import plan
-
     found = [f"check: {problem}" for problem in problems]
     if any(problem.severity == "error" for problem in problems):
-        return [*found, f"this run would not start on {request.world_size} ranks"]
+        return [*found, f"this run would not start on {' or '.join(map(str, request.world_sizes))} ranks"]
+    ends = sorted({request.world_sizes[0], request.world_sizes[-1]})
+    return [*found, *(_planned(request, size, of_several=len(ends) > 1) for size in ends)]
+
+
+def _planned(request: JobRequest, size: int, *, of_several: bool) -> str:
+    """Return the memory that a plan states for so many ranks."""
+    from composer3d import plan
+
     try:
-        planned = plan(request.manifest, world_size=request.world_size, overrides=request.overrides)
+        ranks = plan(request.manifest, world_size=size, overrides=request.overrides).to_json()["ranks"]
     except ComposerError as error:
-        return [*found, f"plan: {error}"]
-    ranks = planned.to_json()["ranks"]
+        return f"plan: {error}"
     peak = max(rank["memory"]["peak"] for rank in ranks)
-    return [*found, f"plan: a rank needs {peak / 2**30:.2f} GiB at its peak"]
+    of = f"each of {size} ranks" if of_several else "a rank"
+    return f"plan: {of} needs {peak / 2**30:.2f} GiB at its peak"
 
 
 def _name_of(manifest: str | Path) -> str:

@@ -111,9 +111,7 @@ spec:
       image: {image}
       command: {command}
       env:
-        - name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-          value: "{shutdown_s}"
-{ports}{resources}      volumeMounts:
+{environment}{ports}{resources}      volumeMounts:
         - name: manifest
           mountPath: {folder}
         - name: output
@@ -148,8 +146,11 @@ def kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> str:
         kind: `jobset`, or `trainjob`.
 
     Raises:
-        ComposerError: The manifest is larger than a ConfigMap, or builds on another file, which that would lack.
+        ComposerError: The manifest is larger than a ConfigMap, or builds on another file, which that would lack; or a
+            TrainJob of a range of nodes.
     """
+    if kind == "trainjob" and request.is_elastic:
+        raise ComposerError("--kind trainjob: its operator gives torchrun one number of nodes; write --kind jobset")
     shared = {"name": request.name, "nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
     objects = [_CONFIG.format(name=request.name, manifest=json.dumps(_manifest_text(request)))]
     manifest, keep = f"{_FOLDER}/run.toml", ["--set", f"run.output={_OUTPUT}/{request.name}"]
@@ -170,6 +171,7 @@ def kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> str:
 def _pod(request: JobRequest, command: list[str], *, indent: int, port: int | None = None) -> str:
     """Return the pod's specification, indented for its place."""
     ports = "" if port is None else f"      ports:\n        - containerPort: {port}\n"
+    variable = '        - name: {}\n          value: "{}"\n'
     gpus = f"      resources:\n        limits:\n          nvidia.com/gpu: {request.gpus_per_node}\n"
     text = _POD.format(
         name=request.name,
@@ -178,7 +180,7 @@ def _pod(request: JobRequest, command: list[str], *, indent: int, port: int | No
         volume=request.volume,
         command=json.dumps(command),
         stop_s=request.stop_s,
-        shutdown_s=int(request.grace_s) + 30,
+        environment="".join(variable.format(*each) for each in request.environment.items()),
         ports=ports,
         resources=gpus if request.uses_gpus else "",
         folder=_FOLDER,

@@ -20,7 +20,8 @@ class JobRequest:
 
     Args:
         manifest: Path, or the name of a shipped manifest.
-        nodes: Machines.
+        nodes: Machines, at most.
+        least_nodes: Machines without which the run does not begin; fewer than `nodes` where they may leave and come.
         gpus_per_node: Ranks of a machine, one a GPU; of a run on CPU its ranks.
         uses_gpus: Whether GPUs are asked for.
         output: The run's folder.
@@ -44,6 +45,7 @@ class JobRequest:
     grace_s: float
     max_restarts: int
     name: str
+    least_nodes: int | None = None
     overrides: tuple[str, ...] = ()
     image: str | None = None
     volume: str = "composer3d"
@@ -63,9 +65,26 @@ class JobRequest:
             )
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self.nodes * self.gpus_per_node
+    def least(self) -> int:
+        """Return the least number of machines."""
+        return self.nodes if self.least_nodes is None else self.least_nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether there may be fewer machines than `nodes`."""
+        return self.least < self.nodes
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of ranks that there may be, ascending."""
+        return tuple(count * self.gpus_per_node for count in range(self.least, self.nodes + 1))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return variables for torchrun."""
+        found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace_s) + 30)}
+        # Where its agents share a store, a node that comes late waits for ever (torch 2.13).
+        return found | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.is_elastic else {})
 
     @property
     def source(self) -> str:
@@ -87,15 +106,16 @@ class JobRequest:
         settings = [word for override in self.overrides for word in ("--set", override)]
         return ["-m", "composer3d", "run", manifest or self.source, *settings]
 
-    def torchrun(self, *rendezvous: str, manifest: str | None = None) -> list[str]:
+    def torchrun(self, *rendezvous: str, manifest: str | None = None, nodes: str | None = None) -> list[str]:
         """Return the command line of one machine's torchrun.
 
         Args:
             rendezvous: Its arguments that name the meeting point.
             manifest: As for `run_arguments`.
+            nodes: As the system knows how many machines there are; default: those of the request.
         """
         return [
-            f"--nnodes={self.nodes}",
+            f"--nnodes={nodes or (f'{self.least}:{self.nodes}' if self.is_elastic else self.nodes)}",
             f"--nproc-per-node={self.gpus_per_node}",
             *rendezvous,
             f"--max-restarts={self.max_restarts}",

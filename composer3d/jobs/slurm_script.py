@@ -55,16 +55,17 @@ exit "$code"
 def slurm_script(request: JobRequest) -> str:
     """Return the script that `sbatch` takes.
 
-    Nodes that fail, and jobs that are preempted, are queued again by Slurm (`--requeue`) and go on from the newest
-    checkpoint. `--signal=B:USR1@S` tells the script S seconds before the time limit (sbatch(1)), which ends the ranks
-    with SIGTERM; they save within `run.grace_s`.
+    Of a range of nodes Slurm grants any number, and torchrun starts on as many as there are. Nodes that fail, and jobs
+    that are preempted, are queued again by Slurm (`--requeue`) and go on from the newest checkpoint.
+    `--signal=B:USR1@S` tells the script S seconds before the time limit (sbatch(1)), which ends the ranks with SIGTERM;
+    they save within `run.grace_s`.
 
     Args:
         request: What is to be started.
     """
     directives = {
         "job-name": request.name,
-        "nodes": request.nodes,
+        "nodes": f"{request.least}-{request.nodes}" if request.is_elastic else request.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": request.gpus_per_node if request.uses_gpus else None,
         "partition": request.partition,
@@ -75,14 +76,15 @@ def slurm_script(request: JobRequest) -> str:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
     rendezvous = ("--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID-$restarts"', '--rdzv-endpoint="$address:$port"')
-    shell = request.torchrun(*rendezvous)
-    words = [word if word in rendezvous else shlex.quote(word) for word in shell]
+    granted = '"$SLURM_JOB_NUM_NODES"' if request.is_elastic else None
+    shell = request.torchrun(*rendezvous, nodes=granted)
+    words = [word if word in (*rendezvous, f"--nnodes={granted}") else shlex.quote(word) for word in shell]
     if request.image is not None:
         lines.append(f"#SBATCH --container-image={shlex.quote(request.image)}")
     return _SCRIPT.format(
         comment=request.comment(),
         directives="\n".join([*lines, "#SBATCH --requeue", ""]),
-        environment=f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={int(request.grace_s) + 30}\n",
+        environment="".join(f"export {name}={value}\n" for name, value in request.environment.items()),
         logs=quoted([f"{request.output}/logs"]),
         torchrun="python3 -m torch.distributed.run " + " ".join(words),
     )

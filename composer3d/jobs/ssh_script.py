@@ -12,6 +12,10 @@ __all__ = ["ssh_script"]
 
 _HOST = re.compile(r"(\w[\w.-]*@)?\w[\w.:-]*")  # what begins with - would be an option of ssh
 
+_STATIC = "--rdzv-backend=static --node-rank=$index --master-addr=${hosts[0]#*@} --master-port=$port"
+_ELASTIC = "--rdzv-backend=c10d --rdzv-endpoint=${hosts[0]#*@}:$port"
+
+# Of a range of machines the first one holds the store by which the others meet, so that it may not leave.
 # ssh with a terminal (-tt) ends the remote torchrun when the connection does; it passes no signals.
 _SCRIPT = """\
 #!/bin/bash
@@ -29,17 +33,18 @@ stop() {{ # the ranks save and end
 }}
 trap stop TERM INT
 for index in "${{!hosts[@]}}"; do
-  rendezvous="--rdzv-backend=static --node-rank=$index --master-addr=${{hosts[0]#*@}} --master-port=$port"
+  rendezvous="{rendezvous}"
   ssh -tt -o BatchMode=yes "${{hosts[$index]}}" \\
-    "cd $(printf %q "$PWD") && TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown_s} \\
+    "cd $(printf %q "$PWD") && {environment} \\
     {python} -m torch.distributed.run $rendezvous --rdzv-id={name} $torchrun" >"$logs/ssh-$index.log" 2>&1 </dev/null &
   machines+=($!)
 done
-code=0
+code=0 lost=0
 for machine in "${{machines[@]}}"; do
-  wait -n || {{ code=$?; [ "$code" -lt 128 ] && stop; }}
+  wait -n || {{ code=$?; lost=$((lost + 1)); [ "$code" -lt 128 ] && [ "$lost" -gt {spare} ] && stop; }}
 done
 wait
+[ "$lost" -gt {spare} ] || code=0
 [ "$code" = 0 ] || tail -n 20 "$logs"/ssh-*.log >&2
 exit "$code"
 """
@@ -64,7 +69,9 @@ def ssh_script(request: JobRequest) -> str:
         hosts=quoted(list(request.hosts)),
         logs=quoted([f"{request.output}/logs"]),
         torchrun=shlex.quote(quoted(request.torchrun())),
-        shutdown_s=int(request.grace_s) + 30,
+        environment=" ".join(f"{name}={value}" for name, value in request.environment.items()),
+        rendezvous=_ELASTIC if request.is_elastic else _STATIC,
+        spare=request.nodes - request.least,
         name=request.name,
         python="python3",
         pattern=f"rdzv-id={request.name}",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from composer3d.runner.launching.launcher import is_rank, launch_local
     from composer3d.runner.launching.local_world import group_problems
     from composer3d.runner.launching.lock import attempts_of
-    from composer3d.runner.launching.node_counts import world_sizes
+    from composer3d.runner.launching.node_counts import node_counts, world_sizes
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
@@ -57,7 +57,7 @@ _MODULES = {
     "trainer": ("output_folder", "train"),
     "reporting.warnings_once": ("warning_once",),
     "weights.weight_export": ("Exported", "export_checkpoint"),
-    "launching.node_counts": ("world_sizes",),
+    "launching.node_counts": ("node_counts", "world_sizes"),
 }
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "launch_local",
     "make_optimizer",
     "multiplier_of",
+    "node_counts",
     "optimizer_class",
     "output_folder",
     "refused_arguments",

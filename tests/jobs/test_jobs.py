@@ -11,6 +11,7 @@ import yaml
 import composer3d
 from composer3d import Job
 from composer3d.cli import main
+from composer3d.errors import ComposerError
 from composer3d.jobs.kubernetes_yaml import kubernetes_objects
 from composer3d.jobs.ray_driver import ray_driver
 from composer3d.jobs.request import JobRequest
@@ -139,9 +140,95 @@ def test_a_ray_driver_is_python_and_runs_torchrun_on_every_node(folder):
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name) and target.id == "TORCHRUN"
     }
-    assert values["TORCHRUN"][:2] == ["--nnodes=2", "--nproc-per-node=2"]
+    assert values["TORCHRUN"][0] == "--nproc-per-node=2"
     assert values["TORCHRUN"][-1] == f"{folder}/My run.toml"
-    assert "NODES, GPUS = 2, 2" in text
+    assert "LEAST, MOST, GPUS = 2, 2, 2" in text
+
+
+# ---- nodes that may leave and come ----------------------------------------------------------------------------------
+
+
+RANGE = MANIFEST.replace("mesh.dp_shard = 4", "mesh.dp_shard = -1\nmesh.gpus_per_node = 2\nrun.nodes = '1:2'")
+
+
+def test_a_range_of_nodes_is_the_manifests_and_checked_and_planned_at_every_size(folder):
+    (folder / "My run.toml").write_text(RANGE)
+    job = composer3d.launch("My run.toml", on="slurm", gpus_per_node=2)
+    assert job.ok
+    assert is_shell(job.text)
+    assert "#SBATCH --nodes=1-2\n" in job.text
+    assert '--nnodes="$SLURM_JOB_NUM_NODES" ' in job.text
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in job.text
+    title, *plans = [line for line in job.text.splitlines() if line.startswith("# ")]
+    assert title == "# composer3d launch My run.toml: 1 to 2 nodes of 2 ranks"
+    assert [line.partition(" needs")[0] for line in plans[:2]] == ["# plan: each of 2 ranks", "# plan: each of 4 ranks"]
+
+
+def test_a_size_of_the_range_that_does_not_fit_is_named(folder):
+    job = composer3d.launch("My run.toml", on="ray", nodes="1:2", gpus_per_node=2)
+    assert [problem.message for problem in job.problems] == ["dp_shard=4 = 4, but the world has 2 ranks"]
+    assert "# this run would not start on 2 or 4 ranks\n" in job.text
+
+
+def test_every_system_is_given_the_range(folder):
+    elastic = {"least_nodes": 1}
+    found = objects("jobset", **elastic)
+    (replicated,) = found["JobSet"]["spec"]["replicatedJobs"]
+    (container,) = as_job(replicated)["template"]["spec"]["containers"]
+    assert "--nnodes=1:2" in container["command"]
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
+    driver = ray_driver(asked(**elastic))
+    ast.parse(driver)
+    assert "LEAST, MOST, GPUS = 1, 2, 2" in driver
+    script = ssh_script(asked(hosts=("node1", "node2"), **elastic))
+    assert is_shell(script)
+    assert "--rdzv-backend=c10d --rdzv-endpoint=${hosts[0]#*@}:$port" in script
+    assert "--nnodes=1:2" in script and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in script
+
+
+SSH = """\
+#!/bin/bash
+while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
+[ "$1" = node2 ] && exit LOST
+exit 0
+"""
+
+
+@pytest.mark.parametrize(("lost", "least", "code"), [(1, 1, 0), (1, 2, 1), (0, 1, 0), (255, 1, 0), (255, 2, 255)])
+def test_an_ssh_job_of_a_range_ends_well_where_enough_machines_do(folder, lost, least, code, monkeypatch):
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text(SSH.replace("LOST", str(lost)))
+    (folder / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    text = ssh_script(asked(hosts=("node1", "node2"), least_nodes=least))
+    assert subprocess.run(["bash"], input=text, text=True, capture_output=True).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (None, '--nodes is missing, and the manifest has no run.nodes; write --nodes 4, or "2:4"'),
+        ("2:x", '--nodes: nodes = "2:x" is no range; write "2:4" for 2, 3 or 4 nodes, or [2, 4] for 2 or 4'),
+        ("0", "--nodes: nodes are counted from 1 to 65536"),
+        (
+            (1, 4),
+            "run.nodes = [1, 4] leaves out numbers between them, of which torchrun starts each that is there; write "
+            "--nodes 4, or a range",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(folder, nodes, message):
+    with pytest.raises(ComposerError) as caught:
+        composer3d.launch("My run.toml", on="ray", nodes=nodes, gpus_per_node=2)
+    assert str(caught.value) == message
+
+
+def test_the_operator_of_a_trainjob_knows_no_range(folder):
+    with pytest.raises(ComposerError) as caught:
+        objects("trainjob", least_nodes=1)
+    assert str(caught.value) == (
+        "--kind trainjob: its operator gives torchrun one number of nodes; write --kind jobset"
+    )
 
 
 def test_ssh_starts_one_torchrun_a_host(folder):
