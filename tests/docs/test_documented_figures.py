@@ -18,6 +18,7 @@ def test_figures_are_those_measured():
     hooks, engine = recorded("hook_overhead")["rows"]
     (guard,) = recorded("guard_cost")["rows"]
     (offload,) = recorded("offload")["rows"]
+    stall = recorded("save_stall")
     telemetry = {row["name"]: row for row in recorded("telemetry")["rows"]}["phase"]
     commands = {row["name"]: row for row in recorded("quickstart")["rows"]}
     quickstart, check = commands["quickstart"], commands["check, CPU beyond import torch"]
@@ -54,6 +55,9 @@ def test_figures_are_those_measured():
         ),
         "bandwidth of optimizer state on disk, 100 million parameters, over a probe of the disk": (
             f"{offload['ratio']:.2f} ({offload['mib_per_s']} MiB/s and {offload['probe_mib_per_s']})"
+        ),
+        "stall of an asynchronous save of 256 MiB over a synchronous one": (
+            f"{stall['stall_over_synchronous']:.4f} (worst {stall['worst']:.4f})"
         ),
         "`composer3d run quickstart`, whole": f"{quickstart['seconds']:.0f} s",
         "last loss over first loss of it": f"{quickstart['loss_ratio']:.2f} ({quickstart['steps']} steps)",
