@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     )
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
-    from composer3d.composition.experts.expert_contract import has_stacked_experts
+    from composer3d.composition.experts.expert_contract import (
+        ExpertForm,
+        expert_counts,
+        expert_form,
+        has_stacked_experts,
+    )
     from composer3d.composition.experts.expert_products import (
         multiply_experts,
         stacked_layers,
@@ -163,7 +168,12 @@ _MODULES = {
     "mesh": ("Axis", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
-    "composition.experts.expert_contract": ("has_stacked_experts",),
+    "composition.experts.expert_contract": (
+        "ExpertForm",
+        "expert_counts",
+        "expert_form",
+        "has_stacked_experts",
+    ),
     "composition.experts.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
     "composition.experts.routed_lists": ("caller_of", "chosen_by_values"),
     "interfaces": (
@@ -221,6 +231,7 @@ __all__ = [
     "Dtypes",
     "EvaluatedWeights",
     "Evaluation",
+    "ExpertForm",
     "Exports",
     "ForkError",
     "GradScaler",
@@ -289,6 +300,8 @@ __all__ = [
     "chosen_by_values",
     "compose",
     "divide_by_dtype",
+    "expert_counts",
+    "expert_form",
     "has_stacked_experts",
     "hookimpl",
     "import_config",

@@ -18,7 +18,7 @@ from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.contractions import Products
-from composer3d.propagation.functions.function_dims import name_of
+from composer3d.propagation.functions.function_dims import dims_of, name_of
 from composer3d.propagation.functions.random_functions import eagerly, site_of
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.functions.whole_operands import is_in_place
@@ -81,6 +81,7 @@ __all__ = [
     "copy_mark",
     "spec_of",
     "device_of",
+    "dims_of",
     "eagerly",
     "exchanged",
     "first_of",

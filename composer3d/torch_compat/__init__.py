@@ -134,6 +134,7 @@ from composer3d.torch_compat.modes import (
     without_torch_functions,
     works_on_meta,
 )
+from composer3d.torch_compat.operator_tags import is_pointwise
 from composer3d.torch_compat.operators import (
     custom_operator,
     custom_operators,
@@ -274,6 +275,7 @@ __all__ = [
     "inherit_timeouts",
     "is_captured",
     "is_in_place",
+    "is_pointwise",
     "is_run_eagerly",
     "is_view",
     "is_wrapper_subclass",

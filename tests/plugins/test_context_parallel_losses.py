@@ -147,6 +147,39 @@ def test_a_loss_that_changes_what_it_does_is_decided_again():
     assert "__getitem__" in losses.relation(loss, target, num_samples=3, lengths=(13,))
 
 
+SETTINGS = {"is_shifted": False}
+
+
+class Trainer:
+    """What a loss may know of the loop around it."""
+
+    epoch = 0
+
+
+def of_a_closure(trainer: Trainer) -> Callable[..., Tensor]:
+    return lambda o, t: mean(o[:, :-1], t[:, 1:]) if trainer.epoch else mean(o, t)
+
+
+def of_a_list(epochs: list[int]) -> Callable[..., Tensor]:
+    return lambda o, t: mean(o[:, :-1], t[:, 1:]) if epochs else mean(o, t)
+
+
+def of_globals(o: Tensor, t: Tensor) -> Tensor:
+    return mean(o[:, :-1], t[:, 1:]) if SETTINGS["is_shifted"] else mean(o, t)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list", "global"])
+def test_a_loss_is_decided_again_where_what_its_closure_reads_changes(kind: str, monkeypatch):
+    trainer, epochs = Trainer(), []
+    losses, target = decisions(), torch.zeros(3, 13, dtype=torch.int64)
+    loss = {"attribute": of_a_closure(trainer), "list": of_a_list(epochs), "global": of_globals}[kind]
+    assert losses.relation(loss, target, num_samples=3, lengths=(13,)) == ""
+    trainer.epoch = 1
+    epochs.append(1)
+    monkeypatch.setitem(SETTINGS, "is_shifted", True)
+    assert "__getitem__" in losses.relation(loss, target, num_samples=3, lengths=(13,))
+
+
 LAST = """
 def last(output, target):
     return output[:, -1].double().square().sum(), len(target)

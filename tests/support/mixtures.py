@@ -268,7 +268,7 @@ def token_sum(output, targets):
 
 
 def mixture_steps(cases):
-    """Run on a rank: one composed step in float64 of each (name, text), against one device.
+    """Run on a rank: one composed step in float64 of each (name or factory, text), against one device.
 
     Returns for each (loss error, norm error, largest relative gradient error, (count, bytes) by (op, axis)).
     """
@@ -278,13 +278,13 @@ def mixture_steps(cases):
 
 def _step(name, text):
     tokens, targets = tokens_and_targets()
-    reference = seeded(MIXTURES[name])
+    reference = seeded(MIXTURES.get(name, name))
     loss_1 = token_sum(reference(tokens), targets)
     (loss_1.sum / loss_1.count).backward()
     zeros = {fqn: torch.zeros_like(p) for fqn, p in reference.named_parameters()}
     wanted = zeros | {fqn: p.grad for fqn, p in reference.named_parameters() if p.grad is not None}
     norm_1 = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
-    run = composer3d.compose(seeded(MIXTURES[name]), write_manifest(text), loss_fn=token_sum)
+    run = composer3d.compose(seeded(MIXTURES.get(name, name)), write_manifest(text), loss_fn=token_sum)
     tokens, targets = mine(run, tokens), mine(run, targets)
     with count_collectives(run.mesh) as collectives, run.step(0):
         loss = run.forward_backward(tokens, target=targets)

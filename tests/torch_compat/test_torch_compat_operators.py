@@ -225,3 +225,8 @@ def test_attention_of_cuda_returns_the_log_sum_exp(kernel, mask):
     found, wanted = (o, lse, *gradients), (expected, expected_lse, q.grad, k.grad, v.grad)
     for mine, whole in zip(found, wanted, strict=True):
         assert float((mine.double() - whole).detach().abs().max() / whole.abs().max()) <= tolerance
+
+
+def test_elementwise_operators_are_known_by_torchs_tag():
+    assert all(map(torch_compat.is_pointwise, ("add", "gelu", "masked_fill")))
+    assert not any(map(torch_compat.is_pointwise, ("cumsum", "flip", "name", "no such operator")))

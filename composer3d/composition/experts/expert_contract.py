@@ -1,23 +1,63 @@
-"""Contract of modules that hold experts with stacked weights: `(hidden_TD, index_TK, weights_TK) -> hidden_TD`."""
+"""Modules that hold experts with stacked weights: how many, which weights, and what their forward is called with.
+
+Shapes: T tokens, K experts a token, N experts, R rows in order of their experts, D width.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["has_stacked_experts", "is_matrix", "stacked_parameters"]
+__all__ = [
+    "ExpertForm",
+    "expert_counts",
+    "expert_form",
+    "has_stacked_experts",
+    "is_matrix",
+    "stacked_parameters",
+]
+
+# What a forward is called with: `chosen` (hidden_TD, index_TK, weights_TK), `counted` (rows_RD, rows of each expert),
+# `grouped` (rows_RD), as many for each expert, or with a dim of experts.
+ExpertForm = Literal["chosen", "counted", "grouped"]
+_FORMS: dict[int, ExpertForm] = {1: "grouped", 2: "counted", 3: "chosen"}
+
+
+def expert_form(module: nn.Module) -> ExpertForm | None:
+    """Return what the forward of a module with stacked weights is called with; None where it holds no experts.
+
+    Experts of transformers (5 and later) are chosen, and so are those of `composer3d.models:moe`; those of torchtitan
+    and ScatterMoE are counted, Llama 4's grouped. A module that is called with less than choices is known by its
+    weights alone, each of which is a matrix for each expert, or a bias.
+    """
+    number = _number(module)
+    form = _FORMS.get(_num_arguments(module)) if number else None
+    if form == "chosen" or form is None:
+        return form
+    return form if all(each.ndim >= 3 or "bias" in name for name, each in module.named_parameters()) else None
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
     """Return whether a module has the contract `(hidden_TD, index_TK, weights_TK) -> hidden_TD`.
 
-    It stacks its parameters, and its forward takes three positional arguments. Experts of transformers (5 and later)
-    are such modules, and those of `composer3d.models:moe`.
+    It stacks its parameters, and its forward takes three positional arguments.
     """
-    return _stacks(module) and _num_arguments(module) == 3
+    return expert_form(module) == "chosen"
+
+
+def expert_counts(module: nn.Module) -> dict[str, int]:
+    """Return the attributes of a module that say how many experts it has, by name; empty where it has none.
+
+    They are named for experts, and are the first dim of each of its stacked weights.
+    """
+    stacked = [parameter.shape[0] for parameter in module.parameters() if parameter.ndim >= 3]
+    if not stacked or len(set(stacked)) > 1:
+        return {}
+    named = {name: value for name, value in vars(module).items() if "expert" in name and type(value) is int}
+    return {name: value for name, value in named.items() if value == stacked[0] and value > 1}
 
 
 def stacked_parameters(model: nn.Module) -> frozenset[str]:
@@ -25,7 +65,7 @@ def stacked_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{fqn}.{name}"
         for fqn, module in model.named_modules()
-        if _stacks(module)
+        if _number(module)
         for name, _ in module.named_parameters(remove_duplicate=False)
     )
 
@@ -41,12 +81,15 @@ def is_matrix(fqn: str, parameter: Tensor, stacked: frozenset[str]) -> bool:
     return parameter.ndim == (3 if fqn in stacked else 2)
 
 
-def _stacks(module: nn.Module) -> bool:
-    number = getattr(module, "num_experts", None)
-    parameters = list(module.parameters())
-    if not isinstance(number, int) or isinstance(number, bool) or not parameters:
-        return False
-    return all(parameter.ndim >= 2 and parameter.shape[0] == number for parameter in parameters)
+def _number(module: nn.Module) -> int:
+    """Return how many experts a module stacks, 0 where one of its parameters is not stacked."""
+    from torch import nn
+
+    number = next(iter(expert_counts(module).values()), 0)
+    if any(isinstance(inner, nn.Linear) for inner in module.modules()):
+        return 0  # a block around its experts: a router has a row for each of them, too
+    stacks = all(parameter.ndim >= 2 and parameter.shape[0] == number for parameter in module.parameters())
+    return number if stacks else 0
 
 
 def _num_arguments(module: nn.Module) -> int:

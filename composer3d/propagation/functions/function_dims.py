@@ -21,7 +21,9 @@ OBJECT = frozenset(
     "register_hook register_post_accumulate_grad_hook requires_grad requires_grad_ grad_fn grad is_leaf retain_grad "
     "retains_grad data_ptr untyped_storage storage_offset stride is_contiguous _version output_nr device dtype layout "
     "is_meta is_cuda is_cpu is_sparse is_quantized is_nested is_complex is_floating_point element_size itemsize "
-    "__hash__ _backward_hooks _post_accumulate_grad_hooks record_stream is_shared is_inference has_names".split()
+    "__hash__ _backward_hooks _post_accumulate_grad_hooks record_stream is_shared is_inference has_names _base _cdata "
+    "_grad _grad_fn _is_view grad_dtype is_coalesced is_conj is_distributed is_ipu is_maia is_mkldnn is_mps is_mtia "
+    "is_neg is_pinned is_signed is_sparse_csr is_vulkan is_xla is_xpu name names qscheme volatile".split()
 )
 JOINS = frozenset({"cat", "concat", "concatenate"})
 # Same shape, other meaning: they go along a dim, the argument at this place, or this one where it is not given.

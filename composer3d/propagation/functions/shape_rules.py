@@ -16,6 +16,7 @@ from composer3d import torch_compat
 from composer3d.propagation.decision_cache import Work
 from composer3d.propagation.functions.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d.propagation.functions.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
+from composer3d.propagation.functions.known_functions import is_known
 from composer3d.propagation.functions.result_shards import marked, pair
 from composer3d.propagation.functions.view_shapes import Placed, inside, regroup
 from composer3d.propagation.functions.whole_operands import Meeting
@@ -53,6 +54,8 @@ class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
             return convolved
         if any(mixes(name, args, options, ndim=spec.shadow.ndim, dim=spec.placed.dim) for spec in specs):
             raise PropagationError("it goes along the sharded dim")
+        if not is_known(name):
+            raise PropagationError("no table of the propagation says what it does along the sharded dim")
         x, spec = args[0] if args else None, self._spec_of(args[0]) if args else None
         if spec is not None and isinstance(x, Tensor):
             if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == spec.shadow.numel():

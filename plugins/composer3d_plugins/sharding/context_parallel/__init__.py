@@ -151,6 +151,7 @@ class ContextParallel:
             rank=context.coordinates["cp"],
             by_document=self.balanced and not found.is_captured(),
             relation=lambda target, num_samples, lengths: self._relation(context, target, num_samples, lengths),
+            table=found.table,
         )
         placed, found.sequences = placement.place(batch)
         return placed
@@ -224,6 +225,7 @@ class ContextParallel:
         from composer3d_plugins.sharding.context_parallel.attention_methods import Method
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
         from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
+        from composer3d_plugins.sharding.context_parallel.position_tables import explained
         from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
         from composer3d_plugins.sharding.context_parallel.sequence_outputs import Outputs
         from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
@@ -267,7 +269,18 @@ class ContextParallel:
         if any(part.is_last and part.module is model for part in context.parts):
             sequence.returned = Outputs(rules=rules, found=found)
         sequence.install(model)
+        model.forward = explained(model.forward, partial(self._padding, context))
         return fqns
+
+    def _padding(self, context: RunContext) -> tuple[int, int, str] | None:
+        """Return the length and the padded length of the batch at work, and which to use instead."""
+        padded = context.state[self].sequences.padded()
+        if padded is None:
+            return None
+        unit = self._unit(context.degrees["cp"])
+        lower = padded[0] // unit * unit
+        plain = ", or write balanced = false" if self.balanced and padded[0] * 2 % unit == 0 else ""
+        return (*padded, f"use {lower or padded[1]} tokens{plain}")
 
     def _link(self, mesh: DeviceMesh) -> Callable[[str], Link | None]:
         """Return a function of a dtype that returns what is known of the links between the ranks."""

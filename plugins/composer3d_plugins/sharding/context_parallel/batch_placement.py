@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from composer3d import Batch, BatchError, torch_compat
+from composer3d_plugins.sharding.context_parallel.length_numbers import named
 from composer3d_plugins.sharding.context_parallel.packed_documents import balanced_positions
+from composer3d_plugins.sharding.context_parallel.position_tables import Table
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Placement", "Sequences", "sharded_inputs"]
@@ -87,6 +89,10 @@ class Sequences:
         """Whether outputs are gathered."""
         return self.is_own_forward or bool(self.relation)
 
+    def padded(self) -> tuple[int, int] | None:
+        """Return a sequence's number of tokens and its padded length; None where none is padded."""
+        return next(((tokens, length) for length, tokens in self.lengths.items() if tokens != length), None)
+
     def tokens(self, length: int) -> int:
         """Return the number of tokens of a sequence, without padding."""
         return self.lengths.get(length, length)
@@ -106,6 +112,7 @@ class Placement:
         rank: This rank's index along the axis.
         by_document: Whether positions are balanced by the documents in the inputs.
         relation: Returns by what the loss relates positions, given targets, the number of samples and the lengths.
+        table: The smallest table of positions that the model reads.
     """
 
     names: Sequence[str]
@@ -117,6 +124,7 @@ class Placement:
     rank: int
     by_document: bool = False
     relation: Callable[[Any, int, tuple[int, ...]], str] = lambda target, num_samples, lengths: ""
+    table: Table | None = None
 
     def place(self, batch: Batch) -> tuple[Batch, Sequences]:
         """Return the batch sliced to this rank's positions, and its lengths.
@@ -163,15 +171,23 @@ class Placement:
         """Return the length with padding."""
         if length % self.unit and self.unpadded:
             self._refuse(length, self.unpadded)
-        return -(-length // self.unit) * self.unit
+        padded = -(-length // self.unit) * self.unit
+        if self.table is not None and length <= self.table.rows < padded:
+            self._refuse(length, f"{named(self.table.where)} reads a table of {self.table.rows} positions")
+        return padded
 
     def _refuse(self, length: int, why: str) -> NoReturn:
-        lower, upper = length // self.unit * self.unit, -(-length // self.unit) * self.unit
-        near = f"{upper}" if not lower else f"{lower} or {upper}"
         raise BatchError(
             f"a sequence of {length} tokens does not divide into {self.unit} equal chunks, as context_parallel needs, "
-            f"and is not padded, since {why}; use {near}{self._unbalanced(length)}"
+            f"and is not padded, since {why}; use {' or '.join(map(str, self._nearest(length)))}"
+            f"{self._unbalanced(length)}"
         )
+
+    def _nearest(self, length: int) -> list[int]:
+        """Return the nearest lengths that divide, and that the model's tables have."""
+        lower, upper = length // self.unit * self.unit, -(-length // self.unit) * self.unit
+        most = upper if self.table is None else self.table.rows
+        return [each for each in (lower, upper) if each and (each <= most or not lower)]
 
     def _unbalanced(self, length: int) -> str:
         """Return what to write where a chunk for each rank would divide the length."""

@@ -33,6 +33,7 @@ from composer3d_plugins.sharding.context_parallel.batch_placement import Placeme
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
+from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 
@@ -57,6 +58,7 @@ class Found:
         rowwise: Modules that are said to do the same with every position.
         names: Of the model's parameters.
         shares_output: Whether the model's output is sharded.
+        table: The smallest table of positions that the model reads, beyond which nothing is padded.
         unpadded: Why lengths that do not divide are not padded; empty where they are.
         sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
@@ -75,6 +77,7 @@ class Found:
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
     shares_output: bool = True
+    table: Table | None = None
     unpadded: str = ""
     sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
@@ -138,7 +141,7 @@ def dry_run(
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
-    call, sequences = _narrowed(whole_call.fresh(), found, placement)
+    call, sequences = _narrowed(_divisible(whole_call.fresh(), found, dim, unit), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -170,11 +173,17 @@ def dry_run(
 
 def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: int) -> str:
     """Return how the model computes with its sequence's length as a number; empty if it does not."""
+    call = call.fresh()
     dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
+    given = [leaf for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]) if isinstance(leaf, Tensor)]
+    sharded = [call.args[key] if isinstance(key, int) else call.kwargs[key] for key in dims]
+    lengths = {x.shape[dim] for x in sharded}
+    tables = Tables(lengths=lengths, given=given)
     try:
-        where = length_number(model, call, dims=dims, shorter=unit - 1, has_products="products" in found.rows)
+        where = length_number(model, call, tables=tables, shorter=unit - 1, has_products="products" in found.rows)
     except Exception as error:  # a model's own code may raise anything
         return f"it cannot be run for another length ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    found.table = tables.smallest
     return where
 
 
@@ -295,6 +304,24 @@ def begins_of(found: Found, dim: int) -> Begins | None:
     if not found.begins:
         return None
     return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
+
+
+def _divisible(call: Call, found: Found, dim: int, unit: int) -> Call:
+    """Return a call whose lengths divide: a padded one may be more than the model has positions for."""
+    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
+    given = [call.args[key] if isinstance(key, int) else call.kwargs[key] for key in dims]
+    lengths = {x.shape[dim] for x in given if x.shape[dim] > unit}
+
+    def divisible(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for at in [dim] if any(leaf is x for x in given) else range(1, leaf.ndim):
+            if leaf.shape[at] in lengths:
+                leaf = leaf.narrow(at, 0, leaf.shape[at] // unit * unit)
+        return leaf
+
+    args, kwargs = torch_compat.tree_map(divisible, [list(call.args), dict(call.kwargs)])
+    return replace(call, args=tuple(args), kwargs=kwargs)
 
 
 def _narrowed(call: Call, found: Found, placement: Placement) -> tuple[Call, Sequences]:

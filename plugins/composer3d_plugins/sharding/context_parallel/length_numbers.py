@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composer3d import torch_compat
 from composer3d.propagation import Call, name_of, on_meta, patched, unseen
+from composer3d_plugins.sharding.context_parallel.position_tables import Tables
 
 __all__ = ["length_number", "named"]
 
@@ -36,22 +37,21 @@ NUMBERS = (int, float, complex)
 _Noted = tuple[str, str, tuple[Any, ...], tuple[int, ...]]
 
 
-def length_number(
-    model: nn.Module, call: Call, *, dims: Mapping[int | str, int], shorter: int, has_products: bool
-) -> str:
+def length_number(model: nn.Module, call: Call, *, tables: Tables, shorter: int, has_products: bool) -> str:
     """Return which module and function computes with a number of the length; empty if there is none.
 
     Args:
         model: The whole model.
         call: Of it, whole.
-        dims: The sequence's dim of each input that is sharded.
+        tables: Notes the tables of positions that the call reads.
         shorter: Positions that the second length is shorter by.
         has_products: Whether attention is written out, of whose scores only a softmax is known to leave padding out.
     """
-    lengths = {_of(call, key).shape[dim] for key, dim in dims.items()}
+    lengths, fresh = tables.lengths, call.fresh()
+    runs = [_noted(model, fresh, tables)]
     if min(lengths, default=0) <= shorter:
         return ""
-    runs = [_noted(model, each) for each in (call, _shortened(call, lengths, shorter))]
+    runs.append(_noted(model, _shortened(call, lengths, shorter).fresh()))
     for (name, where, numbers, shape), (other, _, others, shape_2) in zip(*runs, strict=False):
         if name != other:
             return f"{named(where)} does something else for another length ({name}, and {other})"
@@ -70,11 +70,6 @@ def _goes_along(numbers: Sequence[Any], differs: Sequence[bool]) -> bool:
     return any(differs[dim] for dim in dims if -len(differs) <= dim < len(differs)) if dims else any(differs)
 
 
-def _of(call: Call, key: int | str) -> Tensor:
-    tensor: Tensor = call.args[key] if isinstance(key, int) else call.kwargs[key]
-    return tensor
-
-
 def _shortened(call: Call, lengths: Collection[int], shorter: int) -> Call:
     def narrowed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -88,7 +83,7 @@ def _shortened(call: Call, lengths: Collection[int], shorter: int) -> Call:
     return Call(args=tuple(args), kwargs=kwargs, has_values=call.has_values)
 
 
-def _noted(model: nn.Module, call: Call) -> list[_Noted]:
+def _noted(model: nn.Module, call: Call, tables: Tables | None = None) -> list[_Noted]:
     """Run a call on meta; return what its functions compute with."""
     found: list[_Noted] = []
     at_work: list[str] = []
@@ -107,13 +102,15 @@ def _noted(model: nn.Module, call: Call) -> list[_Noted]:
 
     def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = name_of(func)
+        if tables is not None:
+            tables.note(func, args, result, at_work[-1] if at_work else "")
         if name not in SHAPES:
             shape = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
             found.append((name, at_work[-1] if at_work else "", tuple(_numbers(name, args, kwargs)), shape))
 
     forwards = {module: tracked(fqn, module.forward) for fqn, module in model.named_modules()}
     with patched(forwards):
-        on_meta(model, call.fresh(), notes=[note])
+        on_meta(model, call, notes=[note], seen=None if tables is None else tables.see)
     return found
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from composer3d import torch_compat
 from composer3d.propagation import SEQUENCE, AttentionCall, LossPropagation, Placed, Reach, Relation, ShardSpec, mark
+from composer3d_plugins.sharding.context_parallel.loss_state import state_of
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Losses", "OutputForm"]
@@ -109,14 +110,15 @@ class Losses:
         leaves = [leaf for leaf in torch_compat.tree_leaves(target) if isinstance(leaf, Tensor)]
         shapes = tuple((leaf.dtype, tuple(self._dims(leaf, set(lengths)))) for leaf in leaves)
         key = id(loss_fn), shapes
-        state = _numbers_of(loss_fn, set())
-        if self._known.get(key, (None, ""))[0] != state:
+        if self._known.get(key, (None, ""))[0] != state_of(loss_fn):
             self._decided_of[key] = loss_fn
             try:
                 loss_fn = copy.deepcopy(loss_fn)  # a module may count its calls
             except Exception:  # an object of the loop's own may refuse, for any reason
                 pass
-            self._known[key] = state, self._decided(loss_fn, target, num_samples, lengths)
+            decided = self._decided(loss_fn, target, num_samples, lengths)
+            # A loss that keeps a record of its calls has one more now.
+            self._known[key] = state_of(self._decided_of[key]), decided
         return self._known[key][1]
 
     def _dims(self, leaf: Tensor, lengths: set[int]) -> list[bool]:
@@ -174,22 +176,6 @@ class Losses:
         x = torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
         placed, sources = Placed(dim=dim, parts=(length,)), frozenset({SEQUENCE})
         return mark(x, placed=placed, degree=self.degree, sources=sources, axis="cp")
-
-
-def _numbers_of(loss: Any, seen: set[int]) -> list[Any]:
-    """Return what a loss keeps besides tensors: one that counts its calls may do something else in a later one."""
-    loss = getattr(loss, "func", loss)
-    loss = getattr(loss, "__self__", loss)
-    if id(loss) in seen:
-        return []
-    seen.add(id(loss))
-    found: list[Any] = []
-    for name, value in getattr(loss, "__dict__", {}).items():
-        if value is None or isinstance(value, int | float | str):
-            found.append((name, value))
-        elif callable(value) and not isinstance(value, type):
-            found.append((name, _numbers_of(value, seen)))
-    return found
 
 
 def _line(error: Exception) -> str:

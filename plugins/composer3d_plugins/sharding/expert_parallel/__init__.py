@@ -100,8 +100,9 @@ class ExpertParallel:
 
     A rank holds num_experts / ep consecutive experts of each layer. Tokens travel to the ranks of their experts and
     back, as many as were routed: none is dropped, none is padded, and a rank whose experts get none takes part.
-    Experts are modules with stacked weights (those of transformers 5, and `composer3d.models:moe`), which are called
-    with tokens, the experts of each and their weights; or modules of a list, around whose loop the exchange is made:
+    Experts are modules with stacked weights, which are called with tokens, the experts of each and their weights (those
+    of transformers 5, and `composer3d.models:moe`), with rows in order of experts and how many each has (torchtitan's,
+    ScatterMoE's), or as many for each (Llama 4's); or modules of a list, around whose loop the exchange is made:
     the block's own code runs twice, once to record what each expert is given, once to use what they return.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
@@ -222,7 +223,7 @@ class ExpertParallel:
                 continue
             note = partial(found.note, each.fqn)
             if each.is_list:
-                name = each.fqn.removeprefix(f"{each.block}.")
+                name = "" if each.fqn == each.block else each.fqn.removeprefix(f"{each.block}.")
                 shard_listed(
                     model.get_submodule(each.block), name, mesh, fqn=each.block, note=note, dependent=dependent
                 )

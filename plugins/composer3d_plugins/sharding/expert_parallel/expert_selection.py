@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, Role, RunContext, caller_of, chosen_by_values, has_stacked_experts, select_fqns
+from composer3d import (
+    PluginError,
+    Role,
+    RunContext,
+    caller_of,
+    chosen_by_values,
+    expert_counts,
+    expert_form,
+    select_fqns,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,8 +25,8 @@ __all__ = ["Experts", "find_experts"]
 
 _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
-    "their weights); or an nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it "
-    "chooses by values"
+    "their weights), of (rows in order of experts, how many each has), or of (rows, as many for each); or an "
+    "nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it chooses by values"
 )
 
 
@@ -30,12 +39,14 @@ class Experts:
         number: How many.
         is_list: Whether they are modules of a list.
         block: FQN of the module whose forward is changed: of a list, the one around it that has a forward.
+        is_sorted: Whether it is called with rows in order of experts.
     """
 
     fqn: str
     number: int
     is_list: bool
     block: str
+    is_sorted: bool = False
 
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
@@ -58,6 +69,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
         if not found:
             lists = [fqn for fqn, module in model.named_modules() if _is_list(module)]
             seen = f"; its lists of modules: {', '.join(lists)}" if lists else "; it has no list of modules"
+            seen += _missed(model)
             raise PluginError(
                 f"expert_parallel found no experts in {type(model).__name__}: it looked for {_CONTRACT}{seen}",
                 hint="name what holds them: experts = [...], or remove [sharding.expert_parallel]",
@@ -85,11 +97,37 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
 
 
 def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
-    if has_stacked_experts(module):
-        return Experts(fqn=fqn, number=int(module.num_experts), is_list=False, block=fqn)  # type: ignore[arg-type]
+    form = expert_form(module)
+    if form is not None:
+        return Experts(
+            fqn=fqn,
+            number=next(iter(expert_counts(module).values())),
+            is_list=False,
+            block=fqn,
+            is_sorted=form != "chosen",
+        )
     if fqn and _is_list(module, named=named) and (named or chosen_by_values(model, fqn)):
         return Experts(fqn=fqn, number=len(list(module.children())), is_list=True, block=caller_of(model, fqn))
     return None
+
+
+def _missed(model: nn.Module) -> str:
+    """Return which modules hold weights of three dims, and why they are no experts; empty if there are none."""
+    said = []
+    for fqn, module in model.named_modules():
+        own = {name: tuple(held.shape) for name, held in module.named_parameters(recurse=False) if held.ndim == 3}
+        if not own:
+            continue
+        sizes = sorted({shape[0] for shape in own.values()})
+        numbers = {name: value for name, value in vars(module).items() if "expert" in name and type(value) is int}
+        if len(sizes) > 1:
+            why = f"stacks {', '.join(f'{shape[0]} in {name}' for name, shape in own.items())}"
+        elif not expert_counts(module):
+            why = f"stacks {sizes[0]}, and says {numbers or 'nothing'} of its number of experts"
+        else:
+            why = "has a forward of other arguments, or weights that are not stacked"
+        said.append(f'"{fqn}" ({type(module).__name__}) {why}')
+    return f"; of modules with weights of three dims {'; '.join(said[:3])}" if said else ""
 
 
 def _is_list(module: nn.Module, *, named: bool = True) -> bool:
@@ -109,10 +147,13 @@ def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) ->
     """Refuse lists where ranks of tp hold other experts: their modules are sharded over tp, as any others."""
     outer = math.prod(context.degrees[name] for name in ("dp_shard", "cp"))
     for each in found:
-        if each.is_list:
+        if each.is_list or each.is_sorted:
+            kind = (
+                "is a list of modules, which tp shards" if each.is_list else "is called with rows in order of experts"
+            )
             raise PluginError(
                 f"ep = {degree} does not divide dp_shard x cp = {outer}, so that it takes ranks of tp, and "
-                f'"{each.fqn}" is a list of modules, which tp shards; stacked weights alone can be whole there',
+                f'"{each.fqn}" {kind}; stacked weights that tokens choose can be whole there, and no others',
                 hint=f"choose an ep that divides {outer}",
             )
 

@@ -50,7 +50,7 @@ def shard_listed(
 
     Args:
         block: Whose forward calls the experts with rows, none of which it makes of what an expert has returned.
-        name: Of the list, inside of the block.
+        name: Of the list, inside of the block; empty where the list itself has a forward.
         mesh: Of one dim, ep.
         fqn: Of the block, for messages.
         note: Called in every forward, as `token_exchange.Note`.
@@ -208,7 +208,7 @@ class _Exchange:
             if [leaf._version for leaf in given] != versions:
                 raise PluginError(
                     f'expert_parallel: the forward of "{self.fqn}" changes its input in place, and runs twice, around '
-                    f'the exchange of rows for "{self._list_name}"; write `x = x + y` for `x += y` there'
+                    f'the exchange of rows for "{self._list_name or self.fqn}"; write `x = x + y` for `x += y` there'
                 )
             restore_random_states(states)
             state.restore()
@@ -270,14 +270,16 @@ class _Exchange:
         known = self._differs and torch_compat.active_fake_mode() is None and not self._differs[0].is_meta
         if not known or not bool(torch.stack(self._differs).any()):  # one wait for the accelerator
             return
+        name = self._list_name or self.fqn
         raise PluginError(
-            f'expert_parallel: the forward of "{self.fqn}" makes rows for one expert of "{self._list_name}" of what '
+            f'expert_parallel: the forward of "{self.fqn}" makes rows for one expert of "{name}" of what '
             "another has returned; all rows are exchanged at once, so they must not depend on results; sum these up "
             "in a tensor of their own, or leave the list out of [sharding.expert_parallel] experts"
         )
 
     def _of(self, index: int) -> str:
-        return f'expert_parallel: expert {index} of "{self.fqn}.{self._list_name}"'
+        fqn = f"{self.fqn}.{self._list_name}" if self._list_name else self.fqn
+        return f'expert_parallel: expert {index} of "{fqn}"'
 
     def _exchanged(self, calls: Sequence[_Call], given: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Return what the experts make of the rows that were recorded, by call, and the rows that came back."""

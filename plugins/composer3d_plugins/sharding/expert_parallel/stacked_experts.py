@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import PluginError, propagation
+from composer3d import PluginError, expert_counts, expert_form, propagation
+from composer3d_plugins.sharding.expert_parallel.sorted_rows import exchange_sorted, states_ends
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
     exchange_parts,
@@ -37,54 +38,89 @@ def shard_stacked(
 ) -> None:
     """Shard stacked experts over the ranks of a mesh, along their first dim, and exchange tokens around their forward.
 
-    The module's own code runs on this rank's experts, each row with one expert and a weight of one.
+    The module's own code runs on this rank's experts: where tokens choose them, each row with one expert and a weight
+    of one; where rows come in order of experts, those of all ranks in that order.
 
     Args:
-        module: With the contract of `has_stacked_experts`.
+        module: With a form of `expert_form`.
         mesh: Of one dim, ep.
         fqn: Of the module, for messages.
-        dispatch: How tokens reach experts; "auto" sends what has fewer bytes.
+        dispatch: How tokens reach experts; "auto" sends what has fewer bytes. Sorted rows are always sent.
         note: Called in every forward, as `token_exchange.Note`.
         skew: As of `token_exchange.exchange_counts`.
         tensor: Of one dim, tp, where ep is carved out of it too: each of its ranks sends a part of the tokens.
 
-    Memory: experts / ep. Collectives: as `token_exchange.send_tokens` and `gather_tokens`; over the ranks of tensor 1
-    all-gather forward (results), 2 backward.
+    Memory: experts / ep. Collectives: as `token_exchange.send_tokens`, `send_sorted` and `gather_tokens`; over the
+    ranks of tensor 1 all-gather forward (results), 2 backward.
     """
+    form, counts = expert_form(module), expert_counts(module)
+    total, degree, inner = next(iter(counts.values())), mesh.size(), module.forward
+    _shard_weights(module, mesh)
+    signature, divisor = inspect.signature(inner), degree // (1 if tensor is None else tensor.size())
+    local = functools.partial(_local, module, dict.fromkeys(counts, total // degree))
+    options: dict[str, Any] = {
+        "num_experts": total,
+        "group": mesh.get_group(),
+        "degree": divisor,
+        "note": note,
+        "skew": skew,
+    }
+    if form == "chosen":
+        run = functools.partial(
+            _exchange_chosen, inner, fqn=fqn, dispatch=dispatch, degree=degree, tensor=tensor, options=options
+        )
+    else:
+        are_ends = states_ends([*signature.parameters][-1])
+        run = functools.partial(exchange_sorted, inner, fqn=fqn, are_ends=are_ends, **options)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).args
+        with local():
+            return run(*given)
+
+    module.forward = propagation.eagerly(forward)
+
+
+def _shard_weights(module: Any, mesh: DeviceMesh) -> None:
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    total, degree, inner = module.num_experts, mesh.size(), module.forward
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
                 shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
                 owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
-    group = mesh.get_group()
-    run, divisor = functools.partial(_run_local, inner), degree // (1 if tensor is None else tensor.size())
-    signature = inspect.signature(inner)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        hidden_TD, index_TK, weights_TK = signature.bind(*args, **kwargs).args
-        if hidden_TD.ndim != 2 or index_TK.ndim != 2 or index_TK.shape != weights_TK.shape:
-            raise PluginError(
-                f'expert_parallel: "{fqn}" is called with {list(hidden_TD.shape)}, {list(index_TK.shape)} and '
-                f"{list(weights_TK.shape)}, which are not tokens x width, and tokens x experts twice"
-            )
-        is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
-        exchange = gather_tokens if is_gathered else send_tokens
-        given = (hidden_TD, index_TK, weights_TK)
-        options: Any = {"num_experts": total, "group": group, "degree": divisor, "note": note, "skew": skew}
-        with _local(module, total // degree):
-            if tensor is None:
-                return exchange(run, *given, **options)
-            specs = [propagation.spec_of(x) for x in given]
-            if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
-                return propagation.copy_mark(hidden_TD, exchange(run, *map(propagation.strip, given), **options))
-            return exchange_parts(functools.partial(exchange, run, **options), *given, group=tensor.get_group())
 
-    module.forward = propagation.eagerly(forward)
+def _exchange_chosen(
+    inner: Callable[..., Tensor],
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    fqn: str,
+    dispatch: Dispatch,
+    degree: int,
+    tensor: DeviceMesh | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Run experts that tokens choose, each with its weights; arguments as of `shard_stacked`."""
+    if hidden_TD.ndim != 2 or index_TK.ndim != 2 or index_TK.shape != weights_TK.shape:
+        raise PluginError(
+            f'expert_parallel: "{fqn}" is called with {list(hidden_TD.shape)}, {list(index_TK.shape)} and '
+            f"{list(weights_TK.shape)}, which are not tokens x width, and tokens x experts twice"
+        )
+    given = (hidden_TD, index_TK, weights_TK)
+    is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
+    send = gather_tokens if is_gathered else send_tokens
+    exchange: Callable[..., Tensor] = functools.partial(send, functools.partial(_run_local, inner), **options)
+    if tensor is None:
+        return exchange(*given)
+    specs = [propagation.spec_of(x) for x in given]
+    if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
+        return propagation.copy_mark(hidden_TD, exchange(*map(propagation.strip, given)))
+    return exchange_parts(exchange, *given, group=tensor.get_group())
 
 
 def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor) -> Tensor:
@@ -101,21 +137,21 @@ def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor)
 
 
 @contextmanager
-def _local(module: Any, num_experts: int) -> Iterator[None]:
+def _local(module: Any, counts: Mapping[str, int]) -> Iterator[None]:
     """Let a module's code read this rank's experts: plain tensors, and as many as there are."""
     from torch.distributed.tensor import DTensor
 
     shadowed: list[tuple[Any, str]] = []
-    number = module.num_experts
+    before = {name: vars(module)[name] for name in counts}
     try:
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
                 if isinstance(parameter, DTensor):
                     owner.__dict__[name] = parameter.to_local()
                     shadowed.append((owner, name))
-        module.num_experts = num_experts
+        vars(module).update(counts)
         yield
     finally:
-        module.num_experts = number
+        vars(module).update(before)
         for owner, name in shadowed:
             del owner.__dict__[name]

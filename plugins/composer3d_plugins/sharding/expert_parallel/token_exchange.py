@@ -24,10 +24,13 @@ __all__ = [
     "Note",
     "Rows",
     "count_rows",
+    "evenly",
     "exchange_counts",
     "exchange_parts",
+    "experts_of",
     "gather_tokens",
     "scale_gradients",
+    "scaled",
     "send_rows",
     "send_tokens",
 ]
@@ -93,10 +96,10 @@ def exchange_counts(
     with torch_compat.operator_span("all_to_all", group, bytes=counts_E.nbytes, what="counts"):
         dist.all_to_all_single(received_E, counts_E, group=group)
     if torch_compat.active_fake_mode() is not None:
-        even = _evenly(num_rows, counts_E.shape[0])
+        even = evenly(num_rows, counts_E.shape[0])
         local = len(even) // degree
         sent = [sum(even[rank * local : (rank + 1) * local]) for rank in range(degree)]
-        mine = [_evenly(round(skew * rows), local) for rows in sent]
+        mine = [evenly(round(skew * rows), local) for rows in sent]
         return Rows(
             chosen=even,
             sent=sent,
@@ -126,7 +129,8 @@ def _count(told: int) -> int:
     return ((told + 1) & ((1 << _WIDTH) - 1)) - 1
 
 
-def _evenly(total: int, number: int) -> list[int]:
+def evenly(total: int, number: int) -> list[int]:
+    """Return a number of rows as equal parts, the first of which have one more."""
     return [total // number + (index < total % number) for index in range(number)]
 
 
@@ -191,6 +195,12 @@ class _Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return the same values, whose gradient is multiplied."""
+    result: Tensor = _Scaled.apply(x, factor)
+    return result
+
+
 def scale_gradients(compute: Callable[[Tensor], Tensor], x_RD: Tensor, *, degree: int) -> Tensor:
     """Run experts so that the gradients of their parameters, and those alone, are divided by the degree.
 
@@ -198,8 +208,7 @@ def scale_gradients(compute: Callable[[Tensor], Tensor], x_RD: Tensor, *, degree
     the same experts, which are fewer than its ranks by this factor, as it does with any gradient. FSDP2's own divide
     factor would be a sum on gloo, and divides twice where one rank has an expert.
     """
-    result: Tensor = _Scaled.apply(compute(_Scaled.apply(x_RD, float(degree))), 1.0 / degree)
-    return result
+    return scaled(compute(scaled(x_RD, float(degree))), 1.0 / degree)
 
 
 class _Weighted(torch.autograd.Function):
@@ -254,9 +263,9 @@ def send_tokens(
     order_R = chosen_R.argsort(stable=True)
     rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
     note(rows.per_expert, rows.chosen)
-    hidden_TD = _Scaled.apply(hidden_TD, float(degree))
+    hidden_TD = scaled(hidden_TD, float(degree))
     sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
-    out_RD = compute(sent_RD, _experts_of(rows, like=order_R))
+    out_RD = compute(sent_RD, experts_of(rows, like=order_R))
     back_RD = send_rows(out_RD, rows, group=group, back=True)
     out_TKD = torch.empty_like(back_RD).index_copy(0, order_R, back_RD).unflatten(0, tuple(index_TK.shape))
     result: Tensor = _Weighted.apply(out_TKD, weights_TK, 1.0 / degree).to(hidden_TD.dtype)
@@ -268,7 +277,7 @@ def count_rows(chosen_R: Tensor, num_experts: int) -> Tensor:
     return chosen_R.new_zeros(num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
 
 
-def _experts_of(rows: Rows, *, like: Tensor) -> Tensor:
+def experts_of(rows: Rows, *, like: Tensor) -> Tensor:
     """Return of each received row the index among this rank's experts."""
     sizes = [size for source in rows.received_per_expert for size in source]
     local = len(rows.received_per_expert[0])
@@ -330,8 +339,8 @@ def gather_tokens(
     chosen_R = torch.where((chosen_R >= 0) & (chosen_R < local), chosen_R, local)
     order_R = chosen_R.argsort(stable=True)
     if is_fake:
-        per_expert = _evenly(round(skew * num_tokens * top_k), local)
-        note(per_expert, _evenly(num_tokens * top_k, num_experts))
+        per_expert = evenly(round(skew * num_tokens * top_k), local)
+        note(per_expert, evenly(num_tokens * top_k, num_experts))
     else:
         own_E = count_rows(index_TK.reshape(-1), num_experts)
         told = torch.cat([count_rows(chosen_R, local + 1)[:-1], own_E]).tolist()  # one wait for the accelerator

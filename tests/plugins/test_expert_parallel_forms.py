@@ -1,0 +1,84 @@
+"""Experts that are called with sorted rows, and loops of helpers: gradients equal one device's, wherever they are."""
+
+from __future__ import annotations
+
+import pytest
+from support.mixtures import mixture_steps
+from support.models import write_manifest
+from support.sorted_mixtures import FORMS, Counted, Grouped
+from torch import nn
+
+import composer3d
+from composer3d.testing import run_ranks
+
+EP = "[mesh]\ndp_shard = 2\nep = 2\n{}\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
+CP = EP.format("cp = 2") + '[sharding.context_parallel]\nmethod = "gather"\n'
+
+
+def assert_equal_to_one_device(world_size, cases):
+    results = run_ranks(mixture_steps, world_size, [(FORMS[name], text) for name, text in cases], timeout_s=200.0)
+    for ranks in zip(cases, *results, strict=True):
+        for loss, norm, error, _ in ranks[1:]:
+            assert max(loss, norm, error) <= 1e-12, ranks[0][0]
+    return dict(zip([name for name, _ in cases], [found[3] for found in results[0]], strict=True))
+
+
+def test_every_form_equals_one_device():
+    found = assert_equal_to_one_device(2, [(name, EP.format("")) for name in FORMS])
+    for name, counted in found.items():
+        num_exchanges = 2 if name.startswith("counted") else 1
+        layers = 2
+        assert counted["all_to_all", "ep"][0] == 5 * num_exchanges * layers, name
+
+
+class Several(nn.Module):
+    """Stacked experts among modules that only look like some."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.gate, self.num_experts = Counted(4, 4), nn.Linear(4, 4, bias=False), 4
+
+    def forward(self, x):
+        return x
+
+
+class Router(nn.Module):
+    """A row for each expert, and one argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(nn.Linear(6, 4).weight.detach())
+
+    def forward(self, x):
+        return x
+
+
+def test_forms_are_known_by_arguments_and_weights():
+    assert composer3d.expert_form(Counted(4, 4)) == "counted"
+    assert composer3d.expert_form(Grouped(4)) == "grouped"
+    assert [composer3d.expert_form(module) for module in (Several(), Router())] == [None, None]
+
+
+class Unequal(nn.Module):
+    """Two stacks of different numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.head = 4, nn.Linear(4, 4)
+        self.up, self.down = (
+            nn.Parameter(nn.init.normal_(Counted(4, 4).weight_NFD.detach().repeat(n, 1, 1))) for n in (2, 1)
+        )
+
+    def forward(self, x, chosen, weights):
+        return x
+
+
+def refused():
+    with pytest.raises(composer3d.ComposerError) as caught:
+        composer3d.compose(Unequal(), write_manifest(EP.format("")), loss_fn=nn.functional.mse_loss)
+    return str(caught.value)
+
+
+def test_a_model_without_known_experts_is_told_what_was_found():
+    for message in run_ranks(refused, 2):
+        assert 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down' in message
