@@ -20,6 +20,7 @@ __all__ = [
     "orthogonalised",
     "plain_tensors",
     "record_memory_history",
+    "scaled_product",
     "set_gradient_hooks",
     "storage_key",
     "take_memory",
@@ -214,6 +215,13 @@ _CPU_ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
 }
+
+
+def scaled_product(a_MK: Any, b_KN: Any, scale_a: Any, scale_b: Any, dtype: Any) -> Any:
+    """Return a product of float8 matrices with their scales; in torch 2.11 it is behind a private name alone."""
+    import torch
+
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=dtype)
 
 
 def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

@@ -351,3 +351,9 @@ def test_nodes_say_the_shape_of_what_they_made():
     assert torch_compat.node_shape((x * torch.ones(4, 1, 3)).grad_fn) == (4, 2, 3)
     assert torch_compat.node_shape(x.sum().grad_fn) == ()
     assert torch_compat.node_shape(x.unbind()[0].grad_fn) is None
+
+
+def test_products_of_float8_matrices_have_scales_and_a_dtype_of_their_own():
+    a, b = (torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    found = torch_compat.scaled_product(a, b.t(), torch.tensor(2.0), torch.tensor(0.5), torch.bfloat16)
+    assert torch.equal(found, torch.full((16, 16), 16.0, dtype=torch.bfloat16))

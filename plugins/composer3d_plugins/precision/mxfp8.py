@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,7 @@ class MXFP8:
     """Multiply the matrices of linear layers in MXFP8; weights, gradients and the optimizer keep their dtypes.
 
     Operands are quantised to float8 in blocks of 32 elements along the contracted dim, one power-of-two scale per
-    block. Below compute capability 10.0 the products are emulated, and the plan reports that.
+    block. Below compute capability 10.0 the products are emulated, and `check` says so; `plan` counts MXFP8 products.
     Memory: float8 copies of the operands of the layer that runs.
     Collectives: none of its own. Local shards under tp must be multiples of a block, so that scales equal those of one
     device.
@@ -118,11 +118,17 @@ class MXFP8:
         return chosen
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
-        label = f"{self.recipe}_emulated" if self._emulates(context.device) else self.recipe
+        label = f"{self.recipe}_emulated" if self._emulates(context) else self.recipe
         return {label: context.state[self]}
 
-    def _emulates(self, device: torch.device) -> bool:
-        return not _has_products(device) if self.emulate is None else self.emulate
+    def _emulates(self, context: RunContext) -> bool:
+        """Return whether products are emulated; a plan is of the devices of its hardware file, not of this machine's.
+
+        What a device of that file cannot multiply in float8 the plan's time model takes as it is emulated, in float32.
+        """
+        if self.emulate is not None:
+            return self.emulate
+        return context.purpose != "plan" and not _has_products(context.device)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         import torch
@@ -132,7 +138,8 @@ class MXFP8:
         mx: Any = torch_compat.import_torchao("torchao.prototype.moe_training.mxfp8_linear")
         formats: Any = torch_compat.import_torchao("torchao.prototype.mx_formats.config")
         kernels: Any = torch_compat.import_torchao("torchao.quantization.quantize_.common")
-        kernel = kernels.KernelPreference.EMULATED if self._emulates(context.device) else kernels.KernelPreference.AUTO
+        kernel = kernels.KernelPreference.EMULATED if self._emulates(context) else kernels.KernelPreference.AUTO
+        planned = _planned_product() if context.purpose == "plan" and not self._emulates(context) else None
         rounding, keeps = formats.ScaleCalculationMode.RCEIL, self.recipe == "mxfp8_wgrad_hp"
 
         def product(x_BI: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,7 +155,12 @@ class MXFP8:
             num_tokens = x_TI.shape[0]
             if not keeps:  # the weight gradient contracts over tokens: pad them to a multiple of a block
                 x_TI = F.pad(x_TI, (0, 0, 0, -num_tokens % BLOCK))
-            y_TO: Any = mx._to_mxfp8_then_scaled_mm(x_TI, weight_OI.to(dtype).contiguous(), kernel, rounding, keeps)
+            weight_OI = weight_OI.to(dtype).contiguous()
+            y_TO: Any = (
+                mx._to_mxfp8_then_scaled_mm(x_TI, weight_OI, kernel, rounding, keeps)
+                if planned is None
+                else planned(x_TI, weight_OI, keeps)
+            )
             y_BO = y_TO[:num_tokens].to(x_BI.dtype).view(*x_BI.shape[:-1], -1)
             # torchao returns a view, and FSDP2 warns about root modules whose output is a view.
             y_BO = torch_compat.unviewed(y_BO)
@@ -178,3 +190,43 @@ def _has_products(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+def _planned_product() -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Return a product of the operators that a device with MXFP8 products runs, for tensors without values.
+
+    torchao's quantisation kernels exist on such devices alone. Each reads its operand once, and writes float8 elements
+    and one scale a block; the operands are saved in their own dtypes.
+    """
+    import torch
+
+    def quantised(operand_KL: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = operand_KL.shape
+        # Tensor cores read scales in tiles of 128 rows and 4 blocks.
+        padded = -(-rows // 128) * 128, -(-columns // (4 * BLOCK)) * 4
+        scales = operand_KL.new_empty(padded, dtype=torch.float8_e8m0fnu)
+        return operand_KL.to(torch.float8_e4m3fn), scales
+
+    def multiplied(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+        (a, scale_a), (b, scale_b) = quantised(a_MK), quantised(b_NK)
+        y_MN: Tensor = torch_compat.scaled_product(a, b.t(), scale_a, scale_b, a_MK.dtype)
+        return y_MN
+
+    class Planned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, keeps: bool) -> Tensor:
+            ctx.save_for_backward(x_TI, weight_OI)
+            ctx.keeps = keeps
+            return multiplied(x_TI, weight_OI)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+            (x_TI, weight_OI), grad_TO = ctx.saved_tensors, gradients[0].contiguous()
+            grad_OI = grad_TO.t() @ x_TI if ctx.keeps else multiplied(grad_TO.t(), x_TI.t())
+            return multiplied(grad_TO, weight_OI.t()), grad_OI, None
+
+    def product(x_TI: Tensor, weight_OI: Tensor, keeps: bool) -> Tensor:
+        y_TO: Tensor = Planned.apply(x_TI, weight_OI, keeps)
+        return y_TO
+
+    return product

@@ -54,13 +54,21 @@ def test_sharded_products_are_those_of_one_device(products, layout):
     assert products(layout) == products("one")
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("precision", ["float8.recipe='tensorwise'", "float8.recipe='rowwise'", "mxfp8.recipe='mxfp8'"])
 @pytest.mark.parametrize("layout", ["fsdp2", "tp"])
-def test_products_in_float8_are_planned_as_those_of_a_device_that_has_them(products, layout, recipe):
-    found = products(layout, f"precision.float8.recipe='{recipe}'")
+def test_products_in_float8_are_planned_as_those_of_a_device_that_has_them(products, layout, precision):
+    found = products(layout, f"precision.{precision}")
     assert {name for name, _ in found} == {"aten._scaled_mm"}
     assert {dtype.partition("_")[0] for _, dtype in found} == {"float8"}
     assert found.total() == products("one").total()
+
+
+def test_mxfp8_products_of_which_the_gradients_of_weights_are_not_are_planned_so(products):
+    found = products("fsdp2", "precision.mxfp8.recipe='mxfp8_wgrad_hp'")
+    kinds = {name: {dtype.partition("_")[0] for each, dtype in found if each == name} for name, _ in found}
+    assert kinds == {"aten._scaled_mm": {"float8"}, "aten.mm": {"bfloat16"}}
+    assert found.total() == products("one").total()
+    assert 2 * found["aten.mm", "bfloat16"] >= found.total() - found["aten.mm", "bfloat16"]  # the head is not converted
 
 
 def test_products_that_are_to_be_emulated_are_planned_in_float32(products):
