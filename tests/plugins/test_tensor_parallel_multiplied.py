@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.family_models import class_loss
 from support.models import VOCAB, write_manifest
 from support.multiplied_models import DIM, MODELS, Lent, drawn
@@ -146,3 +147,22 @@ class BareLayers(nn.Module):
 def test_blocks_that_are_bare_layers_are_seen():
     said = on_one_rank(refused, 2, BareLayers)
     assert said.startswith('no plan can be derived for this model: "layers.0": its result leaves the block; "enter": ')
+    assert said.endswith('write plan = { "layers.*" = "head" }, which shards their weights and gathers each result')
+
+
+def trained_by_hand():
+    """Return the error of a gradient under the plan that the refusal writes."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, reference, tokens = BareLayers(), BareLayers(), torch.arange(8).view(2, 4)
+    reference.load_state_dict(model.state_dict())
+    plan = '[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = { "layers.*" = "head" }\n'
+    run = composer3d.compose(model, write_manifest(plan), example=((tokens,), {}))
+    run.backward(run.model(tokens).square().mean())
+    reference(tokens).square().mean().backward()
+    wanted = {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
+    return max(float((run.full_tensor(fqn, p.grad) - wanted[fqn]).abs().max()) for fqn, p in run.named_parameters())
+
+
+def test_bare_layers_are_sharded_by_the_plan_that_the_refusal_writes():
+    assert max(run_ranks(trained_by_hand, 2)) < 1e-12

@@ -18,7 +18,7 @@ from composer3d import PluginError, RunContext
 from composer3d.propagation import Call, PropagationError, Traced, kind_of, reader_of, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
-from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import READ, rules_outside
+from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import READ, gathered_by_hand, rules_outside
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features
@@ -212,7 +212,8 @@ def derive(
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
-        why, advice = (shown, "write it") if shown else _without_layers(model)
+        by_hand = gathered_by_hand(model, reasons, context.degrees["tp"])
+        why, advice = (shown, by_hand) if shown else _without_layers(model)
         raise PluginError(f"no plan can be derived for this model: {why}", hint=advice)
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)

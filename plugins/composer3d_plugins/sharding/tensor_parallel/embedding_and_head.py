@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Ru
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names
 
-__all__ = ["READ", "rules_outside"]
+__all__ = ["READ", "gathered_by_hand", "rules_outside"]
 
 READ = "code outside of it reads its parameters"
 
@@ -66,3 +67,20 @@ def _why_whole(module: Any, *, is_read: bool, degree: int) -> str | None:
     if is_read:
         return READ
     return "its rows are rescaled as they are looked up" if getattr(module, "max_norm", None) is not None else None
+
+
+def gathered_by_hand(model: nn.Module, names: Iterable[str], degree: int) -> str:
+    """Return what to write where nothing can be derived: bare linear layers may gather their results.
+
+    Args:
+        model: The whole model.
+        names: Modules for which there is no rule.
+        degree: Of tp.
+    """
+    modules = dict(model.named_modules())
+    bare = [n for n in names if isinstance(m := modules.get(n), nn.Linear) and m.out_features % degree == 0]
+    patterns = dict.fromkeys(re.sub(r"\.\d+$", ".*", name) for name in bare)
+    if not patterns:
+        return "write it"
+    plan = ", ".join(f'"{pattern}" = "head"' for pattern in patterns)
+    return f"write plan = {{ {plan} }}, which shards their weights and gathers each result"
