@@ -36,6 +36,57 @@ class Turned(Language):
         return super().mixed(block, backwards(x), tokens)
 
 
+class Summed(torch.autograd.Function):
+    """Sums of what came before, with a backward of its own: the same with every rank's positions, and wrong of them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(1).cumsum(1).flip(1)
+
+
+class Scaled(torch.autograd.Function):
+    """The same with every token."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class Inner(torch.nn.Module):
+    """Applies a function with a backward of its own."""
+
+    def forward(self, x):
+        return Summed.apply(x)
+
+
+class Rowwise(torch.nn.Module):
+    def forward(self, x):
+        return Scaled.apply(x)
+
+
+class HasInner(Turned):
+    inner_class = Inner
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.inner_class()
+
+    def mixed(self, block, x, tokens):
+        return Language.mixed(self, block, self.inner(x), tokens)
+
+
+class HasRowwise(HasInner):
+    inner_class = Rowwise
+
+
 class Diagonal(Turned):
     """The diagonal of scores: of rows, a shard has the first columns of it."""
 
@@ -56,3 +107,13 @@ def test_unknown_functions_are_refused_by_name():
         run_ranks(sequence_steps, 2, [(Turned, context(more='others = "refuse"\n'), padded_batch)])
     assert 'mixes positions, and others = "refuse" gathers nothing' in str(caught.value)
     assert "backwards" in str(caught.value)
+
+
+def test_backwards_of_a_models_own_are_refused_unless_they_are_rowwise():
+    with pytest.raises(composer3d.ComposerError) as caught:
+        run_ranks(sequence_steps, 2, [(HasInner, context(), padded_batch)])
+    said = '"inner" applies Summed, a torch.autograd.Function: which positions its backward reads cannot be seen; if'
+    assert said in str(caught.value)
+    rowwise = [(HasRowwise, context(more='rowwise = ["inner"]\n'), padded_batch)]
+    for ((loss, error, *_),) in run_ranks(sequence_steps, 2, rowwise):
+        assert max(loss, error) <= 1e-12

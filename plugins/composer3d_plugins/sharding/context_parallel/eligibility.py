@@ -32,7 +32,7 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
-from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
+from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels, own_backwards
 from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
@@ -130,7 +130,7 @@ def dry_run(
     Raises:
         PluginError: Something cannot be sharded, or nothing would be won.
     """
-    _refuse_kernels(model)
+    _refuse_kernels(model, rowwise)
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
@@ -202,7 +202,15 @@ def _summarise(found: Found, rules: DryRules) -> None:
     )
 
 
-def _refuse_kernels(model: nn.Module) -> None:
+def _refuse_kernels(model: nn.Module, rowwise: Collection[str]) -> None:
+    inside = tuple(f"{fqn}." for fqn in rowwise)
+    for fqn, name in own_backwards(model).items():
+        if not f"{fqn}.".startswith(inside):
+            raise PluginError(
+                f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
+                "reads cannot be seen",
+                hint=f'if "{fqn}" does the same with every token, name it in rowwise; else write it with operators',
+            )
     for kernel in opaque_kernels(model):
         raise PluginError(
             f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '

@@ -7,11 +7,13 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.autograd import Function
 
-__all__ = ["OpaqueKernel", "opaque_kernels"]
+__all__ = ["OpaqueKernel", "opaque_kernels", "own_backwards"]
 
 # Packages whose attention is a binding of their own, below torch's operators.
 _PACKAGES = ("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "sageattention")
+_OWN = ("torch.", "composer3d.", "composer3d_plugins.")
 # What transformers calls its attention implementations that torch computes itself.
 _SEEN = ("eager", "sdpa", "flex_attention")
 
@@ -51,6 +53,32 @@ def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
         for kernel in (*_by_config(fqn, module), *of_code):
             found.setdefault(kernel.name, kernel)
     return list(found.values())
+
+
+def own_backwards(model: nn.Module) -> dict[str, str]:
+    """Return the modules whose own code applies a `torch.autograd.Function`, each with its name.
+
+    What such a function does backward is no operator that a propagation sees: on shards it is computed as if they were
+    whole sequences. Those of torch itself, and of the core, are left out.
+
+    Args:
+        model: Whole, on any device.
+    """
+    found: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        for base in type(module).__mro__:
+            methods = () if base.__module__.startswith("torch.") else vars(base).values()
+            for method in methods:
+                if isinstance(method, FunctionType) and "apply" in method.__code__.co_names:
+                    values = map(method.__globals__.get, method.__code__.co_names)
+                    for value in values:
+                        if isinstance(value, type) and issubclass(value, Function) and not _is_library(value):
+                            found[fqn] = value.__name__
+    return found
+
+
+def _is_library(value: type) -> bool:
+    return value.__module__.startswith(_OWN)
 
 
 def _by_config(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
