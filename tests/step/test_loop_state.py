@@ -153,3 +153,25 @@ def test_tensor_parallel_ranks_that_are_alike_are_told_nothing(text):
 def test_loops_that_are_alike_are_told_nothing(text, world_size):
     found = run_ranks(faulty, world_size, text, nothing, 1, 3, (1.0,) * 4)
     assert found == [(2, "nothing was told")] * world_size
+
+
+def keeps_gradients(text):
+    """Train in steps that open themselves; rank 1 keeps its gradients once. Return what each rank is told."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.001)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(seq_len=4))
+    with pytest.raises(StepError) as caught:
+        for number in range(3):
+            run.backward(sum_loss(run.model(tokens), targets))
+            optimizer.step()
+            if number != 1 or dist.get_rank() != 1:
+                optimizer.zero_grad()
+        raise StepError("nothing was told")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", [FSDP, DDP])
+def test_gradients_that_one_rank_keeps_are_named_where_a_forward_opens_the_step(text):
+    axis = "dp_shard" if text == FSDP else "dp_replicate"
+    message = BEFORE.replace("dp_shard", axis) + "gradients before the step's first backward: some, not none" + ALIKE
+    assert run_ranks(keeps_gradients, 2, text) == [message] * 2

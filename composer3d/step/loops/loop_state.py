@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
@@ -168,9 +168,11 @@ class LoopState:
     def _find(self) -> None:
         if self._modules is None:
             self._modules = [module for part in self._context.parts for module in part.module.modules()]
-            self._parameters = dict(self._context.named_parameters())
-            everything = list(self._parameters.values())
+            # A loop may be in its forward, in which units have others, gathered, in their place.
             sharded = sharded_parameters(self._context)
+            named = self._context.named_parameters()
+            self._parameters = {fqn: cast("nn.Parameter", sharded.get(fqn, each)) for fqn, each in named}
+            everything = list(self._parameters.values())
             self._plain = [parameter for fqn, parameter in self._parameters.items() if fqn not in sharded]
             self._version = self._versions()
             self._has_experts = any(self._context.parameter_mesh(fqn) is not None for fqn in self._parameters)
