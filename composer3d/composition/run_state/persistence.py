@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation
+from composer3d.checkpoint.joint_failure import together
 from composer3d.composition.run_state.deferred_copies import DeferredCopies
 from composer3d.composition.run_state.full_states import full, full_state_of
 from composer3d.errors import CheckpointError, StepError
@@ -175,7 +176,7 @@ class Persistence:
         present: dict[str, Tensor] = {}
         for prefix, thing in stateful.items():
             _take_out(thing.state_dict(), prefix, present)
-        known = checkpoint.contents(path)
+        known = together(None, path, lambda: checkpoint.contents(path))
         filled = {prefix: _blank(state["states"][prefix], prefix, path, present, known) for prefix in stateful}
         for prefix, value in filled.items():
             _take_out(value, prefix, tensors)
