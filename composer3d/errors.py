@@ -16,6 +16,7 @@ __all__ = [
     "ForkError",
     "HookError",
     "InitialisationError",
+    "KeyFault",
     "LockError",
     "LossError",
     "MachineError",
@@ -228,6 +229,18 @@ class ReplicaError(ComposerError):
 
 class RendezvousError(ComposerError):
     """Ranks cannot meet at the address that their environment names."""
+
+
+class KeyFault(ValueError):
+    """What a validator of a whole table has against one of its keys.
+
+    Attributes:
+        key: The key, whose line the user is shown; the message names it too.
+    """
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def is_interrupt(error: BaseException) -> bool:

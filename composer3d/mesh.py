@@ -241,7 +241,8 @@ def resolve(
         )
     carved, inner, ep = filled["dp_shard"] * filled["cp"], layout.degree(Role.TENSOR), filled["ep"]
     if carved % ep and inner == 1:
-        raise MeshError(f"ep={ep} does not divide dp_shard x cp = {carved}, which it is carved out of")
+        remedy = f"write dp_shard = {ep}, or a multiple of it"
+        raise MeshError(f"ep={ep} does not divide dp_shard x cp = {carved}, which it is carved out of; {remedy}")
     if carved % ep and (carved * inner % ep or ep % inner):
         raise MeshError(
             f"ep={ep} neither divides dp_shard x cp = {carved}, nor does it divide dp_shard x cp x tp = "

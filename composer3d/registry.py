@@ -157,6 +157,18 @@ class Catalogue:
         points = [point for same in self._points.values() for point in same]
         return tuple(sorted({point.module.partition(".")[0] for point in points}))
 
+    def owner_hint(self, axis: str) -> str | None:
+        """Return which tables to write for an axis; None if no plugin that can be imported owns it."""
+        found = []
+        for name in self.names():
+            try:
+                info = info_of(self.load(name))
+            except PluginError:
+                continue
+            if info is not None and axis in info.owns:
+                found.append(f"[{info.family}.{name}]")
+        return f"write {' or '.join(found)}, which owns {axis}" if found else None
+
     def origin(self, name: str) -> str:
         """Return the distribution and object behind a name, for people."""
         return " and ".join(

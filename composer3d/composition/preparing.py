@@ -27,7 +27,7 @@ from composer3d.errors import (
 from composer3d.hooks import Hooks, blamed, blamed_listing
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
-from composer3d.registry import Registered
+from composer3d.registry import Catalogue, Registered
 from composer3d.replicas import ranks_of_group
 from composer3d.transform import Phase, Transform, resolve
 
@@ -124,7 +124,7 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_al
         document.problem(
             ("mesh", name),
             f'{name} = {degree}, but no plugin of this manifest owns the axis "{name}"',
-            hint="composer3d plugins shows which plugin owns which axis",
+            hint=Catalogue.installed().owner_hint(name),
         )
         for name, degree in layout.degrees.items()
         if degree > 1 and name not in owners

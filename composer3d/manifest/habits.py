@@ -91,7 +91,14 @@ _IN_TABLE = {
     },
     "checkpoint": {"interval": "write every", "steps": "write every", "dir": "checkpoints lie in run.output"},
     "run": {"name": "write output", "dir": "write output"},
+    "optimizer.groups": {
+        "params": "write match",
+        "name": "write match",
+        "names": "write match",
+        "pattern": "write match",
+    },
 }
+_VALUES = {("run", "device", "gpu"): 'write "cuda"', ("run", "device", "nvidia"): 'write "cuda"'}
 
 
 def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Problem:
@@ -106,12 +113,15 @@ def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Pr
         name = (problem.table or "").strip('"')
         hint = _ANYWHERE.get(name)
         return replace(problem, hint=hint) if hint else problem
+    habit = _VALUES.get((problem.table or "", problem.key or "", value)) if isinstance(value, str) else None
+    if habit is not None:
+        return replace(problem, hint=habit)
     if not problem.message.startswith("unknown key ") or problem.key is None:
         return problem
     key, table = problem.key, problem.table or ""
     if key in tables and isinstance(value, dict):
         return replace(problem, hint=_dotted_hint(key, table, value))
-    hint = _IN_TABLE.get(table, {}).get(key) or _axis_hint(key, table) or _ANYWHERE.get(key)
+    hint = _IN_TABLE.get(table.partition("[")[0], {}).get(key) or _axis_hint(key, table) or _ANYWHERE.get(key)
     if hint is None and table == "model":
         hint = f"arguments of the model stand in model.args: write model.args.{key}"
     if hint is None or hint == f"write {table}.{key}":  # the word is right; tables of a run are not a loop's

@@ -27,6 +27,20 @@ _ALTERNATIVES: Mapping[KeyPath, KeyPath] = {
 _LARGEST = 1 << 63
 _BEYOND = "beyond 64 bits"
 _LONG_NUMBER = re.compile(r"(?<![0-9A-Za-z_\"'])[+-]?[0-9][0-9_]{99,}")
+_LOOKALIKES = {
+    "\u201c": "a curly quote",
+    "\u201d": "a curly quote",
+    "\u2018": "a curly quote",
+    "\u2019": "a curly quote",
+    "\u00a0": "a no-break space",
+    "\u2013": "a dash",
+    "\u2212": "a minus sign of typography",
+}
+_PLAIN = {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2013": "-", "\u2212": "-"}
+_WORDS = {
+    **dict.fromkeys(("True", "yes", "on"), "write true"),
+    **dict.fromkeys(("False", "no", "off"), "write false"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ def parse(text: str, *, file: str) -> Layer | Problem:
             file=file,
             line=error.lineno,
             column=error.colno,
-            hint=_shown(written),
+            hint=_slip(error.doc.split("\n")[error.lineno - 1], error.msg) or _shown(written),
         )
     except NestedTooDeeply as error:
         return Problem(message=f"nested too deeply: {error}", file=file, line=error.line, column=error.column)
@@ -78,6 +92,19 @@ def parse(text: str, *, file: str) -> Layer | Problem:
         return Problem(message=f"an integer {_BEYOND}", file=file, line=line, column=column)
     places = {path: Place(file, line, column) for path, (line, column) in located.items()}
     return _expand(Layer(tables=tables, places=places, problems=tuple(_unusable(tables, places, ()))))
+
+
+def _slip(line: str, said: str) -> str | None:
+    """Return what to write instead of what other formats, or a text's editor, make of TOML."""
+    if said.startswith("Cannot overwrite a value"):
+        return "the key stands in the file twice; remove one of them"
+    for character, name in _LOOKALIKES.items():
+        if character in line:
+            return f"the line holds {name} (U+{ord(character):04X}); write {_PLAIN.get(character, 'a space')}"
+    word = re.search(r"=\s*(True|False|None|null|nil|yes|no|on|off)\s*[,}\]#]?", line)
+    if word is not None:
+        return _WORDS.get(word[1], "TOML has no such value: leave the key out")
+    return None
 
 
 def _shown(line: str) -> str:

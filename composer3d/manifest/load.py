@@ -227,7 +227,8 @@ def _plugin(
     try:
         cls = _from_reference(reference, document) if reference is not None else catalogue.load(name)
     except PluginError as error:
-        problems.append(document.problem(path, error.message, hint=error.hint, whole_table=True))
+        hint = catalogue.owner_hint(name) if reference is None and name not in catalogue.names() else None
+        problems.append(document.problem(path, error.message, hint=hint or error.hint, whole_table=True))
         return None
     except ReferenceFailure as error:
         problems.append(document.problem((*path, "use"), error.message, hint=error.hint))

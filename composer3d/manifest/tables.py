@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, dataclass_
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from composer3d.errors import MeshError
+from composer3d.errors import KeyFault, MeshError
 from composer3d.manifest.validation import validate
 from composer3d.registry import TABLE_CONFIG
 
@@ -87,13 +87,13 @@ class MeshTable:
     def _layouts_are_of_worlds(self) -> MeshTable:
         for size, degrees in self.layouts.items():
             if not re.fullmatch(r"[1-9]\d{0,6}", size):
-                raise ValueError(
-                    f'layouts."{size}" is no number of ranks; write layouts = {{ 4 = {{ dp_shard = 4 }} }}'
+                raise KeyFault(
+                    "layouts", f'layouts."{size}" is no number of ranks; write layouts = {{ 4 = {{ dp_shard = 4 }} }}'
                 )
             unknown = next((axis for axis in degrees if axis not in self.degrees), None)
             if unknown is not None:
                 axes = ", ".join(self.degrees)
-                raise ValueError(f"layouts.{size}.{unknown}: there is no axis {unknown}; axes are {axes}")
+                raise KeyFault("layouts", f"layouts.{size}.{unknown}: there is no axis {unknown}; axes are {axes}")
         return self
 
 
@@ -135,7 +135,7 @@ class TrainTable:
     @model_validator(mode="after")
     def _one_states_the_batch(self) -> TrainTable:
         if self.global_batch is not None and self.accumulate is not None:
-            raise ValueError("accumulate and global_batch both state the batch of a step; keep one of them")
+            raise KeyFault("accumulate", "accumulate and global_batch both state the batch of a step; keep one of them")
         return self
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
-from composer3d.errors import Problem, did_you_mean
+from composer3d.errors import KeyFault, Problem, did_you_mean
 from composer3d.manifest.descriptions import describe_keys, fields
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.secret import HIDDEN, Secret, hide, names_a_secret
@@ -85,7 +86,8 @@ def validate(
         message = f"{dotted(base)} = false removes an inherited table, and there is none"
         return None, [document.problem(base, message, hint="remove this line")]
     if not isinstance(value, Mapping):
-        return None, [document.problem(base, f"{dotted(base)} must be a table, not {describe(value)}")]
+        hint = f"its keys are {', '.join(fields(cls))}: write {dotted(base)}.{next(iter(fields(cls)))} = ..."
+        return None, [document.problem(base, f"{dotted(base)} must be a table, not {describe(value)}", hint=hint)]
     dates = list(_dates(value, ()))
     problems = [
         document.problem(base + path, f"{dotted(base + path)} must not be a date or time", hint="put it in quotes")
@@ -300,7 +302,9 @@ def _problem(document: Document, base: KeyPath, fault: _Fault) -> Problem:
     # The text of a secret at the wrong place is a secret too.
     value = HIDDEN if is_secret and not isinstance(fault.value, Mapping | list) else hide(fault.value)
     message, hint = _sentence(replace(fault, value=value), path)
-    return document.problem(path, message, hint=hint, whole_table=not fault.path)
+    error = fault.context.get("error")
+    key = (error.key,) if isinstance(error, KeyFault) else ()
+    return document.problem(path + key, message, hint=hint, whole_table=not fault.path and not key)
 
 
 def _sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
@@ -348,7 +352,20 @@ def _type_sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
         listed = ", ".join(inline(choice) for choice in allowed)
         start = max(index for index, part in enumerate(path) if isinstance(part, str))
         return f"{dotted(path[start:])} = {inline(fault.value)} is not one of {listed}", hint
+    hint = hint or _number_in_quotes(fault)
     return f"{dotted(path)} must be {expected(fault.annotation)}, not {describe(fault.value)}", hint
+
+
+def _number_in_quotes(fault: _Fault) -> str | None:
+    """Return the number that a text holds, where numbers alone are allowed; a percentage as a fraction."""
+    kinds = {bare(member) for member in alternatives(fault.annotation)}
+    found = re.fullmatch(r"\s*([-+]?\d[\d_]*(?:\.\d+)?(?:e[-+]?\d+)?)\s*(%?)\s*", str(fault.value), re.IGNORECASE)
+    if not isinstance(fault.value, str) or found is None or not kinds & {int, float}:
+        return None
+    number = float(found[1]) / 100 if found[2] else float(found[1])
+    if number.is_integer() and int in kinds and not found[2]:
+        return f"write {int(number)}, without quotes"
+    return f"write {number:g}, without quotes" if float in kinds else None
 
 
 def _nearest(word: Any, words: Sequence[str]) -> str | None:

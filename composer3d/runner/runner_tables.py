@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from composer3d.errors import KeyFault
 from composer3d.huggingface import Dtype, Weights
 from composer3d.manifest import MOST_SAMPLES, Expression, SlowExpression, table
 from composer3d.manifest import ModelTable as CoreModelTable
@@ -118,12 +119,12 @@ class ModelTable(CoreModelTable):
     def _keys_belong_together(self) -> ModelTable:
         """Refuse keys that would be ignored."""
         if self.hf is not None and self.use is not None:
-            raise ValueError("use and hf are two models; remove one of them")
+            raise KeyFault("use", "use and hf are two models; remove one of them")
         if self.hf is not None and self.build == "host":
-            raise ValueError('build = "host" is for use; weights of hf are read part by part')
+            raise KeyFault("build", 'build = "host" is for use; weights of hf are read part by part')
         for key in ("weights", "dtype", "attn_implementation", "trust_remote_code"):
             if self.hf is None and getattr(self, key):
-                raise ValueError(f"{key} is for hf; remove it, or name a folder with hf")
+                raise KeyFault(key, f"{key} is for hf; remove it, or name a folder with hf")
         return self
 
 
@@ -186,15 +187,17 @@ class TrainTable(CoreTrainTable):
         try:
             self.loss_table  # noqa: B018 - made for its objections
         except ValidationError as error:
-            raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+            raise KeyFault("loss", str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
         return self
 
     @model_validator(mode="after")
     def _ramp_needs_an_end(self) -> TrainTable:
         if self.batch_ramp is not None and self.global_batch is None:
-            raise ValueError("batch_ramp grows to global_batch, which is not stated")
+            raise KeyFault("batch_ramp", "batch_ramp grows to global_batch, which is not stated")
         if self.batch_ramp is not None and self.global_batch is not None and self.batch_ramp.start > self.global_batch:
-            raise ValueError(f"batch_ramp starts at {self.batch_ramp.start}, above global_batch = {self.global_batch}")
+            raise KeyFault(
+                "batch_ramp", f"batch_ramp starts at {self.batch_ramp.start}, above global_batch = {self.global_batch}"
+            )
         return self
 
 
@@ -261,13 +264,15 @@ class OptimizerTable:
         adam, momentum = ("adamw", "muon"), ("sgd", "muon")
         for key, owners in (("betas", adam), ("eps", adam), ("momentum", momentum), ("nesterov", momentum)):
             if getattr(self, key) is not None and self.use not in owners:
-                raise ValueError(f'{key} is for use = "{owners[0]}"; write args = {{ {key} = ... }} for another class')
+                raise KeyFault(
+                    key, f'{key} is for use = "{owners[0]}"; write args = {{ {key} = ... }} for another class'
+                )
         if self.matrices is not None:
             if self.use != "muon":
-                raise ValueError('matrices is for use = "muon"')
+                raise KeyFault("matrices", 'matrices is for use = "muon"')
             _compile("matrices", self.matrices)
         if self.use not in ("adamw", "sgd", "muon") and ":" not in self.use:
-            raise ValueError(f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"{_meant(self.use)}')
+            raise KeyFault("use", f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"{_meant(self.use)}')
         if self.no_decay is not None:
             _compile("no_decay", self.no_decay)
         return self
@@ -294,7 +299,10 @@ class CheckpointTable:
     @model_validator(mode="after")
     def _local_folder_needs_steps(self) -> CheckpointTable:
         if self.local_folder is not None and self.local_every is None:
-            raise ValueError("local_folder is where local_every keeps states; write local_every = 10 too, or remove it")
+            raise KeyFault(
+                "local_folder",
+                "local_folder is where local_every keeps states; write local_every = 10 too, or remove it",
+            )
         return self
 
     keep: int = Field(default=3, ge=1)
@@ -347,13 +355,13 @@ def _meant(name: str) -> str:
 
 def _compile(key: str, expression: str) -> None:
     if len(expression) > _LONGEST_EXPRESSION:
-        raise ValueError(f"{key} has {len(expression)} characters, and at most {_LONGEST_EXPRESSION} are read")
+        raise KeyFault(key, f"{key} has {len(expression)} characters, and at most {_LONGEST_EXPRESSION} are read")
     try:
         Expression(expression)
     except SlowExpression as error:
-        raise ValueError(f'{key} = "{expression}" could take for ever: {error}') from None
+        raise KeyFault(key, f'{key} = "{expression}" could take for ever: {error}') from None
     except ValueError as error:
-        raise ValueError(f'{key} = "{expression}" is not a regular expression: {error}') from None
+        raise KeyFault(key, f'{key} = "{expression}" is not a regular expression: {error}') from None
 
 
 TABLES: Mapping[str, type] = MappingProxyType(

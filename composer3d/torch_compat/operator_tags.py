@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 __all__ = ["is_pointwise"]
 
 
@@ -12,6 +10,8 @@ def is_pointwise(name: str) -> bool:
 
     Private: the class of operators, which other attributes of their namespace do not have.
     """
+    import torch
+
     operator = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(operator, torch._ops.OpOverloadPacket):
         return False

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-OWNER = "composer3d plugins shows which plugin owns which axis"
+OWNER = "write [sharding.tensor_parallel], which owns tp"
 OPTIONS = (
     "backward_prefetch, delay_all_reduce, forward_prefetch, gather_early, ignored, reshard_after_forward, "
-    "reshard_root, units, zero"
+    "reshard_root, unit_classes, unit_numel, units, zero"
 )
 
 CASES = {

@@ -115,10 +115,11 @@ def test_degrees_that_do_not_fit_are_at_the_line_of_the_mesh():
 
 def test_axes_without_an_owner():
     text = "[mesh]\npp = 2\ntp = 2\ncp = 1\n[sharding.fsdp2]\n"
-    hint = "; composer3d plugins shows which plugin owns which axis"
     assert refused(text, world_size=4) == [
-        f'3:1: [mesh] pp = 2, but no plugin of this manifest owns the axis "pp"{hint}',
-        f'4:1: [mesh] tp = 2, but no plugin of this manifest owns the axis "tp"{hint}',
+        '3:1: [mesh] pp = 2, but no plugin of this manifest owns the axis "pp"; write [scheduling.pipeline], which '
+        "owns pp",
+        '4:1: [mesh] tp = 2, but no plugin of this manifest owns the axis "tp"; write [sharding.tensor_parallel], '
+        "which owns tp",
     ]
     assert problems("[mesh]\npp = 1\n[sharding.fsdp2]\n") == []
 

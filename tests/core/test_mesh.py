@@ -92,7 +92,12 @@ def test_without_a_world_the_product_is_the_world():
         ),
         (4, {"dp_shard": 4, "cp": 1, "tp": 2}, "dp_shard=4 x cp=1 x tp=2 = 8, but the world has 4 ranks"),
         (8, {"pp": -1, "tp": -1}, "only one axis may be -1, not pp and tp"),
-        (6, {"dp_shard": 6, "ep": 4}, "ep=4 does not divide dp_shard x cp = 6, which it is carved out of"),
+        (
+            6,
+            {"dp_shard": 6, "ep": 4},
+            "ep=4 does not divide dp_shard x cp = 6, which it is carved out of; write dp_shard = 4, or a multiple of "
+            "it",
+        ),
         (8, {"dp_shard": 8, "ep": -1}, "ep cannot be -1: it is carved out of dp_shard x cp x tp, and takes no ranks"),
     ],
 )

@@ -96,7 +96,7 @@ PROBLEMS = {
     "both": (
         'hf = "tiny"',
         'hf = "tiny"\nuse = "composer3d.models:llama"',
-        "run.toml:6:2: [model] use and hf are two models; remove one of them",
+        "run.toml:8:1: [model] use and hf are two models; remove one of them",
     ),
     "dtype": (
         'hf = "tiny"',
@@ -107,7 +107,7 @@ PROBLEMS = {
     "key without hf": (
         'hf = "tiny"',
         'use = "composer3d.models:llama"\ndtype = "bfloat16"',
-        "run.toml:6:2: [model] dtype is for hf; remove it, or name a folder with hf",
+        "run.toml:8:1: [model] dtype is for hf; remove it, or name a folder with hf",
     ),
     "attention": (
         'hf = "tiny"',

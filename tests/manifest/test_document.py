@@ -355,3 +355,19 @@ def test_a_link_that_leads_nowhere_says_where(tmp_path, monkeypatch):
         with pytest.raises(ManifestError) as caught:
             read(name)
         assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("x = True", "write true"),
+        ("x = None", "TOML has no such value: leave the key out"),
+        ("x = \u201ccpu\u201d", 'the line holds a curly quote (U+201C); write "'),
+        ('x =\u00a0"cpu"', "the line holds a no-break space (U+00A0); write a space"),
+        ("x = 1\nx = 2", "the key stands in the file twice; remove one of them"),
+    ],
+)
+def test_what_other_formats_and_editors_make_of_toml_is_told(line, hint):
+    with pytest.raises(ManifestError) as caught:
+        read_text(f"composer3d = 1\n{line}\n")
+    assert [problem.hint for problem in caught.value.problems] == [hint]

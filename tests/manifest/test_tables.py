@@ -167,7 +167,8 @@ def test_good_values_arrive_as_their_types():
         ("warmup = {}", '3:1: [train.warmup] needs the key "steps"; How long'),
         (
             "stages = [{steps = 1}, {steps = '2'}]",
-            '3:25: [train.stages[1]] train.stages[1].steps must be an integer, not the string "2"',
+            '3:25: [train.stages[1]] train.stages[1].steps must be an integer, not the string "2"; write 2, without '
+            "quotes",
         ),
         ("folder = 1", "3:1: [train] train.folder must be a path, not the integer 1"),
         ('match = "("', '3:1: [train] train.match must be a regular expression, not the string "("'),
@@ -236,12 +237,15 @@ def test_an_override_is_named_as_the_place():
     ]
 
 
+_KEYS = "its keys are microbatch, global_batch, accumulate, seed, random_numbers: write train.microbatch = ..."
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train = 5", "run.toml:2:1: train must be a table, not the integer 5"),
-        ('train = "x"', 'run.toml:2:1: train must be a table, not the string "x"'),
-        ("[[train]]", "run.toml:2:3: train must be a table, not a list"),
+        ("train = 5", f"run.toml:2:1: train must be a table, not the integer 5; {_KEYS}"),
+        ('train = "x"', f'run.toml:2:1: train must be a table, not the string "x"; {_KEYS}'),
+        ("[[train]]", f"run.toml:2:3: train must be a table, not a list; {_KEYS}"),
         (
             "train = false",
             "run.toml:2:1: train = false removes an inherited table, and there is none; remove this line",

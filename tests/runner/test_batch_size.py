@@ -109,14 +109,17 @@ def test_a_batch_that_does_not_divide_is_refused_at_its_line(train, message):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("batch_ramp = { start = 4, step = 2, every = 1 }", "batch_ramp grows to global_batch, which is not stated"),
+        (
+            "batch_ramp = { start = 4, step = 2, every = 1 }",
+            "4:1: [train] batch_ramp grows to global_batch, which is not stated",
+        ),
         (
             "global_batch = 2\nbatch_ramp = { start = 4, step = 2, every = 1 }",
-            "batch_ramp starts at 4, above global_batch = 2",
+            "5:1: [train] batch_ramp starts at 4, above global_batch = 2",
         ),
     ],
 )
 def test_a_ramp_without_an_end_is_refused(train, message):
     with pytest.raises(ManifestError) as caught:
         type_manifest(read_text(f"composer3d = 1\n[train]\nsteps = 1\n{train}\n"), tables=TABLES)
-    assert str(caught.value) == f"<text>:2:2: [train] {message}"
+    assert str(caught.value) == f"<text>:{message}"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from composer3d.errors import KeyFault
 from composer3d.manifest import table
 
 __all__ = ["EvaluationTable"]
@@ -40,19 +41,21 @@ class EvaluationTable:
         stated = [name for name in ("goal", "patience") if getattr(self, name) is not None]
         stated += ["min_improvement"] * (self.min_improvement > 0)
         if self.best is None and stated:
-            raise ValueError(f'{stated[0]} has no effect without best; write best = "loss"')
+            raise KeyFault(stated[0], f'{stated[0]} has no effect without best; write best = "loss"')
         if self.best is not None and self.every is None:
-            raise ValueError("best compares evaluations, and there is none; write every = 100")
+            raise KeyFault("best", "best compares evaluations, and there is none; write every = 100")
         if self.best is not None and self.best != "loss" and self.best not in self.metrics:
             names = ", ".join(("loss", *self.metrics))
-            raise ValueError(f'best = "{self.best}" is no figure of an evaluation; there is {names}')
+            raise KeyFault("best", f'best = "{self.best}" is no figure of an evaluation; there is {names}')
         return self
 
     @model_validator(mode="after")
     def _metrics_are_references(self) -> EvaluationTable:
         for name, use in self.metrics.items():
             if use != "accuracy" and ":" not in use:
-                raise ValueError(f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
+                raise KeyFault("metrics", f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
             if not name.isidentifier():
-                raise ValueError(f'metrics."{name}" is no name of a figure: use letters, digits and underscores')
+                raise KeyFault(
+                    "metrics", f'metrics."{name}" is no name of a figure: use letters, digits and underscores'
+                )
         return self

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from composer3d.errors import KeyFault
 from composer3d.manifest import table
 from composer3d.runner.launching.signals import Preemption
 
@@ -49,9 +50,11 @@ class NoticeTable:
     @model_validator(mode="after")
     def _is_a_place(self) -> NoticeTable:
         if "://" in self.at and not self.is_address:
-            raise ValueError(f'at = "{self.at}" is neither a file nor an address that begins with http:// or https://')
+            raise KeyFault(
+                "at", f'at = "{self.at}" is neither a file nor an address that begins with http:// or https://'
+            )
         if self.headers and not self.is_address:
-            raise ValueError("headers are of an address, and at names a file; remove them")
+            raise KeyFault("headers", "headers are of an address, and at names a file; remove them")
         return self
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from composer3d.errors import did_you_mean
+from composer3d.errors import KeyFault, did_you_mean
 from composer3d.manifest import table
 
 __all__ = ["ELEMENTWISE", "LossTable"]
@@ -61,16 +61,19 @@ class LossTable:
         if ":" not in self.use:
             if self.use not in _NAMES:
                 near = did_you_mean(self.use, _NAMES)
-                raise ValueError(
-                    f'"{self.use}" is no loss: {", ".join(_NAMES)} or "module:callable"{f"; {near}" if near else ""}'
+                raise KeyFault(
+                    "use",
+                    f'"{self.use}" is no loss: {", ".join(_NAMES)} or "module:callable"{f"; {near}" if near else ""}',
                 )
             for key in self.args.keys() - set(_OPTIONS.get(self.use, ())):
-                raise ValueError(f'loss "{self.use}" takes no argument "{key}"')
+                raise KeyFault("args", f'loss "{self.use}" takes no argument "{key}"')
         if self.use in ELEMENTWISE and self.ignore_index is not None:
-            raise ValueError(f'ignore_index is for integers, and "{self.use}" counts every element; remove it')
+            raise KeyFault(
+                "ignore_index", f'ignore_index is for integers, and "{self.use}" counts every element; remove it'
+            )
         if self.reduction is not None and self.use in ("cross_entropy", *ELEMENTWISE):
-            raise ValueError(f'"{self.use}" is a mean over what it counts; remove reduction')
+            raise KeyFault("reduction", f'"{self.use}" is a mean over what it counts; remove reduction')
         for key in ("label_smoothing", "class_dim"):
             if self.use != "cross_entropy" and getattr(self, key) is not None:
-                raise ValueError(f'{key} is for "cross_entropy", and this is "{self.use}"; remove it')
+                raise KeyFault(key, f'{key} is for "cross_entropy", and this is "{self.use}"; remove it')
         return self

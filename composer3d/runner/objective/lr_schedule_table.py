@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from composer3d.errors import did_you_mean
+from composer3d.errors import KeyFault, did_you_mean
 from composer3d.manifest import table
 
 __all__ = ["FALLS", "LRScheduleTable"]
@@ -80,21 +80,23 @@ class LRScheduleTable:
     def _keys_belong_to_the_schedule(self) -> LRScheduleTable:
         """Refuse keys that would be ignored."""
         if self.use is not None and self.name is not None:
-            raise ValueError("use and name are two names for one key; remove one of them")
+            raise KeyFault("name", "use and name are two names for one key; remove one of them")
         is_own = ":" in self.kind
         if self.kind not in _NAMES and not is_own:
             hint = did_you_mean(self.kind, _NAMES)
             said = f'"{self.kind}" is not {", ".join(_NAMES)} or "module:callable"'
-            raise ValueError(f"{said}; {hint}" if hint else said)
+            raise KeyFault("use", f"{said}; {hint}" if hint else said)
         for key, owners in _OWNERS.items():
             if getattr(self, key) is not None and (None if is_own else self.kind) not in owners:
                 allowed = ", ".join(owner or "a callable" for owner in owners)
-                raise ValueError(f'{key} is for {allowed}, and this is "{self.kind}"')
+                raise KeyFault(key, f'{key} is for {allowed}, and this is "{self.kind}"')
         for key in ("warmup", "decay", "decay_end"):
             value = getattr(self, key)
             if isinstance(value, float) and value > 1:
-                raise ValueError(f"{key} = {value} is neither a number of steps (an integer) nor a fraction of the run")
+                raise KeyFault(
+                    key, f"{key} = {value} is neither a number of steps (an integer) nor a fraction of the run"
+                )
         rises = self.warmup != 0 if self.kind != "constant" and not is_own else bool(self.warmup)
         if not rises and (self.warmup_start is not None or self.warmup_shape != "linear" or self.warmup_delay):
-            raise ValueError("warmup_start, warmup_shape and warmup_delay are of a warm-up, and there is none")
+            raise KeyFault("warmup", "warmup_start, warmup_shape and warmup_delay are of a warm-up, and there is none")
         return self
