@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint.joint_failure import together
 from composer3d.checkpoint.state_file import encode_state
@@ -155,8 +156,10 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer, only: Iterable[
         for parameter in _parameters(optimizer)
         if not optimizer.state.get(parameter) and (parameter.requires_grad if chosen is None else parameter in chosen)
     ]
-    for chunk in _chunks(missing):
-        _step_on_zeros(optimizer, chunk)
+    sharded = [isinstance(parameter, DTensor) for parameter in missing]
+    for kind in (False, True):  # fused and foreach kernels refuse to take both at once
+        for chunk in _chunks([p for p, is_sharded in zip(missing, sharded, strict=True) if is_sharded is kind]):
+            _step_on_zeros(optimizer, chunk)
 
 
 def _step_on_zeros(optimizer: torch.optim.Optimizer, chunk: list[nn.Parameter]) -> None:

@@ -204,11 +204,13 @@ class Guard:
             numbers.ranks = tuple(self._ranks)
             for place, name in enumerate(numbers.names, start=5):
                 numbers.everyone[name] = tuple(total[3 + place * size : 3 + (place + 1) * size])
-            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size])
+            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size])
             if self._same.is_looking and call == 0:
                 self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
             states, weights = total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size : 3 + 5 * size]
             self._compare_decided(total[3], states, weights, decided)
+            # After what explains it: a model in another mode returns other outputs, of which a loop's batch is made.
+            self._compare_batches(total[3], total[3 + 2 * size : 3 + 3 * size])
         if not self._is_answered:
             return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)
         count, microbatches, squares = total[:3]
@@ -225,7 +227,7 @@ class Guard:
 
     # ---- comparison of fingerprints ----------------------------------------------------------------------------------
 
-    def _compare(self, places: list[int], setups: list[int], digests: list[int]) -> None:
+    def _compare(self, places: list[int], setups: list[int]) -> None:
         """Compare the gathered fingerprints; ranks are examined one by one only where they differ."""
         if places.count(places[0]) != len(places):
             self._differ(
@@ -253,9 +255,11 @@ class Guard:
                 lambda num: f"have {num}",
                 "collectives of micro-batches need all ranks, so hand every rank a batch of the same size",
             )
+
+    def _compare_batches(self, place: int, digests: list[int]) -> None:
         for group in self._peers:
             if len({digests[position] for position in group}) != 1:
-                self._other_batch(group, digests, at)
+                self._other_batch(group, digests, _place(place))
 
     def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
         """Compare the decisions of loops; where they differ, all-gather their components to name them."""

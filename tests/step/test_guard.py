@@ -248,6 +248,23 @@ def test_a_loop_with_its_own_forward_is_guarded_too():
     assert run_ranks(own_forward, 2) == [OTHER_BATCH] * 2
 
 
+def other_mode():
+    """Evaluate on the second rank alone, so that its dropout, and what the loop computes of it, is another."""
+    run = composed("[mesh]\ntp = 2\n" + LOCKSTEP, seeded(dropout=0.5))
+    tokens, targets = unpadded()
+    run.model.train(run.coordinates["tp"] == 0)
+    with pytest.raises(StepError) as caught, run.step(0):
+        run.backward(mean_loss(run.model(tokens), targets))
+    return str(caught.value)
+
+
+def test_a_mode_that_differs_along_tp_is_named_and_no_batch():
+    for text in run_ranks(other_mode, 2):
+        assert text.startswith(
+            'the loop of rank 1 (tp 1) decided something else than that of rank 0 before step 0: "".training: False, '
+        )
+
+
 def unguarded():
     """Skip a step on one rank, where the guard is switched off; return the loss of the last."""
     run = composed("[sharding.fsdp2]", guard=False)

@@ -107,11 +107,27 @@ def test_groups_by_regular_expression():
     ]
 
 
-def test_plain_and_sharded_parameters_are_groups_of_their_own():
-    # Fused and foreach kernels refuse to take both at once.
+def grouped_on_stages(text, groups):
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.AdamW, groups=groups, lr=0.5)
+    tokens, targets = padded()
+    run.forward_backward(tokens, target=targets)
+    optimizer.step()
+    return [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_plain_and_sharded_parameters_share_a_group():
     text = '[sharding.fsdp2]\nignored = ["out.*"]\n'
     for found in run_ranks(grouped, 2, text, [{"match": "weight$", "lr": 0.1}]):
-        assert [(lr, len(names)) for lr, names in found] == [(0.1, 7), (0.1, 1), (0.5, 7), (0.5, 1)]
+        assert [(lr, len(names)) for lr, names in found] == [(0.1, 8), (0.5, 8)]
+
+
+def test_a_stage_has_the_groups_of_the_others_too():
+    groups = [{"match": "^tok", "lr": 0.1}, {"match": "^out", "lr": 0.2}]
+    text = "[mesh]\npp = 2\n[train]\nmicrobatch = 2\n[scheduling.pipeline]\n"
+    first, last = run_ranks(grouped_on_stages, 2, text, groups)
+    assert first == [(0.1, 1), (0.2, 0), (0.5, 8)]
+    assert last == [(0.1, 0), (0.2, 2), (0.5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +146,7 @@ def test_plain_and_sharded_parameters_are_groups_of_their_own():
 def test_a_group_without_a_regular_expression_is_refused(group, found):
     named = list(seeded().named_parameters())
     with pytest.raises(StepError) as caught:
-        group_parameters(named, [{"match": "bias"}, group], known=[fqn for fqn, _ in named])
+        group_parameters(named, [{"match": "bias"}, group], known=[fqn for fqn, _ in named], trained=())
     assert str(caught.value) == (
         f"run.optimizer(groups=...): {found}"
         'a group is {"match": REGULAR_EXPRESSION, ...}, searched in FQNs, with the hyperparameters of what matches'
@@ -144,10 +160,12 @@ def test_a_group_that_matches_nothing_in_the_model_is_refused():
         'the pattern "bais$" matches nothing in the model; the group would be empty; `match` is a regular expression'
     )
     with pytest.raises(PatternError, match=f"^{re.escape(message)}$"):
-        group_parameters(named, [{"match": "bais$"}], known=known)
+        group_parameters(named, [{"match": "bais$"}], known=known, trained=known)
     # A stage that holds none of a group's parameters is no mistake.
-    assert group_parameters(named[:2], [{"match": "^out"}], known=known) == [{"params": [p for _, p in named[:2]]}]
-    assert group_parameters([], [{"match": "^out", "lr": 1.0}], known=known) == [{"params": []}]
+    out = [{"match": "^out", "lr": 1.0}]
+    others = {"params": [parameter for _, parameter in named[:2]]}
+    assert group_parameters(named[:2], out, known=known, trained=known) == [{"lr": 1.0, "params": []}, others]
+    assert group_parameters([], out, known=known, trained=["out.bias"]) == [{"lr": 1.0, "params": []}]
 
 
 class Ratio(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["DictState", "GivenParameters", "adopt_optimizer", "adopt_scheduler"]
 
 _KEPT = ("params", "match")
-# Lists of torch's schedulers, and of those of users that are made like them, with a value for each group. Others, as
-# milestones, may be as long by chance.
-_OF_GROUPS = (
-    "_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs",
-)  # fmt: skip
 
 
 class DictState:
@@ -63,17 +58,13 @@ class GivenParameters:
 
 def adopt_optimizer(
     optimizer: torch.optim.Optimizer, make: Callable[..., torch.optim.Optimizer], context: RunContext
-) -> list[int]:
+) -> None:
     """Give an optimizer of one device the composition's parameters and step, in place.
 
     Args:
         optimizer: Not yet stepped, over all trainable parameters of the model as it was before `compose`, or as it is.
         make: Makes the composition's optimizer, given the class, groups that name FQNs, and the class's arguments.
         context: Of the run.
-
-    Returns:
-        For each group that the optimizer has now the number of the group that it was; parameters of several kinds are
-        groups of their own.
 
     Raises:
         StepError: It has state, leaves parameters out, has others than the model's, or cannot be made again.
@@ -104,49 +95,22 @@ def adopt_optimizer(
             f"the {name} cannot be made again over the composed model's parameters: {error}; write "
             f"run.optimizer({name}, ...) with its arguments instead"
         ) from error
-    places = {fqn: index for index, fqns in enumerate(names) for fqn in fqns}
-    own = {id(parameter): fqn for fqn, parameter in context.named_parameters()}
-    sources = [places[own[id(group["params"][0])]] if group["params"] else 0 for group in made.param_groups]
+    for number, (fqns, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
+        if not fqns:  # which matches nothing; schedulers count it
+            made.param_groups.insert(number, group)
     is_scheduled = "step" in vars(optimizer)  # by which torch's schedulers see that it has stepped
     optimizer.__class__, optimizer.__dict__ = type(made), vars(made)
     if is_scheduled:
         _show_to_schedulers(optimizer)
-    return sources
 
 
-def adopt_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, sources: Sequence[int]) -> None:
-    """Give a scheduler one value for each group that its optimizer has now, and so to the schedulers in it.
-
-    Args:
-        scheduler: Of torch.
-        optimizer: That was adopted; another one's schedulers are refused.
-        sources: As `adopt_optimizer` returns them.
-    """
+def adopt_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a scheduler of torch that is of another optimizer than the one that was adopted."""
     if scheduler.optimizer is not optimizer:
         raise StepError(
             f"the {type(scheduler).__name__} is of another optimizer than the composition's; "
             "pass the optimizer to run.prepare, too, and before its scheduler"
         )
-    num = max(sources, default=-1) + 1
-    if len(sources) == num:
-        return
-    for inner in _schedulers_in(scheduler, set()):
-        values = vars(inner)
-        for key in _OF_GROUPS:
-            if isinstance(values.get(key), list) and len(values[key]) == num:
-                values[key] = [values[key][index] for index in sources]
-
-
-def _schedulers_in(scheduler: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield a scheduler and those that it holds, by itself or in lists, each once."""
-    from torch.optim.lr_scheduler import LRScheduler
-
-    seen.add(id(scheduler))
-    yield scheduler
-    for value in vars(scheduler).values():
-        for inner in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(inner, LRScheduler) and id(inner) not in seen:
-                yield from _schedulers_in(inner, seen)
 
 
 def _names_of_groups(optimizer: torch.optim.Optimizer, context: RunContext) -> list[list[str]]:

@@ -43,7 +43,6 @@ class OwnLoop:
     _persistence: Persistence
     replicas: ReplicaSteps | None
     _optimizer: torch.optim.Optimizer | None
-    _sources: list[int]
 
     if TYPE_CHECKING:
         optimizer: Callable[..., torch.optim.Optimizer]
@@ -297,13 +296,13 @@ class OwnLoop:
                 )
             return thing
         if isinstance(thing, torch.optim.Optimizer):
-            self._sources = adopt_optimizer(thing, self.optimizer, self.context)
+            adopt_optimizer(thing, self.optimizer, self.context)
             self._optimizer = self._engine.optimizer = thing
             return thing
         if isinstance(thing, LRScheduler):
             if self._optimizer is None:
                 raise StepError("run.prepare takes an optimizer before its schedulers; pass both, in this order")
-            adopt_scheduler(thing, self._optimizer, self._sources)
+            adopt_scheduler(thing, self._optimizer)
             self.attach(self._scheduler_name(), thing)
             return thing
         if isinstance(thing, DataLoader):

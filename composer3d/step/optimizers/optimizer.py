@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import PatternError, StepError
 from composer3d.manifest.regular_expressions import Expression
+from composer3d.step.optimizers.kinds import by_kind
 from composer3d.step.optimizers.optimizer_probe import probe_optimizer
 from composer3d.step.optimizers.shard_step import on_shards, steps_each_element
 
@@ -38,7 +39,9 @@ def make_optimizer(
     Raises:
         StepError: The class updates shards differently from full parameters.
     """
-    described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
+    trained = [fqn for fqn, form in context.parameter_forms.items() if form.requires_grad]
+    named = context.named_parameters()
+    described = group_parameters(named, groups, known=context.parameter_fqns, trained=trained)
     described = [{**defaults, **group} for group in described]
     made = hooks.optimizer(context, cls, described)
     if made is not None:
@@ -49,7 +52,11 @@ def make_optimizer(
 
 
 def group_parameters(
-    parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Mapping[str, Any]], *, known: Sequence[str]
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    known: Sequence[str],
+    trained: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into groups; the first match wins, and parameters without a match come last.
 
@@ -57,9 +64,11 @@ def group_parameters(
         parameters: This rank's, by FQN.
         groups: Each with `match`, a regular expression that is searched in FQNs, and hyperparameters.
         known: All FQNs of the whole model; a stage may hold none of a group's parameters.
+        trained: Those that were trainable before the split.
 
     Returns:
-        Groups with `params`; those that are empty on this rank are left out, unless all are.
+        Groups with `params`: all that are given, empty ones too, which schedulers count; and one of what matches none
+        of them, if the whole model has such parameters, or no group is given.
 
     Raises:
         PatternError: A group matches nothing in the whole model.
@@ -76,7 +85,8 @@ def group_parameters(
         if parameter.requires_grad:
             places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
             members[places[0] if places else -1]["params"].append(parameter)
-    return [piece for group in members for piece in _by_kind(group)] or members[-1:]
+    has_others = any(not any(expression.search(fqn) for expression in expressions) for fqn in trained)
+    return members if has_others or members[-1]["params"] or not groups else members[:-1]
 
 
 def _expression(number: int, group: Mapping[str, Any]) -> re.Pattern[str] | Expression:
@@ -92,16 +102,6 @@ def _expression(number: int, group: Mapping[str, Any]) -> re.Pattern[str] | Expr
     except ValueError as error:
         wrong = f'`match` of group {number}, "{group["match"]}", is no regular expression: {error}'
         raise StepError(f"run.optimizer(groups=...): {wrong}; {how}") from None
-
-
-def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a group into plain tensors and DTensors: fused and foreach kernels refuse to take both at once."""
-    from torch.distributed.tensor import DTensor
-
-    kinds: dict[bool, list[Any]] = {}
-    for parameter in group["params"]:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [{**group, "params": parameters} for parameters in kinds.values()]
 
 
 def compose_step(
@@ -124,8 +124,9 @@ def compose_step(
     """
     cls = type(optimizer)
     inner: Any = cls.step
-    if steps_each_element(cls) and getattr(inner, "hooked", False):  # wrapped once by torch, for hooks and profiles
-        inner = cls.profile_hook_step(on_shards(inner.__wrapped__))
+    if getattr(inner, "hooked", False):  # wrapped once by torch, for hooks and profiles
+        bare = by_kind(inner.__wrapped__)
+        inner = cls.profile_hook_step(on_shards(bare) if steps_each_element(cls) else bare)
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if clear():
