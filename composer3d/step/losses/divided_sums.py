@@ -28,6 +28,7 @@ from composer3d.step.losses.loss_graph import (
     terms_of,
     unknown_mean,
 )
+from composer3d.step.losses.parameter_terms import learned_products, past_learned
 from composer3d.step.losses.sample_mixing import means_groups
 from composer3d.step.losses.total_divisors import Part
 
@@ -101,7 +102,7 @@ def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum 
     if divisor is None:
         return None
     whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-    summed = past_multiples(past_views(node.next_functions[0][0]))
+    summed = past_learned(past_multiples(past_views(node.next_functions[0][0])))
     counts, numel = _counts(summed)
     numbers = None if known is None or known_reduction(summed) == "mean" else _numbers(summed)
     return DividedSum(
@@ -139,7 +140,7 @@ def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -
 
 def _is_count(node: Any, divisor: float) -> bool:
     """Return whether a divisor may be the number of a sum's summands, or divides what is a mean already."""
-    summed = past_multiples(past_views(node.next_functions[0][0]))
+    summed = past_learned(past_multiples(past_views(node.next_functions[0][0])))
     if known_reduction(summed) == "mean":
         return True
     counts = [float(each) for term in all_terms(summed) or [summed] for each in _counts(past_multiples(term))[0]]
@@ -280,14 +281,16 @@ def without_nothing(value: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
 
 
 def _settle_empty(loss: Tensor, divisor: Tensor) -> None:
-    """Let nothing divided by 0 have no gradient, where it would be NaN."""
+    """Let nothing divided by 0, and a learned number times that, have no gradient, where it would be NaN."""
     import torch
 
-    def zeros(gradients: Any, _: Any) -> Any:
-        return tuple(
-            None if each is None else torch.where(divisor.to(each.device) == 0, torch.zeros_like(each), each)
-            for each in gradients
-        )
+    def settled(gradient: Any) -> Any:
+        if hasattr(gradient, "full_tensor"):  # of sharded parameters, which are compared with no plain tensor
+            return gradient if float(divisor) else torch.zeros_like(gradient)
+        return torch.where(divisor.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)
 
-    for node in divisions_of(loss):
+    def zeros(gradients: Any, _: Any) -> Any:
+        return tuple(None if each is None else settled(each) for each in gradients)
+
+    for node in {*divisions_of(loss), *learned_products(loss)}:
         node.register_hook(zeros)

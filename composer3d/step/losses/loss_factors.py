@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 __all__ = [
     "constant_divisor",
     "constant_factor",
-    "is_multiplied_by_tensor",
     "is_python_number",
     "multiple_of",
     "number",
@@ -129,20 +128,6 @@ def constant_factor(node: Any) -> tuple[float, Any] | None:
     if not value:
         return None
     return (value if name.startswith("Mul") else 1.0 / value), past_views(first if second is None else second)
-
-
-def is_multiplied_by_tensor(node: Any) -> bool:
-    """Return whether a loss is multiplied by a scalar tensor, as by a number of tokens, and not by Python's numbers."""
-    import torch
-
-    while (found := constant_factor(node)) is not None:
-        if len(node.next_functions) > 1 and type(node).__name__.startswith("Mul"):
-            constant = node._saved_other if node.next_functions[1][0] is None else node._saved_self
-            narrow = torch.tensor(1, dtype=torch.float16 if constant.is_floating_point() else torch.int8)
-            if torch.result_type(narrow, constant) != narrow.dtype:
-                return True
-        node = found[1]
-    return False
 
 
 def past_multiples(node: Any) -> Any:

@@ -19,7 +19,7 @@ from composer3d.step.losses.loss_factors import (
     seen_counts,
     uncounted,
 )
-from composer3d.step.losses.parameter_terms import ELEMENTARY, node_is_of_parameters
+from composer3d.step.losses.parameter_terms import ELEMENTARY, node_is_of_parameters, past_learned
 from composer3d.step.losses.sample_mixing import summands
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def _of_quotient(node: Any) -> Reduction | None:
 
 def _of_multiple(node: Any) -> Reduction | None:
     """Return the reduction of a sum times numbers: a mean where these divide by as many samples as it shows."""
+    if (weighed := past_learned(node)) is not node:
+        return known_reduction(weighed)
     if constant_factor(node) is None or known_reduction(past_multiples(node)) != "sum":
         return None
     if divisor_of_multiple(node) is not None:
@@ -220,14 +222,7 @@ def _name(node: Any) -> str:
 
 
 def _is_known(node: Any) -> bool:
-    name = type(node).__name__
-    operands = [operand for operand, _ in node.next_functions if operand is not None]
-    if name.startswith(("MulBackward", "DivBackward")) and len(operands) == 2:
-        first, second = (_past_factors(past_views(operand))[1] for operand in operands)
-        if node_is_of_parameters(second):
-            return _is_known(first)
-        return name.startswith("Mul") and node_is_of_parameters(first) and _is_known(second)
-    return known_reduction(node) is not None
+    return known_reduction(past_learned(node)) is not None
 
 
 def _reduction_at(node: Any) -> Reduction:
@@ -259,6 +254,7 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
 
 
 def _divisor(node: Any) -> Tensor | int | None:
+    node = past_learned(node)
     name = type(node).__name__
     if terms := _terms(node):
         divisors = [found for term in terms if (found := _divisor(term)) is not None]
@@ -357,7 +353,7 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
 
 def _past_factors(node: Any) -> tuple[float, Any]:
     factor = 1.0
-    while (found := constant_factor(node)) is not None:
+    while (found := constant_factor(node := past_learned(node))) is not None:
         is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")
         if is_own and (known_reduction(past_multiples(found[1])) == "sum" or _mean_of_terms(node) is not None):
             break  # the loop's own factor may make it a mean, and torch divides sums over soft targets

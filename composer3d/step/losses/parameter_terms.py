@@ -1,13 +1,13 @@
-"""Terms of a loss that are made of parameters alone: weight decay, elastic weights, orthogonality."""
+"""What a loss makes of parameters alone: terms, as weight decay and orthogonality, and factors, as learned weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from composer3d import torch_compat
-from composer3d.step.losses.loss_factors import constant_factor
+from composer3d.step.losses.loss_factors import constant_factor, past_views
 
-__all__ = ["ELEMENTARY", "node_is_of_parameters"]
+__all__ = ["ELEMENTARY", "is_multiplied_by_tensor", "learned_products", "node_is_of_parameters", "past_learned"]
 
 # Of what penalties are made.
 ELEMENTARY = frozenset(
@@ -58,3 +58,58 @@ def _without_constants(node: Any, operands: list[Any]) -> list[Any]:
         return operands
     made = own[0].variable.shape if type(own[0]).__name__ == "AccumulateGrad" else torch_compat.node_shape(own[0])
     return own if made is not None and tuple(made) == torch_compat.node_shape(node) else operands
+
+
+def past_learned(node: Any) -> Any:
+    """Return the node before products with, and quotients by, what is made of parameters: learned weights of tasks.
+
+    A mean times a number that all ranks have is weighed by its targets as the mean is.
+    """
+    while (operand := _times_learned(node)) is not None:
+        node = past_views(operand)
+    return node
+
+
+def learned_products(loss: Any) -> list[Any]:
+    """Return the nodes at which a loss, or a term of it, is multiplied or divided by a learned number."""
+    found, pending = [], [past_views(loss.grad_fn)]
+    while pending:
+        node = pending.pop()
+        if (operand := _times_learned(node)) is not None:
+            found.append(node)
+            pending.append(past_views(operand))
+        elif (factor := constant_factor(node)) is not None:
+            pending.append(factor[1])
+        elif type(node).__name__.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+            pending += [past_views(each) for each, _ in node.next_functions if each is not None]
+    return found
+
+
+def _times_learned(node: Any) -> Any:
+    """Return the operand of a product with a learned number; None for other nodes."""
+    name = type(node).__name__
+    if not name.startswith(("MulBackward", "DivBackward")):
+        return None
+    operands = [operand for operand, _ in node.next_functions if operand is not None]
+    if len(operands) < 2:
+        return None
+    learned = [node_is_of_parameters(operand) for operand in operands]
+    if all(learned):
+        return None
+    if learned[1]:
+        return operands[0]
+    return operands[1] if learned[0] and name.startswith("Mul") else None
+
+
+def is_multiplied_by_tensor(node: Any) -> bool:
+    """Return whether a loss is multiplied by a scalar tensor, as by a number of tokens, and not by Python's numbers."""
+    import torch
+
+    while (found := constant_factor(node := past_learned(node))) is not None:
+        if len(node.next_functions) > 1 and type(node).__name__.startswith("Mul"):
+            constant = node._saved_other if node.next_functions[1][0] is None else node._saved_self
+            narrow = torch.tensor(1, dtype=torch.float16 if constant.is_floating_point() else torch.int8)
+            if torch.result_type(narrow, constant) != narrow.dtype:
+                return True
+        node = found[1]
+    return False

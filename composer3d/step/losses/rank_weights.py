@@ -18,7 +18,7 @@ from composer3d.mesh import Role
 from composer3d.step.gradients import add_up
 from composer3d.step.losses.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
 from composer3d.step.losses.loss import PENALTY
-from composer3d.step.losses.loss_factors import is_multiplied_by_tensor, past_views
+from composer3d.step.losses.loss_factors import past_views
 from composer3d.step.losses.loss_graph import (
     Reduction,
     divisor_of_mean,
@@ -28,6 +28,7 @@ from composer3d.step.losses.loss_graph import (
     refuse_unknown_terms,
     without_factors,
 )
+from composer3d.step.losses.parameter_terms import is_multiplied_by_tensor
 from composer3d.step.losses.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
