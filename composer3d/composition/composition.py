@@ -124,7 +124,9 @@ class Composition(SavedRun, OwnLoop):
         """Run forward and backward of one batch: micro-batches, pipeline, scaling.
 
         The gradient, in any layout, is that of the loss summed over all valid tokens of the global batch, divided by
-        their number. Several calls in one step make one global batch.
+        their number. Several calls in one step make one global batch. A loss that relates the samples of a batch
+        (contrastive, a mean over pairs) relates those of each micro-batch alone; its first call logs a warning of
+        that with data-parallel ranks, unless `compose(loss_reduction=...)` states the reduction.
         Collectives: one all-reduce before (counts and the guard), one after (the loss), and those of the plugins.
 
         Args:

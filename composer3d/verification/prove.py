@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from composer3d.mesh import Layout, Role
@@ -117,20 +117,22 @@ def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
     return ()
 
 
-def _mixed(reference: ReferenceReport) -> list[str]:
-    """Return a note if the reference depends on the run's micro-batches, or if that could not be determined."""
-    if reference.mixing.unknown:
-        return [
+def _mixed(reference: ReferenceReport) -> Iterator[str]:
+    """Yield notes where the reference depends on the run's micro-batches, or where that could not be determined."""
+    found = reference.mixing
+    if found.unknown:
+        yield (
             "whether a loss of two micro-batches together is the sum of theirs could not be asked, since they cannot "
-            f"be computed together ({reference.mixing.unknown}): a loss that compares samples would not be found"
-        ]
-    if not reference.mixing.model:
-        return []
-    return [
-        "what the model computes of a sample depends on the others of its micro-batch (batch normalisation does that): "
-        f"compared with one device that cuts the batch as the run does; two micro-batches together give other outputs, "
-        f"off by {reference.mixing.model:.2g}"
-    ]
+            f"be computed together ({found.unknown}): a loss that compares samples would not be found"
+        )
+    if found.model:
+        yield (
+            f"{found.module or 'the model'} relates the samples of a micro-batch: what the model computes of a sample "
+            "depends on the others (two micro-batches together give other outputs than each alone, off by "
+            f"{found.model:.2g}). The comparison is with one device that has the same micro-batches of every rank, as "
+            "under DistributedDataParallel: another microbatch or data-parallel degree trains another model, unless "
+            "statistics are taken over all ranks (SyncBatchNorm)"
+        )
 
 
 def _unwritten(reference: ReferenceReport) -> list[str]:

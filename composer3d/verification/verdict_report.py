@@ -123,8 +123,16 @@ def to_text(verdict: Verdict) -> str:
     lines += [f"likely: {line}" for line in verdict.diagnosis]
     if verdict.failures and not verdict.diagnosis:
         lines.append("likely: nothing that is known; the first parameters of the table are where to look")
-    lines.append("proven: the composition computes what one device computes" if verdict.ok else "not proven")
+    lines.append(_conclusion(verdict))
     return "\n".join(lines)
+
+
+def _conclusion(verdict: Verdict) -> str:
+    if not verdict.ok:
+        return "not proven"
+    relates = verdict.evidence is not None and bool(verdict.evidence.reference.mixing.model)
+    which = " on the same micro-batches, whose samples the model relates" if relates else ""
+    return f"proven: the composition computes what one device computes{which}"
 
 
 def _text_of_numbers(evidence: Evidence) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from support import diagnosis_faults as telling
 from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
@@ -13,6 +14,7 @@ from support.verification_cases import TP as CUT
 
 from composer3d import Batch
 from composer3d.testing import assert_parity
+from composer3d.verification.verdict_report import to_json, to_text
 
 table = planted("diagnosis_faults")
 SLOW = pytest.mark.slow
@@ -147,7 +149,39 @@ def test_a_model_that_mixes_samples_is_proven_and_said_to():
     path = write_manifest('[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n')
     verdict = assert_parity(factory, path, batch(), loss_fn=sum_loss, microbatch=4, own_dtype=False).verdict
     (note,) = verdict.notes
-    assert note.startswith("what the model computes of a sample depends on the others of its micro-batch")
+    assert note.startswith("statistics (BatchNorm1d) relates the samples of a micro-batch")
+
+
+class Centred(Even):
+    """Subtracts the mean of a micro-batch."""
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return x - x.mean(0)
+
+
+class Normalised(Even):
+    """Has a layer norm, which relates no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Sequential(torch.nn.LayerNorm(8), self.out)
+
+
+@pytest.mark.parametrize(
+    ("factory", "named"),
+    [(functools.partial(Even, batch_norm=True), "statistics (BatchNorm1d)"), (Centred, "the model (Centred)")],
+)
+def test_the_first_module_that_relates_samples_is_named_in_the_verdict(factory, named):
+    verdict = assert_parity(factory, write_manifest(DDP), batch(), loss_fn=sum_loss, microbatch=3, steps=1).verdict
+    (note,) = to_json(verdict)["notes"]
+    assert note.startswith(f"{named} relates the samples of a micro-batch") and f"note: {note}" in to_text(verdict)
+    assert to_text(verdict).endswith("on the same micro-batches, whose samples the model relates")
+
+
+def test_a_model_that_relates_no_samples_is_proven_without_a_note():
+    verdict = assert_parity(Normalised, write_manifest(DDP), batch(), loss_fn=sum_loss, microbatch=3, steps=1).verdict
+    assert not verdict.notes and to_text(verdict).endswith("computes what one device computes")
 
 
 class OfThree(Even):

@@ -1,4 +1,4 @@
-"""What a loss makes of parameters alone: terms, as weight decay and orthogonality, and factors, as learned weights."""
+"""Terms and factors of a loss that are made of parameters alone: weight decay, orthogonality, learned weights."""
 
 from __future__ import annotations
 

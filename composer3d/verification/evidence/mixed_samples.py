@@ -3,14 +3,16 @@
 The reference uses the run's micro-batches, so it cannot show that their boundaries matter. They do where a loss is no
 sum over samples: a contrastive one compares the samples of a micro-batch with each other, a mean whose divisor its
 graph does not show divides by what the micro-batch has. The gradient is then not that of the global batch, in any
-layout but one. A model that mixes samples, as batch normalisation does, is not reported: its author chose that.
+layout but one. A model that mixes samples, as batch normalisation does, is noted with the module, and no failure: its
+author chose that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +40,13 @@ class Mixing:
 
     Args:
         model: Of the model's outputs.
+        module: The first module whose output has that difference, with its class; empty where there is none.
         loss: Of the loss, on the model's outputs for each alone.
         unknown: Reason why the two could not be computed together; empty where they were, or with only one.
     """
 
     model: float = 0.0
+    module: str = ""
     loss: float = 0.0
     unknown: str = ""
 
@@ -61,10 +65,14 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
         pieces = microbatches(subject, 0, degree, "float64")[:2]
         if len(pieces) < 2:
             return NOT_MIXED
-        outputs = [run.model(*piece.args, **piece.kwargs) for piece in pieces]
+        with _outputs(run.model) as modules:
+            outputs = [run.model(*piece.args, **piece.kwargs) for piece in pieces]
+            apart = [*modules]
+            modules.clear()
         try:
             args, kwargs, target = _joined([(piece.args, piece.kwargs, piece.target) for piece in pieces])
-            together = run.model(*args, **kwargs)
+            with _outputs(run.model) as modules:
+                together = run.model(*args, **kwargs)
             model = _apart(together, outputs)
             # What the model computes of both says the same of a loss, unless the model mixes samples itself.
             whole = subject.loss_fn is None or model is None
@@ -72,9 +80,44 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
         except Exception as error:  # code has not to bear another batch size, or has batches along another dim
             log.debug("two micro-batches cannot be computed together", exc_info=True)
             return Mixing(unknown=type(error).__name__)
+        module = _first(modules, apart) if _beyond(model or 0.0) or loss > _SAME else ""
         if whole and loss > _SAME and (_beyond(model or 0.0) or _normalises(run.model)):
-            return Mixing(model=_beyond(model or 0.0), unknown="the model itself mixes samples")
-    return Mixing(model=_beyond(model or 0.0), loss=_beyond(loss))
+            return Mixing(model=_beyond(model or loss), module=module, unknown="the model itself mixes samples")
+    return Mixing(model=_beyond(model or 0.0), module=module, loss=_beyond(loss))
+
+
+@contextlib.contextmanager
+def _outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
+    """Collect the outputs of all calls of modules, named with their class, in the order in which calls end.
+
+    Memory: all of them, until they are cleared.
+    """
+    found: list[tuple[str, list[Tensor]]] = []
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, _, output: found.append(
+            (f"{name or 'the model'} ({type(module).__name__})", [each.detach() for each in _tensors(output)])
+        )
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(together: Sequence[tuple[str, list[Tensor]]], alone: Sequence[tuple[str, list[Tensor]]]) -> str:
+    """Return the first module whose output for two micro-batches differs from those for each; empty if none is seen."""
+    num = len(together)
+    if len(alone) != 2 * num:
+        return ""
+    for whole, first, second in zip(together, alone[:num], alone[num:], strict=True):
+        if not whole[0] == first[0] == second[0] or not len(whole[1]) == len(first[1]) == len(second[1]):
+            return ""
+        if _beyond(_apart(whole[1], [first[1], second[1]]) or 0.0):
+            return whole[0]
+    return ""
 
 
 def _normalises(model: nn.Module) -> bool:
