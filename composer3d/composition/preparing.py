@@ -165,7 +165,7 @@ def prepare(
     recipe = None
     if not isinstance(model, nn.Module):
         model, recipe = _record(model, manifest)
-    refuse_unsuitable(model)
+    refuse_unsuitable(model, is_alone=layout.world_size == 1)
     context = RunContext(
         purpose=purpose,
         manifest=manifest,

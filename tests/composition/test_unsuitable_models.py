@@ -174,3 +174,19 @@ def test_an_example_that_is_no_pair_is_refused(example, said):
             example=example,
         )  # fmt: skip
     assert f"{said}; write example=((tokens,), {{}}), or ((), {{...}})" in str(caught.value)
+
+
+def container(made, text):
+    with pytest.raises(TransformError) as caught:
+        composed(text, made({"one": nn.Linear(2, 2)}) if made is nn.ModuleDict else made([nn.Linear(2, 2)]))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("made", [nn.ModuleDict, nn.ModuleList])
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "tensor_parallel"])
+def test_a_container_without_a_forward_is_refused_with_what_to_pass(made, name):
+    expected = (
+        f"the model is a {made.__name__} without a forward, through which units gather their weights and outputs are "
+        "followed; compose each of its modules by itself, or hand compose a module with a forward that calls them"
+    )
+    assert run_ranks(container, 2, made, PLANS[name]) == [expected] * 2

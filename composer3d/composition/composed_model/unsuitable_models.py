@@ -22,8 +22,12 @@ def mark_composed(model: nn.Module) -> None:
     setattr(model, _MARK, True)
 
 
-def refuse_unsuitable(model: nn.Module) -> None:
-    """Refuse a model whose names, parameters or hooks are not those that its code made.
+def refuse_unsuitable(model: nn.Module, *, is_alone: bool = True) -> None:
+    """Refuse a model whose names, parameters or hooks are not those that its code made, or that cannot be called.
+
+    Args:
+        model: Of all stages.
+        is_alone: Whether one rank runs it, which needs no forward that units and outputs go through.
 
     Raises:
         TransformError: With the FQN at fault, and what to pass instead.
@@ -33,6 +37,8 @@ def refuse_unsuitable(model: nn.Module) -> None:
     _refuse_compiled(model)
     _refuse_replicated(model)
     _refuse_sharded(model)
+    if not is_alone:
+        _refuse_container(model)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -76,4 +82,17 @@ def _refuse_sharded(model: nn.Module) -> None:
         raise TransformError(
             f'"{shard}" is a DTensor before compose, so something else sharded the model; hand compose the model as '
             "it was, and write the sharding into the manifest"
+        )
+
+
+def _refuse_container(model: nn.Module) -> None:
+    """Refuse a list or dict of modules, which has no forward for units and outputs to go through."""
+    from torch import nn
+
+    containers = nn.ModuleList, nn.ModuleDict
+    if isinstance(model, containers) and type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        raise TransformError(
+            f"the model is a {type(model).__name__} without a forward, through which units gather their weights and "
+            "outputs are followed; compose each of its modules by itself, or hand compose a module with a forward that "
+            "calls them"
         )
