@@ -80,6 +80,12 @@ def test_four_ranks_with_fewer_key_heads():
     )
 
 
+def test_attention_of_a_module_whose_parameters_tp_holds():
+    text = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
+    for found in run_ranks(sequence_steps, 4, [(Heads, text, padded_batch)], timeout_s=120.0):
+        assert max(found[0][:2]) <= 1e-12
+
+
 def evaluations():
     """Return the loss of one device and of the ranks where gradients are off, in which torch has a fast path."""
     torch.set_default_dtype(torch.float64)
