@@ -55,7 +55,7 @@ class StepEngine:
         streams: Streams,
         criterion: Criterion,
     ) -> None:
-        self._context, self._guard, self.loss_totals, self.streams = context, guard, loss_totals, streams
+        self._context, self.guard, self.loss_totals, self.streams = context, guard, loss_totals, streams
         plain: Any = contextlib.nullcontext()  # may be entered any number of times at once
         self.explaining = flight.explaining if flight is not None else lambda activity="": plain
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
@@ -141,7 +141,7 @@ class StepEngine:
 
     def identity(self, value: Any) -> int:
         """Return the digest that ranks of one batch compare; before plugins shard it and it moves to a device."""
-        return self._guard.digest(value)
+        return self.guard.digest(value)
 
     def forward_backward(
         self, batch: Batch, *, identity: int, size: int | None, train: Callable[[Sequence[Batch]], None]
@@ -172,7 +172,7 @@ class StepEngine:
         microbatches = split_batch(batch, size)
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
-            totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])
+            totals = self.guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])
         self.loss_totals.copy = batch.copy
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
@@ -297,9 +297,9 @@ class StepEngine:
         step, call, self.loss_totals.copy = self.state.step, self.call, copy
         with self._context.span("all_reduce", group="counts", axis="world"):
             # `verify` lets a fault run on, and reports its effects.
-            compares = self._guard.compares and not call and self._context.purpose == "run"
+            compares = self.guard.compares and not call and self._context.purpose == "run"
             given = {"decided": self.loop.decided(step, self.optimizer)} if compares else {}
-            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, copy=copy[0], **given)
+            totals = self.guard.agree(step=step, call=call, counts=counts, digest=identity, copy=copy[0], **given)
         self.call, self._equal = self.call + 1, totals.equal
         self.state.count += totals.count
         self.loss_totals.announce(totals.count)

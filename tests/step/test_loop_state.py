@@ -99,6 +99,7 @@ def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False, factory=No
                 run.clip_grad_norm_(clip[dist.get_rank()] if number == at else 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+        run.close()
         raise StepError("nothing was told")
     return number, str(caught.value)
 
@@ -120,6 +121,58 @@ def test_a_nudged_replica_is_named():
         'parameter "norm.weight"; something changed parameters on some ranks alone'
     )
     assert run_ranks(faulty, 2, DDP, nudged, EVERY - 1, EVERY + 1) == [(EVERY, message)] * 2
+
+
+HYBRID = FSDP + "[mesh]\ndp_replicate = 2\n"
+
+
+def written_on_one(text, call, folder, fault=True):
+    """Train for six steps; rank 1 writes past autograd before step 2, or after the last. Return what ranks are told."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(seq_len=4))
+    told = "nothing was told"
+    try:
+        for number in range(6):
+            if number == 2 and call == "step":
+                write_on_one(run, fault)
+            run.backward(sum_loss(run.model(tokens), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if call != "step":
+            write_on_one(run, fault)
+        if call != "run.close":
+            run.save(folder / "saved")
+        run.close()
+    except StepError as error:
+        told = str(error)
+    return told, (folder / "saved").exists()
+
+
+def write_on_one(run, fault):
+    if fault and dist.get_rank() == 1:
+        local(run.model.norm.weight.data).add_(0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "at"),
+    [("step", "step 2"), ("run.save", "run.save before step 6"), ("run.close", "run.close before step 6")],
+)
+@pytest.mark.parametrize("text", [DDP, HYBRID])
+def test_a_weight_that_one_replica_writes_is_named_in_the_first_steps_and_when_it_is_saved_or_closed(
+    text, call, at, tmp_path
+):
+    message = (
+        f"rank 1 (dp_replicate 1) holds other values than rank 0, its replica, at {at}: "
+        'parameter "norm.weight"; something changed parameters on some ranks alone'
+    )
+    assert run_ranks(written_on_one, 2, text, call, tmp_path) == [(message, False)] * 2
+
+
+@pytest.mark.parametrize("text", [DDP, HYBRID, FSDP])
+def test_replicas_that_are_alike_are_told_nothing_when_they_are_saved_and_closed(text, tmp_path):
+    found = run_ranks(written_on_one, 2, text, "run.save", tmp_path, False)
+    assert found == [("nothing was told", True)] * 2
 
 
 TP = "[sharding.tensor_parallel]\n[mesh]\ntp = 2\n"

@@ -114,7 +114,8 @@ class OwnLoop:
         Args:
             loss: A scalar mean or sum, `(sum, count)`, or a `Loss`.
             last: Whether it is the last one of this step; None, the default, says so, but for the micro-batches of
-                `accumulate` that are not.
+                `accumulate` that are not. `run.backward(a, last=False, retain_graph=True); run.backward(b)` steps by
+                (a + b) / 2; without `last=False` by a + b.
             reduction: Of a scalar whose last operations do not show it; None reads it from its graph. A loss that mixes
                 the samples of a rank, as contrastive ones do, is averaged over ranks like a mean.
             retain_graph: Whether another backward of this step goes through the same graph.

@@ -49,8 +49,10 @@ class SavedRun:
 
         Raises:
             CheckpointError: On all ranks, if any of them could not write.
+            StepError: Replicas hold other values; nothing is written.
         """
         with self.explaining("save"):
+            self._compare_replicas("run.save")
             self._average_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
 
@@ -67,6 +69,14 @@ class SavedRun:
             with self._engine.bypassed():
                 self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
             self.parameters_changed()
+
+    def _compare_replicas(self, place: str) -> None:
+        """Compare replicated parameters; `verify` lets a fault run on, and reports its effects."""
+        context = self._assembled.context
+        if context.purpose == "run":
+            reshard_units(context.parts)
+            engine = self._engine
+            engine.guard.compare_replicas(place, engine.own_steps.next, engine.loop.replicated)
 
     @property
     def rank_state(self) -> RankState:

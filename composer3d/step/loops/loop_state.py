@@ -26,7 +26,7 @@ __all__ = ["EVERY", "Compared", "Decided", "LoopState", "replica_axes", "same_pi
 
 # What numbers are made of: all that a loop decides; replicas' parameters; those that tensor axes leave whole.
 Compared: TypeAlias = Literal["state", "replicas", "shared"]
-EVERY = 50  # steps between two digests of replicated parameters: one reads all of them
+EVERY = 50  # steps between two digests of replicated parameters, each of which reads all of them
 _BITS = (1 << 62) - 1
 _HALF = (1 << 31) - 1
 _SAMPLE = 8
@@ -84,6 +84,10 @@ class LoopState:
             described=lambda compared: self.described(optimizer, compared),
         )
 
+    def replicated(self) -> Decided:
+        """Return the digests of this rank's parameters outside of steps."""
+        return Decided(weights=self.weights(), described=lambda compared: self.described(None, compared))
+
     def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Treat the current values of plain parameters, and of the optimizer's state, as results of the optimizer."""
         if self._modules is not None:
@@ -109,9 +113,12 @@ class LoopState:
         numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number())
         return (hash(numbers) & _BITS) or 1
 
-    def weights(self, step: int) -> int:
-        """Return digests of this rank's parameters in every `EVERY`-th step, and after writes; 0 in the others."""
-        if step % EVERY and not self._is_written:
+    def weights(self, step: int = 0) -> int:
+        """Return digests of this rank's parameters in steps that compare them, and after writes; 0 in the others.
+
+        Compared are every `EVERY`-th step, and the steps 0 to 4, 8, 16 and so on, so that a fault shows early.
+        """
+        if step % EVERY and step & (step - 1) and step != 3 and not self._is_written:
             return 0
         axes: dict[Compared, tuple[str, ...]] = {
             "replicas": replica_axes(self._context),
