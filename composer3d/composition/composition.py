@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -291,13 +290,10 @@ class Composition(SavedRun, OwnLoop):
 
         Args:
             error: Error that ended the run, for the plugins.
-
-        Raises:
-            StepError: Replicas hold other values, in a run that has had a step and that no error ended.
         """
         if self._closed:
             return
-        self._closed, is_failing = True, error is not None or sys.exc_info()[1] is not None  # also in a `finally`
+        self._closed = True
         self._engine.own_steps.abandon()
         self._engine.accumulated.close()
         stepper = self._engine.stepper
@@ -307,7 +303,6 @@ class Composition(SavedRun, OwnLoop):
         arguments: Any = {"context": self.context, "error": error}
         close_all(
             (
-                *(() if is_failing or not self._engine.own_steps.next else (self._compare_last,)),
                 self._unwatch,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),
@@ -321,10 +316,6 @@ class Composition(SavedRun, OwnLoop):
             error=error,
         )
         self._engine.explaining, self._engine.optimizer = refused_after_close, None  # a forward opens no step
-
-    def _compare_last(self) -> None:
-        with self._engine.explaining("close"):
-            self._compare_replicas("run.close")
 
     def __enter__(self) -> Composition:
         return self

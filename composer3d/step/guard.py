@@ -29,7 +29,7 @@ __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
 # Instead of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
-_ENDS = {0xFFFE: "run.save", 0xFFFD: "run.close"}  # where no step is
+_SAVE = 0xFFFE  # where no step is
 _PLAN_BITS = 40
 _SHOWN = 4
 
@@ -217,11 +217,10 @@ class Guard:
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)
 
-    def compare_replicas(self, place: str, step: int, decided: Callable[[], Decided]) -> None:
-        """Compare replicated parameters outside of steps.
+    def compare_replicas(self, step: int, decided: Callable[[], Decided]) -> None:
+        """Compare replicated parameters before a save.
 
         Args:
-            place: The call, "run.save" or "run.close".
             step: Number of the next step.
             decided: Returns the digests of this rank's parameters.
 
@@ -231,8 +230,7 @@ class Guard:
         Collectives: one all-reduce, if there are replicas.
         """
         if self.compares and (self._alike["replicas"] or self._alike["shared"]):
-            end = next(number for number, name in _ENDS.items() if name == place)
-            self.agree(step=step, call=end - 1, counts=(), decided=decided())
+            self.agree(step=step, call=_SAVE - 1, counts=(), decided=decided())
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
         """Return, for each vote, whether any rank cast it. Collectives: one all-reduce."""
@@ -348,7 +346,7 @@ class Guard:
 def _place(slot: int) -> str:
     if slot & 0xFFFF == _EVALUATION:
         return f"evaluation {slot >> 16}"
-    if slot & 0xFFFF in _ENDS:
-        return f"{_ENDS[slot & 0xFFFF]} before step {slot >> 16}"
+    if slot & 0xFFFF == _SAVE:
+        return f"run.save before step {slot >> 16}"
     call = (slot & 0xFFFF) - 1
     return f"step {slot >> 16}" + (f", batch {call + 1}" if call else "")

@@ -52,7 +52,7 @@ class SavedRun:
             StepError: Replicas hold other values; nothing is written.
         """
         with self.explaining("save"):
-            self._compare_replicas("run.save")
+            self._compare_replicas()
             self._average_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
 
@@ -70,13 +70,13 @@ class SavedRun:
                 self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
             self.parameters_changed()
 
-    def _compare_replicas(self, place: str) -> None:
+    def _compare_replicas(self) -> None:
         """Compare replicated parameters; `verify` lets a fault run on, and reports its effects."""
         context = self._assembled.context
         if context.purpose == "run":
             reshard_units(context.parts)
             engine = self._engine
-            engine.guard.compare_replicas(place, engine.own_steps.next, engine.loop.replicated)
+            engine.guard.compare_replicas(engine.own_steps.next, engine.loop.replicated)
 
     @property
     def rank_state(self) -> RankState:
