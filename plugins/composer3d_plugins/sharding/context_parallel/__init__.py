@@ -248,12 +248,12 @@ class ContextParallel:
             assigned=lambda length: found.sequences.positions.get(length),
         )
         # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks;
-        # but what was seen to mix positions does so with parameters that are sharded too: nn.MultiheadAttention.
+        # but attention mixes positions with parameters that are sharded too: nn.MultiheadAttention.
         sharded = {
             fqn
             for fqn, module in model.named_modules()
             if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False))
-        }.difference(*found.rows.values())
+        }.difference(found.rows.get("attention", ()))
         sequence = PropagatedSequence(
             degree=mesh.size(),
             rules=rules,
