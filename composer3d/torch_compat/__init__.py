@@ -112,6 +112,7 @@ from composer3d.torch_compat.layouts import (
 )
 from composer3d.torch_compat.modes import (
     SCALED_STEP,
+    UNSCALING,
     backward_inside,
     call_beside,
     call_within,
@@ -205,6 +206,7 @@ __all__ = [
     "Places",
     "ResultMemory",
     "SCALED_STEP",
+    "UNSCALING",
     "ShardOf",
     "UnitShard",
     "Units",

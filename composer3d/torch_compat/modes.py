@@ -12,6 +12,7 @@ from composer3d.torch_compat.operators import operator_python
 
 __all__ = [
     "SCALED_STEP",
+    "UNSCALING",
     "backward_inside",
     "call_beside",
     "call_within",
@@ -36,6 +37,8 @@ __all__ = [
 
 # Read of an optimizer by torch's GradScaler in its step, and by nothing else.
 SCALED_STEP = "_step_supports_amp_scaling"
+# By which it unscales gradients.
+UNSCALING = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
 
 def dispatch_mode(

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import composed, mean_loss, mine, seeded, unpadded
+from support.models import Even, composed, mean_loss, mine, seeded, unpadded
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -64,6 +64,21 @@ def refused():
 def test_what_would_lose_samples_or_part_ranks_is_refused():
     for loader, scaler in run_ranks(refused, 2):
         assert "a DistributedSampler, whose part of the samples it would divide again" in loader
+        assert "leave it out, and name a plugin of [precision] with param_dtype = float16" in scaler
+
+
+def unscaled():
+    run = composed("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n", seeded(Even))
+    optimizer, scaler = run.optimizer(torch.optim.SGD, lr=1e-2), torch.amp.GradScaler("cpu")
+    tokens, targets = unpadded()
+    run.backward(scaler.scale(mean_loss(run.model(tokens), targets)))
+    with pytest.raises(StepError) as error:
+        scaler.unscale_(optimizer)
+    return str(error.value)
+
+
+def test_a_scaler_of_the_loop_is_refused_where_it_unscales_plain_and_sharded_gradients():
+    for scaler in run_ranks(unscaled, 2):
         assert "leave it out, and name a plugin of [precision] with param_dtype = float16" in scaler
 
 

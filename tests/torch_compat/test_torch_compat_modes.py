@@ -236,3 +236,17 @@ def test_a_scaler_asks_an_optimizer_whether_it_scales_itself():
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert asked == [optimizer]
+
+
+def test_a_scaler_unscales_by_the_operator_that_is_named():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler, seen = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu"), []
+    scaler.scale(parameter.sum()).backward()
+
+    def note(operator, types, args, kwargs):
+        seen.append(operator.name())
+        return operator(*args, **kwargs)
+
+    with torch_compat.dispatch_mode(note):
+        scaler.unscale_(optimizer)
+    assert torch_compat.UNSCALING in seen

@@ -12,6 +12,7 @@ from composer3d.manifest.regular_expressions import Expression
 from composer3d.step.optimizers.kinds import by_kind
 from composer3d.step.optimizers.optimizer_probe import probe_optimizer
 from composer3d.step.optimizers.shard_step import on_shards, steps_each_element
+from composer3d.step.sharded_tensors.whole_operators import OWN_SCALER
 
 if TYPE_CHECKING:
     import torch
@@ -142,10 +143,7 @@ def compose_step(
         added(self.param_groups[-1]["params"])
 
     def scaled_step(self: torch.optim.Optimizer) -> bool:
-        raise StepError(
-            "a GradScaler of the loop's own would skip the step only on ranks whose shards overflow: leave it out, "
-            "and name a plugin of [precision] with param_dtype = float16, whose scale all ranks agree on"
-        )
+        raise StepError(OWN_SCALER)
 
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]

@@ -36,10 +36,14 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["compute_whole_operators"]
+__all__ = ["OWN_SCALER", "compute_whole_operators"]
 
 log = logging.getLogger(__name__)
 _REPORTED: set[str] = set()
+OWN_SCALER = (
+    "a GradScaler of the loop's own would skip the step only on ranks whose shards overflow: leave it out, "
+    "and name a plugin of [precision] with param_dtype = float16, whose scale all ranks agree on"
+)
 _ADVICE = (
     "write whole = p.full_tensor() on all ranks, compute with that, and p.copy_(whole) under torch.no_grad() for what "
     "is to be kept"
@@ -92,6 +96,8 @@ def _handlers() -> dict[Any, Handler]:
 
 
 def _refuse_mixed(operator: Any) -> NoReturn:
+    if operator.name() == torch_compat.UNSCALING:
+        raise StepError(OWN_SCALER)
     raise StepError(
         f"{_place()}{operator.name()} is given a sharded tensor, which stands for the whole one, and a plain tensor, "
         f"of which it is not known whether it is a rank's data; {_ADVICE}"
