@@ -107,3 +107,25 @@ def test_two_tasks_of_other_numbers_of_targets_are_refused():
 def test_two_tasks_of_equal_numbers_of_targets_are_weighed():
     for gradients, loss in run_ranks(errors, 2, "two", classes, (0, 1, -100, -100, 2, 3, -100, -100)):
         assert gradients < 1e-12 and loss < 1e-12
+
+
+def errors_of_a_loss_fn(written, labels, tables):
+    """As `errors`, of a loss function that the run calls itself; micro-batches of two samples where `tables` say so."""
+    loss_fn = LOSSES[written]
+    reference, target = seeded(), torch.tensor(labels)
+    x = torch.randn(8, 6)
+    wanted = loss_fn(classes, reference(x), target)
+    wanted.backward()
+    run = composed(f"{tables}[sharding.fsdp2]\n", model=seeded(), loss_fn=lambda *given: loss_fn(classes, *given))
+    with run.step(0):
+        returned = run.forward_backward(mine(run, x), target=mine(run, target))
+        run.clip_grad_norm_(float("inf"))
+        gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        return gradient_error(run, gradients), abs(returned.item() - wanted.item())
+
+
+@pytest.mark.parametrize("tables", ["", "[train]\nmicrobatch = 2\n"], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("written", ["times", "twice", "divided"])
+def test_a_loss_function_with_a_learned_factor_is_weighed_by_its_targets(written, tables):
+    for gradients, loss in run_ranks(errors_of_a_loss_fn, 2, written, UNEVEN, tables):
+        assert gradients < 1e-12 and loss < 1e-12
