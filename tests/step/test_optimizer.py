@@ -78,7 +78,10 @@ def hooked():
 def test_it_is_an_optimizer_of_its_class_with_hooks():
     calls, closure, twice, kind = run_ranks(hooked, 1)[0]
     assert calls == ["pre", "post"]
-    assert closure == "an optimizer that calls a closure again, as LBFGS does, cannot run in a composed step"
+    assert closure == (
+        "AdamW.step was given a closure, whose forward and backward a composed step cannot run again, as LBFGS would: "
+        "call the closure's lines, with run.backward(loss), before optimizer.step(), and pass none"
+    )
     assert twice == "run.optimizer(...) was called twice; a composition has one optimizer, with groups"
     assert kind == (True, "AdamW", "torch.optim.adamw", len(list(seeded().parameters())))
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["compose_step", "group_parameters", "make_optimizer"]
 
+_CLOSURE = (
+    "whose forward and backward a composed step cannot run again, as LBFGS would: call the closure's lines, with "
+    "run.backward(loss), before optimizer.step(), and pass none"
+)
+
 
 def make_optimizer(
     cls: type[torch.optim.Optimizer],
@@ -135,7 +140,7 @@ def compose_step(
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
-            raise StepError("an optimizer that calls a closure again, as LBFGS does, cannot run in a composed step")
+            raise StepError(f"{cls.__name__}.step was given a closure, {_CLOSURE}")
         return run(lambda: inner(self))
 
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
