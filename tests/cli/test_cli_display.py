@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pty
 import re
@@ -24,6 +25,8 @@ def on_a_terminal(function, columns=140, **environment):
     """Run a function in a child whose streams are a terminal; return its exit code and what it wrote."""
     pid, master = pty.fork()
     if pid == 0:
+        # A process group of an earlier test, collected here, would wait for threads that no fork has.
+        gc.freeze()
         os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES="40", **environment)
         # Inside of pytest these are what captures them.
         with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
