@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -41,6 +42,7 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
     write()
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # as composer3d's own forks do: see `composer3d.processes.forking.fork`
         os._exit(main(start('data.args.fault="hangs"', "run.grace_s=0.1")))
     try:
         deadline = time.monotonic() + 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import re
@@ -91,6 +92,7 @@ def in_child(function):
     """Run a function in a forked child; return what it returns as the child's exit code."""
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # as composer3d's own forks do: see `composer3d.processes.forking.fork`
         code = 99
         try:
             code = function() or 0
