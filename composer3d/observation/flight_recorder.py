@@ -121,6 +121,7 @@ class Flight:
     def start(self) -> None:
         """Start the thread that polls for alarms."""
         # How many compositions this process has made: ranks make them in the same order.
+        self._begun_ns = time.time_ns()
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
         self._questions = RankQuestions(store=self._store, prefix=self._prefix, rank=self._rank)
         self._thread.start()
@@ -293,8 +294,12 @@ class Flight:
         )
 
     def _collectives(self, kept: int) -> list[RecordedCollective]:
-        """Return this rank's last collectives, groups made by plugins or the loop included."""
-        entries = torch_compat.flight_records()
+        """Return this rank's last collectives, groups made by plugins or the loop included.
+
+        torch's recorder is the process's: it holds those of a composition before this one, and of the parent of a
+        forked rank, whose groups had the same names and numbers.
+        """
+        entries = [entry for entry in torch_compat.flight_records() if int(entry["time_created_ns"]) >= self._begun_ns]
         names = {entry["process_group"][0] for entry in entries} - self._groups.keys()
         others = {name: ranks for name in names if (ranks := torch_compat.ranks_of_group(name)) is not None}
         spans = {name: (self._layout.span(ranks), ranks) for name, ranks in others.items()}

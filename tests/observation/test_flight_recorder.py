@@ -97,6 +97,19 @@ def test_a_missing_collective_names_everything(case, missed, first):
     assert took_s < TIMEOUT_S + 60  # torch's own timeout is half an hour
 
 
+def failing_forks():
+    """Run collectives of a world of one, and then fork ranks whose groups have the same name and numbers."""
+    for _ in range(64):
+        dist.all_gather([torch.ones(4)], torch.ones(4))
+    dist.destroy_process_group()
+    return [text for text, _ in run_ranks(failing, 2, "hangs")]
+
+
+def test_collectives_of_the_process_that_forked_the_ranks_are_not_taken_for_theirs():
+    for text in run_ranks(failing_forks, 1)[0]:
+        assert "rank 1 (dp_shard 1) did not run all_reduce of [13], in which rank 0 waited" in text
+
+
 def test_another_collective_is_named():
     # A rank that fails first knows that the collective was not composer3d's; one that only answers is past it.
     (text, took_s), (other, _) = run_ranks(failing, 2, "other")
@@ -156,6 +169,10 @@ def late(recorded):
     # As if these ranks had an NCCL beside their gloo: what it would have recorded stands in for it.
     group = torch_compat.group_name(run.mesh.get_group("dp_shard"))
     text = recorded[dist.get_rank()].replace('["1", "mesh_tp"]', f'["{group}", "mesh_dp_shard"]')
+    waiting = json.loads(text)
+    for number, entry in enumerate(waiting["entries"]):
+        entry |= {"time_created_ns": time.time_ns() + number, "timeout_ms": 100}
+    text = json.dumps(waiting)
     _distributed_c10d._dump_nccl_trace_json = lambda **options: text
     told, logger = [], logging.getLogger("composer3d.observation.flight_recorder")
     handler = logging.Handler()

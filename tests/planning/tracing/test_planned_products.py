@@ -54,7 +54,11 @@ def test_sharded_products_are_those_of_one_device(products, layout):
     assert products(layout) == products("one")
 
 
-@pytest.mark.parametrize("precision", ["float8.recipe='tensorwise'", "float8.recipe='rowwise'", "mxfp8.recipe='mxfp8'"])
+@pytest.mark.parametrize(
+    "precision",
+    ["float8.recipe='tensorwise'", "float8.recipe='rowwise'", "mxfp8.recipe='mxfp8'"],
+    ids=["tensorwise", "rowwise", "mxfp8"],
+)
 @pytest.mark.parametrize("layout", ["fsdp2", "tp"])
 def test_products_in_float8_are_planned_as_those_of_a_device_that_has_them(products, layout, precision):
     found = products(layout, f"precision.{precision}")
