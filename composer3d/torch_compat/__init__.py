@@ -146,6 +146,7 @@ from composer3d.torch_compat.operators import (
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
     held_graph,
+    inferring_from_zeros,
     pipeline_orders,
     pipeline_schedule,
     without_own_messages,
@@ -275,6 +276,7 @@ __all__ = [
     "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
+    "inferring_from_zeros",
     "inherit_timeouts",
     "is_captured",
     "is_in_place",

@@ -6,7 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["custom_pipeline_schedule", "held_graph", "pipeline_orders", "pipeline_schedule", "without_own_messages"]
+__all__ = [
+    "custom_pipeline_schedule",
+    "held_graph",
+    "inferring_from_zeros",
+    "pipeline_orders",
+    "pipeline_schedule",
+    "without_own_messages",
+]
 
 
 def pipeline_schedule(name: str) -> Any:
@@ -68,6 +75,29 @@ def without_own_messages(stage: Any) -> Any:
     """
     greet = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [each for each in greet() if each.group_peer != stage.group_rank]
+    return stage
+
+
+def inferring_from_zeros(stage: Any) -> Any:
+    """Return a stage that infers shapes by a forward of zeros, where torch 2.13 hands it memory that nobody wrote.
+
+    What a model does may depend on values: routing, comparisons of two runs, counters. Unwritten memory holds NaN now
+    and then, and always under `torch.use_deterministic_algorithms`. torch 2.11 infers from zeros itself; the method is
+    private (torch 2.13-2.15).
+    """
+    import torch
+
+    materialise = getattr(stage, "_to_tensor", None)
+    if materialise is None:
+        return stage
+
+    def zeros(arg: Any) -> Any:
+        tensor = materialise(arg)
+        if not isinstance(arg, torch.Tensor):
+            tensor.detach().zero_()
+        return tensor
+
+    stage._to_tensor = zeros
     return stage
 
 

@@ -156,7 +156,7 @@ class PipelineRuntime:
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap a stage's forward and backward of a micro-batch in random streams, step actions and spans."""
-        torch_compat.without_own_messages(stage)
+        torch_compat.inferring_from_zeros(torch_compat.without_own_messages(stage))
         context, number = self._context, stage.stage_index
         forward, backward, weights = (
             stage.forward_one_chunk,
