@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from composer3d.observation.collectives import Collective, Collectives, count_collectives
     from composer3d.observation.flight_recorder import lost_a_peer
     from composer3d.observation.hang_report import Account, Fault, RecordedCollective, find_fault, told_act
+    from composer3d.observation.mismatch_ending import aborting
 
 _MODULES = {
     "collectives": ("Collective", "Collectives", "count_collectives"),
     "flight_recorder": ("lost_a_peer",),
     "hang_report": ("Account", "Fault", "RecordedCollective", "find_fault", "told_act"),
+    "mismatch_ending": ("aborting",),
 }
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Collectives",
     "Fault",
     "RecordedCollective",
+    "aborting",
     "count_collectives",
     "find_fault",
     "lost_a_peer",

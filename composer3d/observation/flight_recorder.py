@@ -27,6 +27,7 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Layout
 from composer3d.observation.hang_report import Account, RecordedCollective, diagnose
+from composer3d.observation.mismatch_ending import end_rank
 from composer3d.observation.rank_questions import RankQuestions
 
 __all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
@@ -48,6 +49,7 @@ _LOST = (
     "watchdog caught collective operation timeout",
 )
 _LOOK_S = 0.5  # how often a rank looks for an alarm
+_MISMATCH = "a rank was sent another number of bytes than its collective expects"
 _ANSWER_S = 2.0  # how long the first one waits for answers
 _CLOSE_S = 10.0  # how long the end waits for a look in progress: a store that is there answers long before
 _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
@@ -125,6 +127,7 @@ class Flight:
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
         self._questions = RankQuestions(store=self._store, prefix=self._prefix, rank=self._rank)
         self._thread.start()
+        self._unwatch = torch_compat.on_mismatched_size(self._mismatched)
         atexit.register(self.close)  # a thread that asks the store while Python ends would end it badly
 
     @property
@@ -135,6 +138,7 @@ class Flight:
     def close(self) -> None:
         """Stop the thread."""
         self._stop.set()
+        self._unwatch()
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._thread.join(timeout=_CLOSE_S)
@@ -223,6 +227,22 @@ class Flight:
             return text
         except RuntimeError:  # the store went with the rank that held it
             return diagnose([own], layout=self._layout, owners=self._owners, reason=reason)
+
+    def _mismatched(self) -> None:
+        """Publish what every rank did, and end this one before gloo does, which gives no reason."""
+        others = [rank for rank in range(self._layout.world_size) if rank != self._rank]
+        try:
+            if self._store.add(f"{self._prefix}/alarm", 1) > 1:
+                self._answer(self._now())
+                self._questions.read()
+                text = self._questions.message or _MISMATCH
+            else:
+                accounts = self._gather(self._now(), _ANSWER_S)
+                text = diagnose(accounts, layout=self._layout, owners=self._owners, reason=_MISMATCH)
+                self._questions.tell(text, others)
+        except RuntimeError:  # the store went with the rank that held it
+            text = diagnose([self._now()], layout=self._layout, owners=self._owners, reason=_MISMATCH)
+        end_rank(text)
 
     def _gather(self, own: Account, wait_s: float, place: str = "") -> list[Account]:
         accounts, deadline = [own], time.monotonic() + wait_s

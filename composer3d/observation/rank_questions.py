@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -71,12 +72,15 @@ class RankQuestions:
         if self._store.add(f"{self._prefix}/alarm", 1) > 1:
             self.read()
             return self.message or text
-        self._store.set(f"{self._prefix}/message", text)
-        try:
-            self._store.wait([f"{self._prefix}/read/{rank}" for rank in ranks], timedelta(seconds=_MESSAGE_S))
-        except RuntimeError:  # one has no thread left, or is gone
-            return text
+        self.tell(text, ranks)
         return text
+
+    def tell(self, text: str, ranks: Sequence[int]) -> None:
+        """Set the text with which all ranks end, after this one has raised the alarm, and wait as `publish` does."""
+        self._store.set(f"{self._prefix}/message", text)
+        # A rank may have no thread left, or be gone.
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([f"{self._prefix}/read/{rank}" for rank in ranks], timedelta(seconds=_MESSAGE_S))
 
     def read(self) -> None:
         """Wait for the text with which all ranks end, and leave word that it was read."""

@@ -23,6 +23,7 @@ from composer3d.torch_compat.collectives.messages import (
     watch_operator_collectives,
     watching_messages,
 )
+from composer3d.torch_compat.collectives.mismatched_sizes import on_mismatched_size
 from composer3d.torch_compat.collectives.processes import (
     CHECKPOINT_METADATA_GLOBALS,
     CHECKPOINT_PARAMETER,
@@ -306,6 +307,7 @@ __all__ = [
     "has_flops",
     "num_flops",
     "on_state_dict",
+    "on_mismatched_size",
     "operator_python",
     "operator_span",
     "orthogonalised",

@@ -7,15 +7,17 @@ import io
 import pickle
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer3d import torch_compat
+from composer3d import RankError, torch_compat
 from composer3d.checkpoint import save
 from composer3d.testing import fake_world, run_ranks
 
@@ -220,3 +222,25 @@ def test_a_lone_rendezvous_is_complete_at_once_and_its_store_is_memory():
     assert (found.rank, found.world_size, rendezvous.get_run_id()) == (0, 1, "here")
     assert isinstance(found.store, dist.HashStore)
     assert not rendezvous.use_agent_store and not rendezvous.is_closed() and rendezvous.num_nodes_waiting() == 0
+
+
+def mismatched(folder):
+    """Reduce tensors of two sizes; the rank that receives more than it expects is asked before it aborts."""
+    rank = dist.get_rank()
+
+    def answer():
+        (Path(folder) / f"answered-{rank}").write_text(threading.current_thread().name)
+
+    def never():
+        raise AssertionError("was taken away")
+
+    torch_compat.on_mismatched_size(never)()
+    torch_compat.on_mismatched_size(answer)
+    dist.all_reduce(torch.ones(5 if rank == 0 else 5000))
+
+
+def test_a_message_of_another_size_is_announced_before_the_process_ends(tmp_path):
+    with pytest.raises(RankError, match="rank 0 of 2 failed: killed by SIGABRT"):
+        run_ranks(mismatched, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["answered-0"]
+    assert (tmp_path / "answered-0").read_text().startswith("Dummy-")

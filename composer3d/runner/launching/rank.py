@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from composer3d.observation import aborting
 from composer3d.processes import find_launch, user_folder
 from composer3d.runner.reporting.failures import Ending, FailureReport, read_failures, root_cause
 from composer3d.runner.reporting.progress import LastSeen, Progress, attempt_before, attempt_folder
@@ -65,6 +66,7 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
             stack = files.enter_context((folder / f"rank-{rank}.stack").open("w"))
             # torch ends a rank by abort where collectives do not fit: it leaves its place here.
             faulthandler.enable(stack)
+            files.enter_context(aborting())
             files.callback(faulthandler.disable)
             value = function(*args)
             (folder / f"rank-{rank}.finished").touch()
