@@ -58,7 +58,7 @@ class Problem:
         file: The manifest as the user named it, or `--set KEY=VALUE`; None where no file is involved.
         line: 1-based; None for `--set`.
         column: 1-based; None for `--set`.
-        table: Dotted table, for example `sharding.fsdp2`; the empty string is the top of the file.
+        table: Dotted table, for example `model.args`; the empty string is the top of the file.
         key: The key inside the table, if one is at fault.
         hint: How to mend it.
     """

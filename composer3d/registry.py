@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -15,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from composer3d.errors import PluginError, describe_error, did_you_mean, is_interrupt
-from composer3d.interfaces import LayoutOffer
+from composer3d.interfaces import LayoutOffer, LayoutTraits
 from composer3d.mesh import Axis
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PluginInfo",
     "Registered",
     "info_of",
+    "offering",
     "options_of",
     "plugin",
 ]
@@ -72,7 +74,9 @@ class PluginInfo:
         offer: Layouts that it can make.
         provides: Services that commands look for, with the keys of the table that they write for it. The one who
             provides `nonfinite_modules` writes the modules whose outputs were not finite to `NAME/rank-R.jsonl`; of
-            `findings` the last line of each rank's is what `doctor` adds, `{"step": n, "finding": text}`.
+            `findings` the last line of each rank's is what `doctor` adds, `{"step": n, "finding": text}`; of `traces`
+            spans in OTLP's JSON lines are in `traces/rank-R.jsonl`; of `memory_snapshots` what fills the memory when it
+            runs out is in `memory/`.
     """
 
     family: str
@@ -169,6 +173,20 @@ class Catalogue:
                 found.append(f"[{info.family}.{name}]")
         return f"write {' or '.join(found)}, which owns {axis}" if found else None
 
+    def offering(self, trait: str, value: Any) -> str | None:
+        """Return the tables to write for a trait of a layout, with their keys; None if no installed plugin offers it.
+
+        Args:
+            trait: Of `LayoutTraits`.
+            value: Of the trait.
+        """
+        return offering(((name, info) for name, _, info in self.classes()), trait, value)
+
+    def providing(self, service: str) -> str | None:
+        """Return the tables to write for a service, with their keys; None if no installed plugin provides it."""
+        found = ((name, info) for name, _, info in self.classes() if service in info.provides)
+        return " or ".join(_stated(name, info, info.provides[service]) for name, info in found) or None
+
     def origin(self, name: str) -> str:
         """Return the distribution and object behind a name, for people."""
         return " and ".join(
@@ -215,6 +233,20 @@ class Catalogue:
             info = info_of(cls)
             if info is not None:
                 yield name, cls, info
+
+
+def offering(plugins: Iterable[tuple[str, PluginInfo]], trait: str, value: Any) -> str | None:
+    """Return which of these plugins offer a trait of a layout; see `Catalogue.offering`."""
+    wanted = LayoutTraits(**{trait: value})
+    offers = ((name, info, info.offer) for name, info in plugins if info.offer is not None)
+    found = [(name, info, offer) for name, info, offer in offers if value in offer.choices.get(trait, ())]
+    return " or ".join(_stated(name, info, offer.table(wanted, {}) or {}) for name, info, offer in found) or None
+
+
+def _stated(name: str, info: PluginInfo, table: Mapping[str, Any]) -> str:
+    """Return a plugin's table with its keys, for people."""
+    keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
+    return f"[{info.family}.{name}] {keys}".rstrip()
 
 
 def _install_hint(point: EntryPoint) -> str | None:

@@ -159,22 +159,35 @@ def test_the_core_does_not_know_the_plugins():
     assert naming == []
 
 
-# Names of plugins that are words of the field too.
+# Names of plugins that are words of the field too: these are not to be named as tables alone.
 COMMON_WORDS = {"compile", "float8", "int8", "mixed", "mxfp8", "opentelemetry", "pipeline", "prometheus", "throughput"}
 COMMON_WORDS |= {"compression", "csv", "replicas", "tensorboard", "wandb"}
+# Their keys, modules and packages are the same words; and what is copied for users is written like theirs.
+FOREIGN_WORDS = ("exporting", "importing", "integrations", "examples")
+
+
+def texts(path: Path) -> Iterator[ast.Constant]:
+    """Yield the strings of a file; of docstrings only what is no example."""
+    nodes = list(ast.walk(parse(path)))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {id(each.body[0].value) for each in nodes if isinstance(each, documented) and ast.get_docstring(each)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in docstrings or ">>>" not in node.value:
+                yield node
 
 
 def test_no_text_of_the_core_names_a_plugin():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    names = re.compile(rf"\b({'|'.join(sorted(points['composer3d'].keys() - COMMON_WORDS))})\b")
-    # Keys of other systems are the same words; there the manifest's table is what must not be named.
-    tables = re.compile(rf"\b({'|'.join(FAMILIES)})\.({names.pattern[3:]}")
+    names = points["composer3d"].keys()
+    word = re.compile(rf"\b({'|'.join(sorted(names - COMMON_WORDS))})\b")
+    table = re.compile(rf"\b({'|'.join(FAMILIES)})\.({'|'.join(sorted(names))})\b")
     naming = [
         f"{place(path, node.lineno)}: {node.value}"
         for path in sources(CORE)
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") <= 3
-        if (tables if path.relative_to(CORE).parts[0] in ("exporting", "importing") else names).search(node.value)
+        for node in texts(path)
+        if table.search(node.value)
+        or (path.relative_to(CORE).parts[0] not in FOREIGN_WORDS and word.search(node.value))
     ]
     assert naming == []
 

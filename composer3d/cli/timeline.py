@@ -21,7 +21,7 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "timeline",
         help="draw what a run did, from its trace files",
-        description="Read the trace files of a run with [profiling.opentelemetry]; write a page that shows ranks by "
+        description="Read the trace files that a profiling plugin wrote of a run; write a page that shows ranks by "
         "time, and say where the time went: bubble, exposed communication, straggler.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")

@@ -64,7 +64,7 @@ def fully_sharded(
     for name, note in _EQUAL.items():
         t.judge(key_of(name), "equal", note)
     t.judge(key_of("cpu_offload_pin_memory"), "meaningless", "speed")
-    t.judge(key_of("mixed_precision_policy"), "missing", "a policy besides mixed_precision; write [precision.mixed]")
+    t.judge(key_of("mixed_precision_policy"), "missing", "a policy besides mixed_precision; write [@mixed]")
     t.judge(key_of("ignored_modules"), "missing", "modules that stay replicated are patterns in the key ignored")
 
 

@@ -153,12 +153,13 @@ class Translation:
         Args:
             key: Of the source, dotted.
             verdict: What became of it.
-            note: Why, or the difference.
+            note: Why, or the difference; `[@word]` stands for a plugin's table there.
             to: The manifest's key, with the words of `plugin_words` as `@word.key`.
         """
         leaf = self.tree.leaves.get(key)
         if leaf is None or key in self.verdicts:
             return
+        note = re.sub(r"\[@(\w+)\]", lambda word: f"[{plugin_words()[word[1]]}]", note)
         path = None if to is None else self.path_of(to)
         if path is not None and not self.is_kept(path):
             path, note = None, f"the loop's own: {path}" + (f"; {note}" if note else "")

@@ -13,6 +13,7 @@ from composer3d.planning.formulas.lint import lint
 from composer3d.planning.hardware.scaled_hardware import scaled
 from composer3d.planning.traced_manifest import TracedManifest
 from composer3d.planning.tracing.traced import RankTrace
+from composer3d.registry import Catalogue
 
 if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Hardware
@@ -134,6 +135,10 @@ def advice_on(
         memory_bytes: Of a device.
         total_bytes: What the fullest rank needs of it.
     """
+
+    def offered(trait: str, value: Any) -> str | None:
+        return traced.offers.get(f"{trait}={value}") or Catalogue.installed().offering(trait, value)
+
     found = lint(
         trace,
         traced.setup,
@@ -141,6 +146,7 @@ def advice_on(
         num_parameters=traced.num_parameters,
         num_layers=traced.num_blocks,
         total_bytes=total_bytes,
+        offered=offered,
         world_size=traced.layout.world_size,
         memory_bytes=memory_bytes,
     )

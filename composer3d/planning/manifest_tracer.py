@@ -17,9 +17,11 @@ from composer3d.planning.tracing.enough_microbatches import OrdersOf, enough_mic
 from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.trace_cache import remembered, trace_key
+from composer3d.registry import offering
 from composer3d.step import tensors
 
 if TYPE_CHECKING:
+    from composer3d.manifest import Manifest
     from composer3d.planning.tracing.fake_composition import Job
 
 __all__ = ["trace_manifest"]
@@ -73,6 +75,7 @@ def trace_manifest(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameters_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_blocks=_num_blocks(job),
+        offers=_offers(job.manifest),
         notes=tuple(notes),
     )
 
@@ -82,6 +85,18 @@ def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
     unit, count = units_of(job.example)
     samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
     return unit, count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
+
+
+def _offers(manifest: Manifest) -> dict[str, str]:
+    plugins = [(plugin.name, plugin.info) for plugin in manifest.plugins]
+    choices = {
+        (trait, value)
+        for _, info in plugins
+        if info.offer is not None
+        for trait, values in info.offer.choices.items()
+        for value in values
+    }
+    return {f"{trait}={value}": offering(plugins, trait, value) or "" for trait, value in sorted(choices, key=str)}
 
 
 def _num_blocks(job: Job) -> int | None:

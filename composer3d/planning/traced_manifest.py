@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from composer3d.interfaces import Action
 from composer3d.mesh import Layout
@@ -31,6 +32,7 @@ class TracedManifest:
         num_parameters: Of the model.
         parameters_bytes: Of the model, each once.
         num_blocks: Of the model's equal blocks; None where it has no list of them.
+        offers: Tables of the manifest's own plugins, by the trait and the value that they offer: `zero=3`.
         notes: What a reader has to know besides the notes of traces.
     """
 
@@ -47,4 +49,5 @@ class TracedManifest:
     num_parameters: int
     parameters_bytes: int
     num_blocks: int | None
+    offers: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -103,7 +103,7 @@ class GarbageCollection:
 
     Left to itself it stops each rank at another moment, and every such stop is waited for by all others. What exists
     at the start is taken out of its view for good; what a step leaves behind is nearly all freed by reference counts.
-    Source: https://github.com/pytorch/torchtitan, which found the stragglers.
+    Source: https://github.com/pytorch/torchtitan, which found that ranks wait for each other so.
 
     Args:
         every: Steps between collections; 0 leaves everything to Python.

@@ -242,8 +242,8 @@ def test_a_folder_without_traces(tmp_path):
     with pytest.raises(ComposerError) as caught:
         read_trace(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: there are no trace files; a run leaves them in traces/ with [profiling.opentelemetry] and "
-        'exporter = "file"'
+        f"{tmp_path}: there are no trace files; a run leaves them in traces/ with [profiling.opentelemetry] "
+        'exporter = "file", detail = "layer"'
     )
 
 

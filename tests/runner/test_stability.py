@@ -78,8 +78,8 @@ def test_steps_that_plugins_skip_count_as_skipped_in_a_row():
         stability.vetoed(4, by=("grad_scaler",), **figures)
     assert str(caught.value) == (
         "step 4: skipped by grad_scaler (loss 1.5, gradient norm inf): step 2 in a row that was skipped "
-        "(stability.max_skips = 2); float16 overflows in the model's own values at any loss scale; write param_dtype = "
-        '"bfloat16" in [precision.mixed], lower its initial_scale, or raise stability.max_skips'
+        "(stability.max_skips = 2); float16 overflows in the model's own values at any loss scale; compute in "
+        "bfloat16, as [precision.mixed] does by default, lower the scaler's initial scale, or raise stability.max_skips"
     )
 
 

@@ -7,6 +7,7 @@ from decoder_traces import peak_bytes, static_traces
 from composer3d.planning.costs.allocator import reserved_bytes
 from composer3d.planning.costs.step_time import segment_time
 from composer3d.planning.formulas.lint import lint
+from composer3d.registry import Catalogue
 
 ZERO_BUBBLE = 0.2  # of 1F1B's
 
@@ -44,5 +45,5 @@ def advice_on(shape, setup, hardware, **options):
         num_parameters=shape.num_parameters,
         num_layers=shape.num_layers,
         total_bytes=reserved_bytes(trace.memory.peak, hardware.device),
-        **options,
+        **{"offered": Catalogue.installed().offering, **options},
     )

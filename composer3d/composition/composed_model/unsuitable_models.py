@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.errors import TransformError
 from composer3d.initialisation import unreadable
+from composer3d.registry import Catalogue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,10 +47,10 @@ def _refuse_compiled(model: nn.Module) -> None:
     for fqn, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             what = f'"{fqn}"' if fqn else "the model"
+            tables = Catalogue.installed().offering("is_compiled", True) or "the table of a plugin"
             raise TransformError(
                 f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand '
-                "compose the model as it was, and write [scheduling.compile] into the manifest, which compiles its "
-                "blocks"
+                f"compose the model as it was, and write {tables} into the manifest, which compiles its blocks"
             )
 
 
@@ -60,9 +61,10 @@ def _refuse_replicated(model: nn.Module) -> None:
     for fqn, module in model.named_modules():
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             what = f'"{fqn}"' if fqn else "the model"
+            tables = Catalogue.installed().offering("zero", 0) or "the table of a plugin"
             raise TransformError(
                 f"{type(module).__name__} wraps {what} before compose; hand compose what it wraps, its .module, and "
-                "write [sharding.ddp] into the manifest"
+                f"write {tables} into the manifest"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from composer3d.diagnostics.doctor.failure_kinds import Kind
 from composer3d.diagnostics.doctor.run_folder import Evidence
 from composer3d.errors import CheckpointError
+from composer3d.registry import Catalogue
 
 __all__ = ["advice_for"]
 
@@ -41,15 +42,12 @@ _ADVICE: dict[Kind, tuple[str, ...]] = {
         "--set run.debug=true compares the shapes of all ranks before every collective",
     ),
     "out_of_memory": (
-        "halve train.microbatch; switch on [scheduling.activation_checkpoint]; shard more (sharding.fsdp2 zero = 3, a "
-        "higher tp or pp)",
         "a rank that needs more than the others has longer sequences, or a stage with the embedding or the head",
     ),
     "disk_full": ("free space there, or set checkpoint.keep lower, or run.output to another disk; then run again",),
     "straggler": (
         "compare its machine with the others': other processes, clock and temperature, its disk in data_wait, the "
         "length of its sequences",
-        '[profiling.opentelemetry] with detail = "layer" and composer3d timeline show where in the step it is',
     ),
     "lost": ("look at the network between the hosts, and at the last lines of every rank's own output",),
     "damaged": ("look for what else writes to the run's folder, and at the disk below it (dmesg -T)",),
@@ -70,11 +68,30 @@ def advice_for(kind: Kind, evidence: Evidence, *, rank: int | None) -> tuple[str
         own = _not_finite(evidence)
     if kind == "machine" and evidence.error is not None:
         own = (evidence.error["advice"].partition("; then start")[0],)
-    if kind == "out_of_memory" and not evidence.snapshots:
-        own = (*own, "[profiling.memory_snapshot] writes down what fills the memory when it runs out")
+    if kind == "out_of_memory":
+        shown = () if evidence.snapshots else _shown("memory_snapshots", "what fills the memory when it runs out")
+        own = (*_less_memory(), *own, *shown)
+    if kind == "straggler":
+        own = (*own, *_shown("traces", "where in the step it is, drawn by composer3d timeline"))
     if kind in ("running", "ended", "straggler"):
         return tuple(own)
     return (*own, _resume(evidence.run, evidence.error))
+
+
+def _less_memory() -> Iterable[str]:
+    catalogue = Catalogue.installed()
+    recompute, shard = catalogue.offering("recompute", "full"), catalogue.offering("zero", 3)
+    parts = [
+        "halve train.microbatch",
+        *([f"switch on {recompute}"] if recompute else []),
+        "shard more (" + ", ".join([*([shard] if shard else []), "a higher tp or pp"]) + ")",
+    ]
+    yield "; ".join(parts)
+
+
+def _shown(service: str, what: str) -> Iterable[str]:
+    tables = Catalogue.installed().providing(service)
+    return [f"{tables} shows {what}"] if tables else []
 
 
 def _not_finite(evidence: Evidence) -> Iterable[str]:

@@ -19,7 +19,7 @@ def first_anomaly(rows: tuple[Mapping[str, Any], ...], step: int | None) -> Mapp
     ones; in backwards it is the other way round.
 
     Args:
-        rows: As `[profiling.anomaly]` wrote them, of all ranks.
+        rows: Of the plugin that finds such modules, of all ranks.
         step: The step that was judged.
     """
     here = [row for row in rows if row["step"] == step] or list(rows)

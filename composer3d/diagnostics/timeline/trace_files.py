@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.errors import ComposerError
+from composer3d.registry import Catalogue
 
 __all__ = ["Span", "Trace", "read_trace"]
 
@@ -70,10 +71,8 @@ def read_trace(run: Path) -> Trace:
     matches = [(re.fullmatch(r"rank-(\d+)\.jsonl", path.name), path) for path in folder.glob("rank-*.jsonl")]
     files = {int(match[1]): path for match, path in matches if match}
     if not files:
-        raise ComposerError(
-            f"{run}: there are no trace files; a run leaves them in traces/ with [profiling.opentelemetry] and "
-            'exporter = "file"'
-        )
+        tables = Catalogue.installed().providing("traces") or "a plugin that provides them"
+        raise ComposerError(f"{run}: there are no trace files; a run leaves them in traces/ with {tables}")
     groups: dict[int, list[tuple[str, Mapping[str, Any], list[Span]]]] = {}
     truncated = []
     for rank, path in sorted(files.items()):

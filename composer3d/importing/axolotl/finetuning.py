@@ -35,7 +35,7 @@ def layout(translation: Translation) -> None:
     t.judge("fsdp_final_state_dict_type", "equal", "composer3d export writes whole weights")
     t.judge("fsdp_config.final_state_dict_type", "equal", "composer3d export writes whole weights")
     for name in ("mixed_precision_policy",):
-        t.judge(f"fsdp_config.{name}", "missing", "a policy besides bf16; write [precision.mixed]")
+        t.judge(f"fsdp_config.{name}", "missing", "a policy besides bf16; write [@mixed]")
 
 
 def adapters(translation: Translation) -> None:

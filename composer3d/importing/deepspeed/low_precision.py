@@ -171,4 +171,4 @@ def foreign_precision(translation: Translation) -> None:
     for block, reason in (("amp", "Apex patches operators"), ("msamp", "MS-AMP keeps 8-bit weights and moments")):
         if translation.get(f"{block}.enabled") is False or not translation.has_block(block):
             translation.judge_block(block, "meaningless", _OFF)
-        translation.judge_block(block, "refused", f"{reason}: no counterpart; fp16, bf16 or precision.float8 are near")
+        translation.judge_block(block, "refused", f"{reason}: no counterpart; fp16, bf16 or [@float8] are near")

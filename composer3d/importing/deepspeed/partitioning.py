@@ -173,7 +173,7 @@ def _tensor(t: Translation) -> None:
         t.put("mesh.tp", degree, key)
         t.put("@tensor.plan", "auto", reason="AutoTP finds the layers, and so does this plan")
         t.judge(key, "carried", to="mesh.tp")
-        note = "layers by regular expressions of weights; write their modules in sharding.tensor_parallel.plan"
+        note = "layers by regular expressions of weights; write their modules in plan of [@tensor]"
         t.judge_block("tensor_parallel.partition_config", "missing", note)
     t.judge("tensor_parallel.tp_overlap_comm", "meaningless", "speed")
     t.judge_block("tensor_parallel", "meaningless", "one rank, or how layers are found")

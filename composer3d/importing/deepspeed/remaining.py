@@ -14,7 +14,7 @@ def watching(translation: Translation) -> None:
     t = translation
     if t.flag("wall_clock_breakdown"):
         t.put("@throughput", None, "wall_clock_breakdown")
-        t.judge("wall_clock_breakdown", "carried", "times of phases are in [profiling.opentelemetry]", to="@throughput")
+        t.judge("wall_clock_breakdown", "carried", "times of phases are in [@spans]", to="@throughput")
     t.judge("wall_clock_breakdown", "meaningless", "off")
     if t.flag("flops_profiler.enabled"):
         step = t.integer("flops_profiler.profile_step", 1) or 1
@@ -87,7 +87,7 @@ def other_algorithms(translation: Translation) -> None:
         "curriculum_learning": "sequence lengths that grow",
         "compression_training": "quantised, pruned or distilled weights",
         "quantize_training": "quantised weights (MoQ)",
-        "weight_quantization": "fake quantisers of another kind than precision.qat",
+        "weight_quantization": "fake quantisers of another kind than [@fake_quantised]",
         "eigenvalue": "belongs to MoQ",
         "progressive_layer_drop": "layers are left out at random",
     }

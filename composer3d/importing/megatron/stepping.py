@@ -70,7 +70,7 @@ def _eight_bits(t: Translation) -> None:
         near = {"tensorwise": "@float8.recipe", "mxfp8": "@mxfp8.recipe"}.get(recipe)
         if near is None:
             note = f"{recipe} scaling{' is the default, and' if 'fp8_recipe' not in t else ''} has no counterpart"
-            t.judge(key, "refused", f"{note}; allowed, precision.float8 scales by the current tensor")
+            t.judge(key, "refused", f"{note}; allowed, [@float8] scales by the current tensor")
             near, name = "@float8.recipe", "tensorwise"
         else:
             name = recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from composer3d.planning.costs.collective_time import collective_s, group_of
 from composer3d.planning.formulas.layout_numbers import Setup, layers_of, state_bytes
@@ -21,6 +21,8 @@ GIB = 2**30
 _BUBBLE = 0.2  # of a step; four micro-batches a stage stay below it
 _IMBALANCE = 0.05
 _NeedsOf = Callable[[Setup], float]  # bytes of a layout's fullest rank
+_Offered = Callable[[str, Any], str | None]  # the table that a plugin makes a trait of a layout by
+_TRAITS = {"offload": "offloads_state"}  # fields of a setup that are called otherwise in plugins' offers
 _ROOM = 0.7  # of the memory: below it, what was saved may be spent
 
 
@@ -52,6 +54,7 @@ def lint(
     num_parameters: int,
     num_layers: int | None,
     total_bytes: float,
+    offered: _Offered,
     world_size: int | None = None,
     memory_bytes: float | None = None,
 ) -> tuple[Advice, ...]:
@@ -64,6 +67,7 @@ def lint(
         num_parameters: Of the model.
         num_layers: Its equal blocks; None where it has no list of them.
         total_bytes: What a device must have for the fullest rank.
+        offered: Returns the table to write for a trait of a layout and its value; None where no plugin offers it.
         world_size: Ranks that there are; None takes what the degrees multiply to.
         memory_bytes: Of a device; None takes the described one's.
     """
@@ -72,10 +76,10 @@ def lint(
     found = [
         *_world(setup, world_size or setup.world_size),
         *_batch(setup),
-        *_memory(num_parameters, setup, needs_of, limit),
+        *_memory(num_parameters, setup, needs_of, limit, offered),
         *_tensor_parallel(trace, setup, hardware),
         *_pipeline(num_layers, setup),
-        *_resharding(num_parameters, setup, hardware, needs_of, limit),
+        *_resharding(num_parameters, setup, hardware, needs_of, limit, offered),
         *_precision(setup, hardware),
         *_recompute(setup, needs_of, limit),
     ]
@@ -112,7 +116,7 @@ def _batch(setup: Setup) -> Iterator[Advice]:
         )
 
 
-def _memory(num_parameters: int, setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advice]:
+def _memory(num_parameters: int, setup: Setup, needs_of: _NeedsOf, limit: float, offered: _Offered) -> Iterator[Advice]:
     states = sum(state_bytes(num_parameters, 1, 0, setup.precision).values())
     each = states / num_parameters
     if states / setup.world_size > limit:
@@ -132,25 +136,26 @@ def _memory(num_parameters: int, setup: Setup, needs_of: _NeedsOf, limit: float)
             rule="does not fit",
             severity="error",
             message=f"the worst rank needs {needs / GIB:.1f} GiB of {limit / GIB:.1f} GiB",
-            fix=_what_would_fit(setup, needs_of, limit),
+            fix=_what_would_fit(setup, needs_of, limit, offered),
         )
 
 
-def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float) -> str:
-    """Return the smallest change that fits, those whose need is known before those of which only a bound is."""
-    changes = [(f"zero = {zero}", replace(setup, zero=zero)) for zero in (1, 2, 3) if zero > setup.zero]
-    name = {"none": "recompute selective or full", "selective": "recompute full"}.get(setup.recompute)
-    changes += [(name, replace(setup, recompute="full"))] if name else []
-    changes.append(("zero = 3 and recompute full", replace(setup, zero=3, recompute="full")))
-    changes.append(("the optimizer's state on the host", replace(setup, offload=True)))
-    if not setup.zero:
-        shared = replace(setup, dp_shard=setup.data_parallel, dp_replicate=1)
-        changes = [(name, replace(changed, dp_shard=shared.dp_shard, dp_replicate=1)) for name, changed in changes]
-    for name, changed in changes:
-        needs = needs_of(changed)
-        if needs <= limit:
-            bound = "about" if changed.recompute == setup.recompute else "at least"
-            return f"{name} needs {bound} {needs / GIB:.1f} GiB; composer3d plan says whether it does"
+def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float, offered: _Offered) -> str:
+    """Return the smallest offered change that fits, those whose need is known before those of which a bound is."""
+    changes: list[dict[str, Any]] = [{"zero": zero} for zero in (1, 2, 3)]
+    changes += [{"recompute": "full"}, {"zero": 3, "recompute": "full"}, {"offload": True}]
+    sharded: dict[str, Any] = {} if setup.zero else {"dp_shard": setup.data_parallel, "dp_replicate": 1}
+    for change in changes:
+        if change.get("zero", 4) <= setup.zero or change.get("recompute") == setup.recompute:
+            continue
+        needs = needs_of(replace(setup, **change, **sharded))
+        tables = [offered(_TRAITS.get(key, key), value) for key, value in change.items()] if needs <= limit else []
+        if tables and None not in tables:
+            bound = "at least" if "recompute" in change else "about"
+            return (
+                f"{' and '.join(map(str, tables))} needs {bound} {needs / GIB:.1f} GiB; composer3d plan says whether "
+                "it does"
+            )
     return "composer3d suggest searches for a layout that fits"
 
 
@@ -226,13 +231,13 @@ def _pipeline(num_layers: int | None, setup: Setup) -> Iterator[Advice]:
 
 
 def _resharding(
-    num_parameters: int, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float
+    num_parameters: int, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float, offered: _Offered
 ) -> Iterator[Advice]:
     count = setup.num_microbatches
     if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
         return
     needs = needs_of(replace(setup, zero=2))
-    if needs > _ROOM * limit:
+    if needs > _ROOM * limit or (table := offered("zero", 2)) is None:
         return
     held = num_parameters / setup.pp / setup.tp * setup.precision.gather_bytes
     again = collective_s("all_gather", held, group_of(setup.ranks("dp_shard"), hardware.devices_per_node), hardware)
@@ -241,7 +246,7 @@ def _resharding(
         severity="warning",
         message=f"zero = 3 gathers {held / 1e9:.3g} GB and reduces them again in each of {count} micro-batches: "
         f"{(2 * count - 1) * again:.3g} s of all-gathers a step",
-        fix=f"zero = 2 gathers {count} times and reduces once, and needs about {needs / GIB:.1f} of "
+        fix=f"{table} gathers {count} times and reduces once, and needs about {needs / GIB:.1f} of "
         f"{limit / GIB:.1f} GiB",
     )
 

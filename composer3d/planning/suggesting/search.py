@@ -63,9 +63,9 @@ class Choices:
         schedules: Of a pipeline, each with numbers of stages a rank.
         recompute: What the backward recomputes, the fastest first.
         offload: Whether optimizer state may go to the host where nothing else fits.
-        tensor_parallel: Whether `tp` may be more than 1.
-        context_parallel: Whether `cp` may be more than the manifest's, where nothing fits with that.
-        expert_parallel: Whether `ep` may be more than the manifest's, where the model has experts.
+        tp: Whether `tp` may be more than 1.
+        cp: Whether `cp` may be more than the manifest's, where nothing fits with that.
+        ep: Whether `ep` may be more than the manifest's, where the model has experts.
     """
 
     zero: tuple[int, ...] = (1, 2, 3)
@@ -76,9 +76,9 @@ class Choices:
     )
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     offload: bool = True
-    tensor_parallel: bool = True
-    context_parallel: bool = False
-    expert_parallel: bool = False
+    tp: bool = True
+    cp: bool = False
+    ep: bool = False
 
 
 def search_choices(offers: Sequence[Offered]) -> Choices:
@@ -90,9 +90,9 @@ def search_choices(offers: Sequence[Offered]) -> Choices:
         schedules=choices_of(offers, "schedule"),
         recompute=tuple(mode for mode in kept if mode == "none" or mode in recomputed),
         offload=True in choices_of(offers, "offloads_state"),
-        tensor_parallel=bool(choices_of(offers, "sequence_parallel")),
-        context_parallel=shards_sequences(offers),
-        expert_parallel=shards_experts(offers),
+        tp=bool(choices_of(offers, "sequence_parallel")),
+        cp=shards_sequences(offers),
+        ep=shards_experts(offers),
     )
 
 
@@ -228,7 +228,7 @@ def sequence_degrees(own: Setup, world_size: int, choices: Choices) -> Iterator[
     """
     yield own.cp
     degree = 2 * own.cp
-    while choices.context_parallel and world_size % degree == 0 and own.seq_len % (2 * degree) == 0:
+    while choices.cp and world_size % degree == 0 and own.seq_len % (2 * degree) == 0:
         yield degree
         degree *= 2
 
@@ -255,7 +255,7 @@ def _families(
 ) -> Iterator[list[Setup]]:
     """Yield layouts that differ in the micro-batch only, the smallest first: the order of the memory they need."""
     for degrees in _degrees(num_blocks, base, world_size):
-        if (degrees.tp > 1 and not choices.tensor_parallel) or (degrees.pp > 1 and not choices.schedules):
+        if (degrees.tp > 1 and not choices.tp) or (degrees.pp > 1 and not choices.schedules):
             continue
         for sharded in _sharded(degrees, hardware.devices_per_node, choices.zero):
             sizes = list(_microbatches(sharded))

@@ -191,7 +191,7 @@ class _Trials:
 
     def finish(self, own: Setup, keep: Keep, choices: Choices) -> None:
         """Plan what the search does not tell apart, and order what was chosen."""
-        if choices.expert_parallel:
+        if choices.ep:
             self.ask_experts(keep)
         self.ask_float8(keep)
         # Lower precision is another run: it comes after all that compute what was asked for.

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
+from composer3d.registry import Catalogue
 
 if TYPE_CHECKING:
     from composer3d.runner.runner_tables import StabilityTable
@@ -17,10 +18,14 @@ __all__ = ["Stability", "StabilityError"]
 
 _NO_TARGETS = "no target of the global batch is valid (every one is -100), so there is no loss"
 _GO_BACK = "go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr"
-_OVERFLOW = (
-    'float16 overflows in the model\'s own values at any loss scale; write param_dtype = "bfloat16" in '
-    "[precision.mixed], lower its initial_scale, or raise stability.max_skips"
-)
+
+
+def _against_overflow() -> str:
+    tables = Catalogue.installed().offering("compute_dtype", "bfloat16") or "a plugin"
+    return (
+        f"float16 overflows in the model's own values at any loss scale; compute in bfloat16, as {tables} does by "
+        "default, lower the scaler's initial scale, or raise stability.max_skips"
+    )
 
 
 class StabilityError(ComposerError):
@@ -96,7 +101,7 @@ class Stability:
             StabilityError: Too many steps in a row were skipped.
         """
         figures = f"step {step}: skipped by {', '.join(by)} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
-        advice = _OVERFLOW if "grad_scaler" in by else _GO_BACK
+        advice = _against_overflow() if "grad_scaler" in by else _GO_BACK
         self._count(figures, advice, step=step, loss=loss, grad_norm=grad_norm)
 
     def finish(self, step: int) -> None:
@@ -111,7 +116,7 @@ class Stability:
         if self.num_skipped and not self._any_taken:
             raise StabilityError(
                 f"all {step} steps were skipped, so nothing is trained; see skipped_steps in metrics.jsonl, and lower "
-                'optimizer.lr, or write param_dtype = "bfloat16" where float16 overflows',
+                "optimizer.lr, or compute in bfloat16 where float16 overflows",
                 step=step,
                 loss=self._last[0],
                 grad_norm=self._last[1],

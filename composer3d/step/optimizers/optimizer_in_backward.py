@@ -109,12 +109,14 @@ class BackwardStepper:
     def _foreign(self) -> Iterator[str]:
         from torch.distributed.tensor import DTensor
 
-        averages = self._context.layout.degree(Role.BATCH, Role.SEQUENCE) > 1
+        layout, owners = self._context.layout, self._context.owners
+        averages = layout.degree(Role.BATCH, Role.SEQUENCE) > 1
+        plugins = " or ".join(dict.fromkeys(str(owners[axis]) for axis in layout.names(Role.BATCH) if axis in owners))
         for parameter in self._groups:
             if averages and not isinstance(parameter, DTensor):
                 yield (
                     f'the gradient of "{self._names[parameter]}" is reduced over ranks after it is accumulated; '
-                    "let fsdp2 or ddp's units reduce it"
+                    f"let the units of {plugins or 'a data-parallel plugin'} reduce it"
                 )
 
     def begin(self, num_backwards: int) -> None:

@@ -17,7 +17,7 @@ from composer3d import PluginError, RunContext, StepAction, StepPoint, StepState
 __all__ = ["MemorySnapshot"]
 
 
-@plugin(family="profiling")
+@plugin(family="profiling", provides={"memory_snapshots": {}})
 class MemorySnapshot:
     """Write down what a rank's memory holds: after chosen steps, on SIGUSR2, and when a step ran out of memory.
 

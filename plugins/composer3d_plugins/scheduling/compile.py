@@ -12,6 +12,7 @@ from pydantic import Field
 
 from composer3d import (
     Decisions,
+    LayoutOffer,
     LayoutTraits,
     Phase,
     PluginError,
@@ -34,7 +35,12 @@ CAPTURED = "composer3d_captured"
 _UNFUSED = frozenset(("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "aot_eager_default_partitioner"))
 
 
-@plugin(family="scheduling")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Compile blocks where pointwise operators are to be fused."""
+    return {} if wanted.is_compiled else None
+
+
+@plugin(family="scheduling", offer=LayoutOffer(table=_table, choices={"is_compiled": (True,)}))
 class Compile:
     """Compile every block by itself: equal blocks compile once, and FQNs stay.
 

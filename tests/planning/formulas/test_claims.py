@@ -308,7 +308,7 @@ def test_recomputation_costs_a_third_of_the_flops_that_are_traced():
             replace(RUN, dp_replicate=8, zero=0, precision=IN_PLACE, recompute="full"),
             A100,
             {},
-            "of 79.2 GiB; zero = 1 needs",
+            "of 79.2 GiB; [sharding.fsdp2] zero = 1 needs",
         ),
         (
             "s011",

@@ -14,6 +14,7 @@ from composer3d.planning.hardware.hardware_file import load_hardware
 H100 = load_hardware("h100")
 SHAPE = ModelShape(num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256)
 GOOD = Setup(seq_len=4096, global_batch=64, microbatch=1, dp_shard=64, zero=3)
+RESHARDING = {"global_batch": 128, "tp": 4, "dp_shard": 16}
 
 
 def rules(setup, **options):
@@ -37,7 +38,7 @@ def test_a_good_layout_has_no_mistakes():
             "does not fit",
             {"microbatch": 2, "global_batch": 128},
             "error",
-            "GiB; recompute selective or full needs at least",
+            'GiB; [scheduling.activation_checkpoint] mode = "full" needs at least',
         ),
         ("tp across nodes", {"tp": 16}, "warning", "collectives a step take"),
         ("micro-batches", {"pp": 8}, "warning", "1 micro-batches on 8 stages: idle 87.5% of the step"),
@@ -48,7 +49,7 @@ def test_a_good_layout_has_no_mistakes():
             "needs whole rounds of 8 micro-batches, and there are 1; make them 8",
         ),
         ("imbalance", {"pp": 5}, "warning", "32 layers on 5 stages: the largest holds 7, so the others wait 9%"),
-        ("resharding", {"global_batch": 128, "tp": 4, "dp_shard": 16}, "warning", "in each of 8 micro-batches"),
+        ("resharding", RESHARDING, "warning", "a step; [sharding.fsdp2] zero = 2 gathers 8 times and reduces once"),
         ("precision", {"precision": Precision(dtype="int4")}, "error", "multiplies no int4: it would be emulated"),
         (
             "recompute",
@@ -63,6 +64,16 @@ def test_mistakes_are_told_with_numbers(rule, change, severity, told):
     assert found[rule].severity == severity
     assert told in str(found[rule]), str(found[rule])
     assert rule not in rules(GOOD)
+
+
+def test_what_no_plugin_offers_is_not_advised():
+    large = replace(GOOD, microbatch=2, global_batch=128)
+    found = rules(large, offered=lambda trait, value: "[sharding.other]" if trait == "offloads_state" else None)
+    assert found["does not fit"].fix == "composer3d suggest searches for a layout that fits"
+    whole = replace(GOOD, dp_shard=1, dp_replicate=64, zero=0, recompute="full", microbatch=1)
+    found = rules(whole, offered=lambda trait, value: f"[sharding.other] {trait} = {value}", memory_bytes=160 * 2**30)
+    assert found["does not fit"].fix.startswith("[sharding.other] zero = 1 needs about")
+    assert "resharding" not in rules(replace(GOOD, **RESHARDING), offered=lambda trait, value: None)
 
 
 def test_a_model_that_fits_no_degrees():

@@ -152,5 +152,5 @@ def test_a_search_chooses_from_what_is_installed():
     assert search_choices(offers).zero == (1, 2, 3)
     without = [offered for offered in offers if offered.name not in ("tensor_parallel", "pipeline", "cpu_offload")]
     found = search_choices(without)
-    assert (found.tensor_parallel, found.schedules, found.offload) == (False, (), False)
+    assert (found.tp, found.schedules, found.offload) == (False, (), False)
     assert found.recompute == ("none", "selective", "full")

@@ -141,12 +141,12 @@ def test_a_sequence_is_sharded_where_one_of_it_fits_no_device():
     costs = DecoderCosts(LLAMA_8B, H100)
     # Of 92.6 GiB that the leanest layout needs without cp and 91.0 with two ranks of it, 92 % of this are between.
     options = {"world_size": 8, "memory_bytes": 99.8 * GIB, "keep": kept([], long)}
-    for choices, offers in ((Choices(), False), (Choices(context_parallel=True), True)):
+    for choices, offers in ((Choices(), False), (Choices(cp=True), True)):
         made, searched, _ = suggest(costs, long, H100, plan=planned_by(costs), choices=choices, **options)
         assert bool(made) is bool(searched.num_fitting) is offers
         assert {each.candidate.setup.cp for each in made} <= {2}  # the least degree with which something fits
     short = replace(long, seq_len=4096)
-    made, *_ = suggest(costs, short, H100, plan=planned_by(costs), choices=Choices(context_parallel=True), **options)
+    made, *_ = suggest(costs, short, H100, plan=planned_by(costs), choices=Choices(cp=True), **options)
     assert {each.candidate.setup.cp for each in made} == {1}
 
 
@@ -231,7 +231,7 @@ def test_experts_are_sharded_over_more_ranks_as_long_as_the_plan_says_that_it_is
     def suggested_with(plan, *pins):
         options = {"world_size": 8, "memory_bytes": 79 * GIB, "keep": kept(["tp=1", "pp=1", *pins], RUN)}
         own = replace(RUN, dp_shard=8)
-        made, _, refused = suggest(costs, own, H100, plan=plan, choices=Choices(expert_parallel=True), **options)
+        made, _, refused = suggest(costs, own, H100, plan=plan, choices=Choices(ep=True), **options)
         return [each.candidate.setup.ep for each in made], refused
 
     pins = ["zero=3", "dp_replicate=1"]

@@ -32,7 +32,7 @@ _STEPS_ONLY = frozenset({"step", "data_wait", "checkpoint", "evaluate"})
 _MODULES = {"http": "opentelemetry.exporter.otlp.proto.http", "grpc": "opentelemetry.exporter.otlp.proto.grpc"}
 
 
-@plugin(family="profiling", extra="otlp")
+@plugin(family="profiling", extra="otlp", provides={"traces": {"exporter": "file", "detail": "layer"}})
 class OpenTelemetry:
     """Trace every step on every rank, in one trace, and export the run's metrics.
 
