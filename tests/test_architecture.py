@@ -163,7 +163,7 @@ def test_the_core_does_not_know_the_plugins():
 COMMON_WORDS = {"compile", "float8", "int8", "mixed", "mxfp8", "opentelemetry", "pipeline", "prometheus", "throughput"}
 COMMON_WORDS |= {"compression", "csv", "replicas", "tensorboard", "wandb"}
 # Their keys, modules and packages are the same words; and what is copied for users is written like theirs.
-FOREIGN_WORDS = ("exporting", "importing", "integrations", "examples")
+FOREIGN_WORDS = ("importing", "integrations", "examples")
 
 
 def texts(path: Path) -> Iterator[ast.Constant]:

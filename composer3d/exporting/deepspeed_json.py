@@ -91,11 +91,11 @@ def _layout(meaning: Meaning, file: WrittenFile) -> None:
         file.put("pipeline", stages=stages)
         file.warnings.append("pipeline.stages counts in a model that is a deepspeed.pipe.PipelineModule")
     if (ranks := meaning.axis("tp") or 1) > 1:
-        file.put("tensor_parallel", autotp_size=ranks)
+        file.put("", tensor_parallel={"autotp_size": ranks})
     if (ranks := meaning.axis("cp") or 1) > 1:
         file.put("", sequence_parallel_size=ranks)
     if (ranks := meaning.axis("ep") or 1) > 1:
-        file.put("expert_parallel", autoep_size=ranks)
+        file.put("", expert_parallel={"autoep_size": ranks})
 
 
 def _precision(meaning: Meaning, file: WrittenFile) -> None:

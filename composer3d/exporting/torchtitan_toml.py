@@ -165,20 +165,20 @@ def _parallelism(meaning: Meaning, file: WrittenFile) -> None:
 
 
 def _recomputation(meaning: Meaning, file: WrittenFile) -> None:
-    block = "activation_checkpoint"
     mode = meaning.get("@recomputed.mode") if meaning.has("@recomputed") else None
     every = meaning.get("@recomputed.every", 1)
+    keys: dict[str, Any]
     if mode is None:
-        file.put(block, mode="none")
+        keys = {"mode": "none"}
     elif mode == "full":
-        file.put(block, mode="full" if every == 1 else "selective")
-        file.put(block, selective_ac_option=None if every == 1 else str(every))
+        keys = {"mode": "full"} if every == 1 else {"mode": "selective", "selective_ac_option": str(every)}
     elif mode == "selective":
-        file.put(block, mode="selective", selective_ac_option="op")
+        keys = {"mode": "selective", "selective_ac_option": "op"}
     else:
-        file.put(block, mode="memory_budget", memory_budget=meaning.get("@recomputed.budget_fraction"))
+        keys = {"mode": "memory_budget", "memory_budget": meaning.get("@recomputed.budget_fraction")}
     if meaning.states("@recomputed.preserve_rng_state"):
-        file.put(block, preserve_rng_state=meaning.get("@recomputed.preserve_rng_state"))
+        keys["preserve_rng_state"] = meaning.get("@recomputed.preserve_rng_state")
+    file.put("", activation_checkpoint=keys)
 
 
 def _eight_bits(meaning: Meaning, file: WrittenFile) -> None:

@@ -33,9 +33,13 @@ class WrittenFile:
     unsaid: set[str] = field(default_factory=set)
 
     def put(self, block: str, **keys: Any) -> None:
-        """Add keys of a block; those that are None are left out."""
+        """Add keys of a block, and those of the blocks in it; those that are None are left out."""
         prefix = f"{block}." if block else ""
-        self.keys |= {f"{prefix}{key}": value for key, value in keys.items() if value is not None}
+        for key, value in keys.items():
+            if isinstance(value, Mapping):
+                self.put(f"{prefix}{key}", **value)
+            elif value is not None:
+                self.keys[f"{prefix}{key}"] = value
 
     def nested(self) -> dict[str, Any]:
         """Return nested tables."""

@@ -19,11 +19,9 @@ from composer3d.runner.data.tokens import TOKEN_SUFFIXES
 
 __all__ = ["TEXT_SUFFIXES", "Located", "locate"]
 
-TEXT_SUFFIXES = (
-    *(".c", ".cfg", ".cpp", ".css", ".csv", ".go", ".h", ".hpp", ".html", ".ini", ".java", ".js", ".json"),
-    *(".jsonl", ".lua", ".md", ".py", ".pyi", ".rb", ".rs", ".rst", ".sh", ".sql", ".tex", ".toml", ".ts", ".tsv"),
-    *(".txt", ".xml", ".yaml", ".yml"),
-)
+_PROGRAMS = "c cfg cpp css go h hpp html ini java js lua py pyi rb rs sh sql ts"
+_WRITINGS = "csv json jsonl md rst tex toml tsv txt xml yaml yml"
+TEXT_SUFFIXES = tuple(f".{name}" for name in sorted(f"{_PROGRAMS} {_WRITINGS}".split()))
 _CHOICES = '"python_docs", "synthetic", a file or folder, or "module:callable"'
 
 
