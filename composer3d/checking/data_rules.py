@@ -71,6 +71,7 @@ def _probe(table: DataTable, folder: Path) -> None:
         held_out,
         locate,
         map_token_file,
+        probe_chats,
         python_docs,
         read_tokenizer,
         tokenizer_key,
@@ -85,6 +86,9 @@ def _probe(table: DataTable, folder: Path) -> None:
         arrays: list[Any] = [np.frombuffer(python_docs(), np.uint8)]
     else:
         located = locate(table.use, folder=folder)
+        if table.kind == "chat":
+            probe_chats(located.files, table, folder=folder)
+            return
         if located.kind == "tokens":
             arrays = [map_token_file(file, table) for file in located.files]
         else:
@@ -110,7 +114,7 @@ def vocab_size_of(data: DataTable, folder: Path) -> int | None:
     from composer3d.runner.data import locate
 
     try:
-        is_text = data.kind == "python_docs" or locate(data.use, folder=folder).kind == "text"
+        is_text = data.kind in ("python_docs", "chat") or locate(data.use, folder=folder).kind == "text"
     except DataError:  # `data_problems` tells it; any model fits
         return 1
     return 256 if is_text else data.vocab_size

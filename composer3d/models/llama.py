@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["AttentionKernel", "Decoder", "Llama", "LlamaConfig", "llama"]
+__all__ = ["AttentionKernel", "Decoder", "Llama", "LlamaConfig", "llama", "seen_inside_documents"]
 
 AttentionKernel = Literal["auto", "flash", "efficient", "math", "cudnn"]
 
@@ -171,6 +171,13 @@ def rotate(x_BSHE: Tensor, *, positions: Tensor, theta: float) -> Tensor:
     return turned.flatten(-2).type_as(x_BSHE)
 
 
+def seen_inside_documents(documents_BS: Tensor) -> Tensor:
+    """Return mask_B1SS: whether the query of a row sees the key of a column, of its own document and not after it."""
+    seq_len = documents_BS.shape[1]
+    is_before_SS = torch.ones(seq_len, seq_len, dtype=torch.bool, device=documents_BS.device).tril()
+    return ((documents_BS[:, :, None] == documents_BS[:, None, :]) & is_before_SS)[:, None]
+
+
 class ScaledDotProductAttention(nn.Module):
     """Causal attention itself, without weights; a module, so that it can be exchanged or watched by its FQN."""
 
@@ -178,8 +185,11 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         self.kernel = kernel
 
-    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-        """Return out_BHSE; several query heads share a key/value head where K < H."""
+    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """Return out_BHSE; several query heads share a key/value head where K < H.
+
+        A mask, true where a query sees a key, is causal itself.
+        """
         is_grouped = False
         # A branch, and no `bool`: torch.compile decides it where the numbers of heads are symbols, and keeps the other.
         if q_BHSE.shape[1] != k_BKSE.shape[1]:
@@ -191,7 +201,9 @@ class ScaledDotProductAttention(nn.Module):
             is_grouped = False
         chosen = contextlib.nullcontext() if self.kernel == "auto" else sdpa_kernel(_BACKENDS[self.kernel])
         with chosen:
-            return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=is_grouped)
+            return F.scaled_dot_product_attention(
+                q_BHSE, k_BKSE, v_BKSE, attn_mask=mask_B1SS, is_causal=mask_B1SS is None, enable_gqa=is_grouped
+            )
 
 
 class Attention(nn.Module):
@@ -216,7 +228,7 @@ class Attention(nn.Module):
             nn.init.normal_(projection.weight, std=_INIT_STD)
         nn.init.normal_(self.wo.weight, std=self.config.residual_std)
 
-    def forward(self, x_BSD: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, positions: Tensor | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         """Attend over the sequence as the projections return it, which may be longer than what came in."""
         q_BSHE, k_BSKE, v_BSKE = (
             projected.view(projected.shape[0], projected.shape[1], -1, self.config.head_dim)
@@ -229,7 +241,7 @@ class Attention(nn.Module):
             positions = torch.arange(seq_len, device=q_BSHE.device)
         q_BSHE = rotate(q_BSHE, positions=positions, theta=self.config.rope_theta)
         k_BSKE = rotate(k_BSKE, positions=positions, theta=self.config.rope_theta)
-        out_BHSE = self.sdpa(q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2))
+        out_BHSE = self.sdpa(q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), mask_B1SS)
         return self.wo(out_BHSE.transpose(1, 2).flatten(2))
 
 
@@ -274,9 +286,9 @@ class Block(nn.Module):
         for module in (self.attention_norm, self.attention, self.ffn_norm, self.feed_forward):
             module.reset_parameters()
 
-    def forward(self, x_BSD: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, positions: Tensor | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         """Add both branches."""
-        x_BSD = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), positions))
+        x_BSD = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), positions, mask_B1SS))
         return x_BSD + self.ffn_dropout(self.feed_forward(self.ffn_norm(x_BSD)))
 
 
@@ -316,15 +328,18 @@ class Llama(Decoder):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, lambda number: Block(config))
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return logits_BSV of every next token.
 
         Args:
             tokens_BS: Token numbers.
             positions: Of shape S or B x S, for sequences that do not count from 0; attention stays causal in the order
                 in which the tokens come.
+            documents: The number of each token's document, B x S, where a row holds several; tokens see those of
+                their own.
         """
         x_BSD = self.tok_embeddings(tokens_BS)
+        mask_B1SS = None if documents is None else seen_inside_documents(documents)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, positions)
+            x_BSD = layer(x_BSD, positions, mask_B1SS)
         return self.output(self.norm(x_BSD))

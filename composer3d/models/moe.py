@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer3d.models.llama import Attention, Decoder, FeedForward, LlamaConfig
+from composer3d.models.llama import Attention, Decoder, FeedForward, LlamaConfig, seen_inside_documents
 
 __all__ = ["Experts", "Mixture", "MoE", "MoEConfig", "Output", "moe"]
 
@@ -312,9 +312,11 @@ class Block(nn.Module):
         for module in (self.attention_norm, self.attention, self.ffn_norm, self.feed_forward):
             module.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x_BSD: Tensor, auxiliary: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BSD: Tensor, auxiliary: Tensor, positions: Tensor | None = None, mask_B1SS: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Add both branches to the stream, and the router's loss to the layers' before."""
-        x_BSD = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), positions))
+        x_BSD = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), positions, mask_B1SS))
         out = self.feed_forward(self.ffn_norm(x_BSD))
         out_BSD, loss = out if isinstance(out, tuple) else (out, None)
         return x_BSD + self.ffn_dropout(out_BSD), auxiliary if loss is None else auxiliary + loss
@@ -328,17 +330,21 @@ class MoE(Decoder):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config, lambda number: Block(config, is_dense=number < config.num_dense_layers))
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Output | Tensor:
+    def forward(
+        self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Output | Tensor:
         """Return logits of every next token, with the routers' loss where there is one.
 
         Args:
             tokens_BS: Token numbers.
             positions: As of `Llama`.
+            documents: As of `Llama`.
         """
         x_BSD = self.tok_embeddings(tokens_BS)
+        mask_B1SS = None if documents is None else seen_inside_documents(documents)
         auxiliary = x_BSD.new_zeros((), dtype=torch.promote_types(x_BSD.dtype, torch.float32))
         for layer in self.layers:
-            x_BSD, auxiliary = layer(x_BSD, auxiliary, positions)
+            x_BSD, auxiliary = layer(x_BSD, auxiliary, positions, mask_B1SS)
         logits_BSV = self.output(self.norm(x_BSD))
         return Output(logits=logits_BSV, auxiliary=auxiliary) if self.config.has_auxiliary else logits_BSV
 

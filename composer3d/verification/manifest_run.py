@@ -134,10 +134,10 @@ def _is_module(value: Any) -> bool:
 
 def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], RunBatch]]:
     """Return the data source, and a function that reads its batches."""
-    from composer3d.runner import BatchSize
+    from composer3d.runner import BatchSize, with_tokenizer
     from composer3d.runner.data import Loader, open_source
 
-    data, train = manifest.tables["data"], manifest.tables["train"]
+    data, train = with_tokenizer(manifest).tables["data"], manifest.tables["train"]
     folder = Path(tempfile.mkdtemp(prefix="data-", dir=scratch))
     source = open_source(data, seed=train.seed, folder=manifest.document.folder, cache=folder)
 

@@ -6,8 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from composer3d.runner.data import DataTable
+from composer3d.runner.data.data_table import ChatTable, DocumentsTable
 
 USER = {"use": "module:build"}
+CHATS = {"use": "chats.jsonl", "chat": ChatTable(), "padding": "longest"}
+PACKED = {"use": "chats.jsonl", "chat": ChatTable(packing=True)}
 REFUSED = [
     ({"args": {"a": 1}}, 'args is for use = "module:callable"; remove it'),
     (
@@ -47,6 +50,33 @@ REFUSED = [
     (
         {**USER, "order": "stream", "padding": "longest", "bucket": 2},
         'order = "stream" does not look ahead, so it has no windows to sort; remove bucket',
+    ),
+    ({**CHATS, "use": "m:f"}, 'chat is for files of JSON lines, and use = "m:f" is none; remove chat, or name a file'),
+    ({**CHATS, "order": "stream"}, 'order = "stream" is for use = "module:callable"; remove it'),
+    ({**CHATS, "vocab_size": 9}, "vocab_size is the tokenizer's, of chats; remove it"),
+    ({**CHATS, "tokenizer": "bpe"}, 'tokenizer = "bpe" is trained on text; chats need a model\'s, or "bytes"'),
+    ({**CHATS, "padding": "none"}, 'chats have many lengths; set padding = "longest", or chat.packing = true'),
+    ({**PACKED, "padding": "longest"}, "chat.packing fills every row up to seq_len; remove padding and bucket"),
+    (
+        {**PACKED, "documents": DocumentsTable()},
+        "packed chats would attend to each other; name an argument of the model as documents.positions",
+    ),
+    (
+        {**CHATS, "documents": DocumentsTable(positions="p")},
+        "documents is for rows of several documents; set chat.packing = true, or remove it",
+    ),
+    (
+        {**PACKED, "documents": DocumentsTable(positions="p", end=0)},
+        "documents.end and loss_after_end are for text and token files; packed chats are known; remove them",
+    ),
+    ({"documents": DocumentsTable(positions="p")}, "documents needs end, the token that ends a document"),
+    (
+        {"documents": DocumentsTable(end=0)},
+        "documents changes nothing; name positions or numbers, or set loss_after_end = false",
+    ),
+    (
+        {**USER, "documents": DocumentsTable(end=0, positions="p")},
+        'documents is for text, token files and packed chats, and use = "module:build" is none; remove it',
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from composer3d.runner.data.blend import counts_of
 from composer3d.runner.data.bpe import bpe_key, read_tokenizer, tokenizer_key
+from composer3d.runner.data.chats import probe_chats
 from composer3d.runner.data.collate import Batch
 from composer3d.runner.data.data_source import Source
 from composer3d.runner.data.data_table import DataTable
@@ -39,6 +40,7 @@ __all__ = [
     "named_leaves",
     "open_source",
     "prepare_once",
+    "probe_chats",
     "python_docs",
     "read_tokenizer",
     "tokenizer_key",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from composer3d.manifest import table
 
-__all__ = ["DataTable"]
+__all__ = ["ChatTable", "DataTable", "DocumentsTable"]
 
 _MOST_TOKENS = 1 << 30  # of one sample
 # Keys that apply to one kind of source only, with the value that means unset.
@@ -42,6 +42,52 @@ class BlendedTable:
 
 
 @table
+class DocumentsTable:
+    """What a model is told of a row that holds several documents.
+
+    Models of transformers find documents in positions that begin anew, and mask attention between them.
+
+    Args:
+        positions: Argument of the model's forward that is given positions, 0 where a document begins.
+        numbers: Argument that is given the number of each token's document, from 0 in every row.
+        end: The token that ends a document, in text and token files.
+        loss_after_end: Whether the first token of the next document is predicted from it.
+    """
+
+    positions: str | None = Field(default=None, min_length=1)
+    numbers: str | None = Field(default=None, min_length=1)
+    end: int | None = Field(default=None, ge=0, lt=1 << 32)
+    loss_after_end: bool = True
+
+
+@table
+class ChatTable:
+    """Instruction data: chats rendered by a template, with loss where the assistant speaks.
+
+    Args:
+        template: `chatml`, or a file of jinja; default: that of the tokenizer's folder.
+        trained: Every turn of the assistant, its last one, or all tokens.
+        packing: Several chats in a row of seq_len tokens, which do not attend to each other.
+        too_long: What becomes of chats of more than seq_len tokens.
+        messages: Field of a record that holds the messages; default: `messages` or `conversations`.
+        role: Field of a message that says who speaks; default: `role` or `from`.
+        content: Field of a message that holds the text; default: `content` or `value`.
+    """
+
+    template: str | None = Field(default=None, min_length=1)
+    trained: Literal["assistant", "last", "all"] = "assistant"
+    packing: bool = False
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    messages: str | None = Field(default=None, min_length=1)
+    role: str | None = Field(default=None, min_length=1)
+    content: str | None = Field(default=None, min_length=1)
+
+
+# What models of transformers are given of packed chats.
+_HF_POSITIONS = DocumentsTable(positions="position_ids")
+
+
+@table
 class DataTable:
     """Training data of a run, and its order.
 
@@ -65,6 +111,8 @@ class DataTable:
         blend: Instead of `use`, several sources and their weights.
         evaluation_fraction: Part of the samples, at the end, that is held out for evaluation.
         dtype: Of the tokens in a .bin file (default uint16); a .npy file carries its own.
+        chat: The files are instruction data, JSON lines of chats.
+        documents: What the model is told of documents that share a row; default of packed chats: `position_ids`.
     """
 
     use: str = Field(default="python_docs", min_length=1)
@@ -83,6 +131,18 @@ class DataTable:
     evaluation_fraction: float = Field(default=0.05, ge=0, lt=1)
     dtype: Literal["uint16", "uint32"] | None = None
     blend: tuple[BlendedTable, ...] = ()
+    chat: ChatTable | None = None
+    documents: DocumentsTable | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Return whether a row holds several chats."""
+        return self.chat is not None and self.chat.packing
+
+    @property
+    def told(self) -> DocumentsTable | None:
+        """Return what the model is told of documents in a row."""
+        return self.documents or (_HF_POSITIONS if self.packs else None)
 
     @property
     def sources(self) -> tuple[DataTable, ...]:
@@ -92,8 +152,10 @@ class DataTable:
         return tuple(replace(self, use=each.use, args=each.args, blend=()) for each in self.blend)
 
     @property
-    def kind(self) -> Literal["python_docs", "synthetic", "user", "path"]:
+    def kind(self) -> Literal["python_docs", "synthetic", "user", "path", "chat"]:
         """Return what `use` names; of a blend `user`, if one of its sources is one."""
+        if self.chat is not None:
+            return "chat"
         if self.blend:
             return "user" if any(each.kind == "user" for each in self.sources) else "path"
         if self.use == "python_docs":
@@ -127,7 +189,9 @@ class DataTable:
         _ = self.sources  # each is validated as a table of its own
 
     def _misplaced(self) -> Iterator[str]:
-        if self.kind != "user":
+        if self.kind == "chat":
+            yield from self._of_chat()
+        elif self.kind != "user":
             for key, neutral in _OF_USER:
                 if getattr(self, key) != neutral:
                     why = _OF_USER_WHY if key == "args" else f"{_OF_USER_WHY}; {_FIXED_WHY}"
@@ -136,8 +200,40 @@ class DataTable:
                 yield 'order = "stream" is for use = "module:callable"; take "shuffle" or "sequential"'
         if self.kind != "path" and self.dtype is not None:
             yield "dtype is for token files; remove it"
+        if self.documents is not None and self.kind != "chat":
+            yield from self._of_documents(self.documents)
         if self.kind in ("synthetic", "user") and self.tokenizer not in (None, "bytes"):
             yield f'tokenizer = "{self.tokenizer}" is for text; remove it'
+
+    def _of_chat(self) -> Iterator[str]:
+        told = self.told
+        if self.use in ("python_docs", "synthetic") or ":" in self.use:
+            yield f'chat is for files of JSON lines, and use = "{self.use}" is none; remove chat, or name a file'
+        if self.args or self.order == "stream":
+            key = "args" if self.args else 'order = "stream"'
+            yield f'{key} is for use = "module:callable"; remove it'
+        if self.vocab_size is not None:
+            yield "vocab_size is the tokenizer's, of chats; remove it"
+        if self.tokenizer == "bpe":
+            yield 'tokenizer = "bpe" is trained on text; chats need a model\'s, or "bytes"'
+        if self.packs and (self.padding != "none" or self.bucket):
+            yield "chat.packing fills every row up to seq_len; remove padding and bucket"
+        if not self.packs and self.padding == "none":
+            yield 'chats have many lengths; set padding = "longest", or chat.packing = true'
+        if self.packs and told is not None and told.positions is None and told.numbers is None:
+            yield "packed chats would attend to each other; name an argument of the model as documents.positions"
+        if not self.packs and self.documents is not None:
+            yield "documents is for rows of several documents; set chat.packing = true, or remove it"
+        if told is not None and (told.end is not None or not told.loss_after_end):
+            yield "documents.end and loss_after_end are for text and token files; packed chats are known; remove them"
+
+    def _of_documents(self, told: DocumentsTable) -> Iterator[str]:
+        if self.kind in ("synthetic", "user"):
+            yield f'documents is for text, token files and packed chats, and use = "{self.use}" is none; remove it'
+        elif told.end is None:
+            yield "documents needs end, the token that ends a document"
+        elif told.positions is None and told.numbers is None and told.loss_after_end:
+            yield "documents changes nothing; name positions or numbers, or set loss_after_end = false"
 
     def _impossible(self) -> Iterator[str]:
         if self.tokenizer == "bpe" and self.vocab_size is not None and self.vocab_size <= 256:

@@ -15,7 +15,7 @@ from composer3d.processes import running
 from composer3d.runner.data.collate import collate, padded_width
 from composer3d.runner.data.data_source import Sample, Source
 from composer3d.runner.data.data_table import DataTable
-from composer3d.runner.data.inputs import call_of, num_rows
+from composer3d.runner.data.inputs import Inputs, call_of, num_rows
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.paths import locate
 from composer3d.runner.data.stream import StreamSource
@@ -101,7 +101,17 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
     bounds = [_bound_of_files(part, folder) or 1 for part in table.sources if part.kind == "path"]
     largest = (vocab_size or max(bounds, default=1)) - 1
     rows = torch.full((2, table.seq_len + 1), largest, dtype=torch.int64)
+    if names := _told(table):
+        # One document in one row, every token one in the other; all that a model is told of these is small numbers.
+        numbers = torch.stack([torch.zeros(table.seq_len, dtype=torch.int64), torch.arange(table.seq_len)])
+        return Inputs(args=(rows[:, :-1],), kwargs=dict.fromkeys(names, numbers)), rows[:, 1:]
     return rows[:, :-1], rows[:, 1:]
+
+
+def _told(table: DataTable) -> list[str]:
+    """Return the arguments of the model by which it is told of documents."""
+    told = table.told
+    return [] if told is None else [name for name in (told.positions, told.numbers) if name is not None]
 
 
 def _bound_of_files(table: DataTable, folder: Path) -> int | None:
@@ -143,7 +153,8 @@ def _first_items(dataset: Any) -> list[Any]:
 def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None:
     if table.kind != "user":
         row = torch.empty(table.seq_len, dtype=torch.int64, device="meta")
-        return row, row
+        names = _told(table)
+        return (Inputs(args=(row,), kwargs=dict.fromkeys(names, row)) if names else row), row
     with running("called", table.use):
         return _sample_of_user(table, folder, seed)
 

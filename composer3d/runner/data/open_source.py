@@ -7,6 +7,7 @@ from pathlib import Path
 
 from composer3d.errors import DataError
 from composer3d.runner.data.blend import open_blend
+from composer3d.runner.data.chats import open_chats
 from composer3d.runner.data.data_source import Report, Source
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.paths import locate
@@ -52,6 +53,8 @@ def open_source(
     if table.kind == "python_docs":
         return open_text(None, table, cache=cache, report=report, rank=rank)
     located = locate(table.use, folder=folder, report=report)
+    if table.kind == "chat":
+        return open_chats(located.files, table, folder=folder, cache=cache, report=report, rank=rank)
     if located.kind == "text":
         if table.dtype is not None:
             raise DataError(f'[data] dtype is for token files, and use = "{table.use}" is text; remove it')

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from composer3d.errors import DataError
 from composer3d.runner.data.data_source import Sample, Source, num_held_out
-from composer3d.runner.data.data_table import DataTable
+from composer3d.runner.data.data_table import DataTable, DocumentsTable
+from composer3d.runner.data.documents import divided_at_ends
 from composer3d.runner.data.indexed_tokens import index_of, read_index
 from composer3d.runner.data.token_digest import file_facts
 
@@ -86,6 +87,7 @@ class TokenSource(Source):
         first: The first sequence of this source.
         num_samples: How many sequences; default all.
         evaluation: The sequences held out.
+        documents: What the model is told of documents in a sequence; None is nothing.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class TokenSource(Source):
         first: int = 0,
         num_samples: int | None = None,
         evaluation: Source | None = None,
+        documents: DocumentsTable | None = None,
     ) -> None:
         super().__init__(vocab_size=vocab_size, evaluation=evaluation)
+        self._documents = documents
         self._arrays, self._seq_len, self._facts, self._first = tuple(arrays), seq_len, facts, first
         self._ends = list(accumulate(max(0, len(array) - 1) // seq_len for array in self._arrays))
         self._num_samples = self._ends[-1] - first if num_samples is None else num_samples
@@ -120,6 +124,8 @@ class TokenSource(Source):
         place = bisect_right(self._ends, number)
         start = (number - (self._ends[place - 1] if place else 0)) * self._seq_len
         tokens = torch.from_numpy(np.array(self._arrays[place][start : start + self._seq_len + 1], dtype=np.int64))
+        if self._documents is not None:
+            return divided_at_ends(tokens[:-1], tokens[1:], self._documents)
         return tokens[:-1], tokens[1:]
 
     def record(self) -> dict[str, Any]:
@@ -160,7 +166,12 @@ def held_out(
     evaluation = None
     if num_evaluation:
         evaluation = TokenSource(
-            arrays, seq_len=seq_len, vocab_size=vocab_size, facts=facts, first=total - num_evaluation
+            arrays,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            facts=facts,
+            first=total - num_evaluation,
+            documents=table.documents,
         )
     return TokenSource(
         arrays,
@@ -169,6 +180,7 @@ def held_out(
         facts=facts,
         num_samples=total - num_evaluation,
         evaluation=evaluation,
+        documents=table.documents,
     )
 
 
