@@ -96,9 +96,15 @@ class DigestedFile:
         self._file.close()
 
 
-def write_file(file: Path, content: bytes) -> list[Part]:
-    """Write a small file, wait until it is on disk, and return its one part."""
-    with file.open("wb") as opened:
+def write_file(file: Path, content: bytes, *, mode: int = 0o666) -> list[Part]:
+    """Write a small file, wait until it is on disk, and return its one part.
+
+    Args:
+        file: To write.
+        content: Of the file.
+        mode: Who may read and write it, less the process's umask.
+    """
+    with open(file, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())

@@ -33,8 +33,11 @@ def encode_state(state: Mapping[str, Any], name: str = "state") -> str:
 
 
 def write_state(folder: Path, text: str) -> list[Part]:
-    """Write `state.json` into a folder, wait until it is on disk, and return its entry in the list of digests."""
-    return write_file(folder / STATE, text.encode())
+    """Write `state.json` into a folder, wait until it is on disk, and return its entry in the list of digests.
+
+    Its owner alone may read it, as `manifest.toml`: it holds what the manifest gives to a user's code.
+    """
+    return write_file(folder / STATE, text.encode(), mode=0o600)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def _unexpected(error: Exception) -> int:
     """Report an error of the machine in a sentence, and any other with its traceback."""
     machine = machine_error(error)
     if machine is None:
-        traceback.print_exc()
+        complain(traceback.format_exc().rstrip())
     else:
         complain(f"{machine}\ntry: {machine.advice}")
     return FAILED

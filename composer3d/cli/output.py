@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any, TextIO
 
 from composer3d.errors import ComposerError, Problem
+from composer3d.manifest import redacted
 
 __all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json", "write_output"]
 
@@ -26,7 +27,15 @@ def say(text: str) -> None:
 
 def say_json(content: Mapping[str, Any]) -> None:
     """Write one JSON object, marked with its format, to standard output."""
-    say(json.dumps({"composer3d": FORMAT, **content}, indent=1))
+    say(json.dumps(_redacted({"composer3d": FORMAT, **content}), indent=1))
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redacted(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(item) for item in value]
+    return redacted(value) if isinstance(value, str) else value
 
 
 def write_output(path: Path, text: str) -> None:
@@ -68,7 +77,7 @@ def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> s
 def complain(text: str) -> None:
     """Write a line to standard error, after flushing standard output."""
     sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{redacted(text)}\n")
     sys.stderr.flush()
 
 

@@ -9,7 +9,7 @@ from composer3d.manifest.positions import KeyPath, locate
 from composer3d.manifest.references import FILL_IN, resolve_reference
 from composer3d.manifest.regular_expressions import Expression, SlowExpression, search
 from composer3d.manifest.schema import json_schema
-from composer3d.manifest.secret import HIDDEN, Secret, hide
+from composer3d.manifest.secret import HIDDEN, Secret, hide, redacted
 from composer3d.manifest.sources import kind_of_file, shipped
 from composer3d.manifest.tables import (
     CORE_TABLES,
@@ -47,6 +47,7 @@ __all__ = [
     "expected",
     "fields",
     "hide",
+    "redacted",
     "inline",
     "inspect_manifest",
     "json_schema",

@@ -13,6 +13,7 @@ from composer3d.errors import ComposerError, ManifestError, PluginError, Problem
 from composer3d.manifest.document import Document, read
 from composer3d.manifest.habits import explained
 from composer3d.manifest.references import resolve_reference
+from composer3d.manifest.secret import remember_secrets
 from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, validate
 from composer3d.manifest.toml_writer import dotted, inline
 from composer3d.manifest.validation import secret_paths
@@ -153,6 +154,7 @@ def inspect_manifest(
         found for path, cls in typed.items() for found in secret_paths(cls, document.get(path, {}), path)
     )
     document = replace(document, secrets=secrets)
+    remember_secrets(document.tables, secrets)
     problems = [
         explained(problem, value=_value_at(document, problem), tables=(*classes, *FAMILIES)) for problem in problems
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -12,16 +12,24 @@ from pydantic_core import core_schema
 
 from composer3d.errors import PluginError
 
-__all__ = ["HIDDEN", "WANTED", "Secret", "hide", "hide_passwords", "names_a_secret"]
+__all__ = ["HIDDEN", "WANTED", "Secret", "hide", "hide_passwords", "names_a_secret", "redacted", "remember_secrets"]
 
 HIDDEN = "**********"
 WANTED = 'a string, { env = "NAME" } or { file = "PATH" }'
 
 _NAMES = re.compile(
-    r"(.*_)?(password|passwd|passphrase|secret|credentials?|authorization|headers|cookie"
+    r"token|auth|(.*_)?(password|passwd|passphrase|secret|credentials?|authorization|headers|cookie"
     r"|(api|access|private|secret)_?key|(access|auth|bearer|hf|secret)_?token)"
 )
-_PASSWORD_IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
+# Passwords of URLs, their parameters that are named for one, and what an `Authorization` header carries.
+_IN_TEXT = (
+    re.compile(r"(?<=://)(?P<kept>[^/@\s:]*:)(?P<secret>[^/@\s]+)(?=@)"),
+    re.compile(r"(?<=[?&])(?P<kept>[\w-]*(?:token|key|secret|password|signature|sig)=)(?P<secret>[^&#\s\"']+)", re.I),
+    re.compile(r"\b(?P<kept>(?:bearer|basic)\s+)(?P<secret>[\w.~+/=-]{8,})", re.I),
+)
+# Shorter ones are parts of words.
+_SHORTEST = 6
+_known: set[str] = set()
 
 
 @final
@@ -58,10 +66,13 @@ class Secret:
             found = os.environ.get(self._env)
             if found is None:
                 raise PluginError(f'the environment variable "{self._env}" is not set', hint="export it on every host")
+            _known.add(found)
             return found
         if self._file is not None:
             try:
-                return (folder / self._file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+                found = (folder / self._file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+                _known.add(found)
+                return found
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or type(error).__name__
                 raise PluginError(f'the file "{self._file}" of a secret cannot be read: {reason}') from None
@@ -112,19 +123,55 @@ def names_a_secret(key: Any) -> bool:
 
 
 def hide_passwords(text: str) -> str:
-    """Return a text without the passwords of URLs in it.
+    """Return a text without the passwords and keys of URLs in it, and without what follows `Bearer`.
 
-    >>> hide_passwords("http://me:mine@host/path")
-    'http://me:**********@host/path'
+    >>> hide_passwords("http://me:mine@host/path?token=mine&page=2")
+    'http://me:**********@host/path?token=**********&page=2'
     """
-    return _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}", text)
+    for pattern in _IN_TEXT:
+        text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
+    return text
+
+
+def remember_secrets(value: Any, paths: Collection[tuple[str | int, ...]] = ()) -> None:
+    """Let `redacted` know the secrets of a manifest from now on: what `hide` hides in it.
+
+    Args:
+        value: As for `hide`.
+        paths: As for `hide`.
+    """
+    _known.update(_secrets_in(value, paths, ()))
+
+
+def redacted(text: str) -> str:
+    """Return a text of others, such as an exception's, without the secrets of this process's manifests.
+
+    Secrets of fewer than 6 characters are parts of words, and stay.
+    """
+    for secret in sorted(_known, key=len, reverse=True):
+        if len(secret) >= _SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    return hide_passwords(text)
+
+
+def _secrets_in(value: Any, paths: Collection[tuple[str | int, ...]], path: tuple[str | int, ...]) -> Iterator[str]:
+    is_secret = path in paths or any(map(names_a_secret, path))
+    if isinstance(value, Mapping):
+        if not (is_secret and len(value) == 1 and next(iter(value)) in ("env", "file")):
+            for key, item in value.items():
+                yield from _secrets_in(item, paths, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _secrets_in(item, paths, (*path, index))
+    elif isinstance(value, str):
+        yield from [value] if is_secret else (m["secret"] for pattern in _IN_TEXT for m in pattern.finditer(value))
 
 
 def hide(value: Any, paths: Collection[tuple[str | int, ...]] = (), path: tuple[str | int, ...] = ()) -> Any:
     """Return nested tables and lists without secrets, for a record or a log.
 
-    Hidden are the strings at the given paths, those under a key whose name says that it is a secret, and the passwords
-    of URLs. Where a secret is to be found, `{ env = "NAME" }` or `{ file = "PATH" }`, is none.
+    Hidden are the strings at the given paths, those under a key whose name says that it is a secret, and what
+    `hide_passwords` finds in others. Where a secret is to be found, `{ env = "NAME" }` or `{ file = "PATH" }`, is none.
 
     Args:
         value: Mappings, lists and plain values.

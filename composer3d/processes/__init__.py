@@ -18,7 +18,7 @@ from composer3d.processes.launchers import (
     note_round,
 )
 from composer3d.processes.machine_errors import machine_error
-from composer3d.processes.private_folder import private_folder_in, user_folder
+from composer3d.processes.private_folder import private_folder_in, user_folder, write_private
 from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
 from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
@@ -57,4 +57,5 @@ __all__ = [
     "scanning_new_objects_only",
     "temporary_folder",
     "user_folder",
+    "write_private",
 ]

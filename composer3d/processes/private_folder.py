@@ -1,4 +1,4 @@
-"""Folder of this user in the temporary folder, which no other user can have prepared."""
+"""Folders and files of this user alone, which no other user can have prepared, or read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from composer3d.errors import ForkError
 
-__all__ = ["open_private", "private_folder_in", "user_folder"]
+__all__ = ["open_private", "private_folder_in", "user_folder", "write_private"]
 
 
 def user_folder(name: str) -> Path:
@@ -61,6 +61,18 @@ def open_private(folder: Path, name: str) -> int:
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=there)
     finally:
         os.close(there)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone may read; a link in its place is an error, and not followed.
+
+    Args:
+        path: The file; one that is there is replaced, its mode too.
+        text: Its content.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
 
 
 def _open_folder(folder: Path) -> int:

@@ -29,7 +29,6 @@ __all__ = [
     "requested_device",
     "seed_step",
     "set_timeout",
-    "write_private",
 ]
 
 
@@ -171,18 +170,6 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
         # What NCCL, libfabric, verbs and gloo read.
         "network": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_NETWORK_VARIABLES)},
     }
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone may read; a link in its place is an error, and not followed.
-
-    Args:
-        path: The file; one that is there is replaced, its mode too.
-        text: Its content.
-    """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(text)
 
 
 def _packages() -> dict[str, str]:

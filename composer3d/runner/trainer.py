@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import EvaluatedWeights, checkpoint
 from composer3d.errors import DataError, ManifestError, ReferenceFailure
+from composer3d.processes import write_private
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.evaluating.best_model import BestModel
 from composer3d.runner.evaluating.evaluation_metrics import EvaluationMetrics
@@ -18,7 +19,6 @@ from composer3d.runner.housekeeping import (
     environment,
     requested_device,
     seed_step,
-    write_private,
 )
 from composer3d.runner.launching.signals import Preemption
 from composer3d.runner.launching.spot_notice import watching

@@ -74,8 +74,10 @@ def test_no_secret_is_left_in_a_run_s_folder_or_shown(edited, folder, monkeypatc
     manifest = (folder / "out" / "manifest.toml").read_text()
     assert f'authorization = "{HIDDEN}"' in manifest and 'env = "COMPOSER3D_TEST_TENANT"' in manifest
     assert f'url = "https://me:{HIDDEN}@example.org/rows"' in manifest
-    for name in ("manifest.toml", "environment.json"):
-        assert stat.S_IMODE((folder / "out" / name).stat().st_mode) == 0o600
+    states = [*(folder / "out" / "checkpoints").rglob("state.json")]
+    assert states
+    for path in (folder / "out" / "manifest.toml", folder / "out" / "environment.json", *states):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
     # The record is a manifest as good as the one it was made of.
     (folder / "record.toml").write_text(manifest)
     assert main(["check", "record.toml"]) == 0
@@ -95,6 +97,46 @@ def test_messages_hold_no_secret(edited, command, line, key):
     edited(new=f"[profiling.opentelemetry]\n{line}\n")
     code, out, err = command("check", "run.toml")
     assert code == 2 and key in out + err and "literal-4711" not in out + err
+
+
+RAISING = """
+import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, url, api_key, note):
+        self.told = f"cannot connect to {url} with {api_key}, {note}"
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if torch.distributed.is_initialized():
+            raise ValueError(self.told)
+        return torch.arange(index, index + 9) % 50
+"""
+
+
+def test_exceptions_of_a_users_code_are_shown_and_written_without_secrets(edited, folder, capfd):
+    (folder / "raising_rows.py").write_text(RAISING)
+    edited('use = "text.txt"', 'use = "raising_rows:Rows"\nvocab_size = 64')
+    args = f"""[data.args]
+url = "https://me:{PASSWORD}@example.org/rows?token={FROM_ENV}"
+api_key = "{LITERAL}"
+note = "Authorization: Bearer {FROM_FILE}"
+"""
+    text = (folder / "run.toml").read_text().replace("dp_shard = 2", "dp_shard = 1")
+    (folder / "run.toml").write_text(text + args)
+    from composer3d.cli import main
+
+    with limit_ranks(1):
+        assert main(["run", "run.toml", "--set", "run.output=out"]) != 0
+    told = capfd.readouterr()
+    written = (folder / "out" / "error.json").read_text()
+    for shown in (told.out + told.err, written):
+        assert "cannot connect to https://me:" in shown
+        assert not [secret for secret in (LITERAL, FROM_ENV, FROM_FILE, PASSWORD) if secret in shown]
+    assert stat.S_IMODE((folder / "out" / "error.json").stat().st_mode) == 0o600
 
 
 def test_overrides_are_shown_without_their_secrets(folder, command):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.errors import CheckpointError, ComposerError, HookError, ManifestError, ReplicaError
+from composer3d.manifest import redacted
 from composer3d.observation import lost_a_peer
-from composer3d.processes import machine_error
+from composer3d.processes import machine_error, write_private
 from composer3d.runner.reporting.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
@@ -123,8 +124,8 @@ class FailureReport:
             time_ns=time.time_ns(),
             kind="machine" if machine else "user" if user else "left" if left else "crash",
             error=type(error).__name__,
-            message=text,
-            traceback="" if user or machine else _format(error),
+            message=redacted(text),
+            traceback="" if user or machine else redacted(_format(error)),
             step=seen.step if seen else None,
             phase=seen.phase.name.lower() if seen else None,
             exit_code=2 if isinstance(error, ManifestError) else 3,
@@ -372,7 +373,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(content, indent=1) + "\n")
+        write_private(beside, json.dumps(content, indent=1) + "\n")
         os.replace(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)
