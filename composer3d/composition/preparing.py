@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer3d import initialisation, mesh, patterns
 from composer3d.composition.blocks import find_blocks, left_out
 from composer3d.composition.composed_model.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
 from composer3d.composition.composed_model.unsuitable_models import refuse_unsuitable
+from composer3d.composition.error_places import asking, at_plugin, located, named_in
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
     ComposerError,
     ManifestError,
-    PatternError,
-    PluginError,
     Problem,
     TransformError,
 )
@@ -217,16 +214,16 @@ def _find_problems(preparation: Preparation) -> None:
     context, problems = preparation.context, preparation.problems
     document = context.manifest.document
     if context.manifest.model.blocks:
-        with _located(problems, lambda error: document.problem(("model", "blocks"), str(error))):
+        with located(problems, lambda error: document.problem(("model", "blocks"), str(error))):
             patterns.select(context.manifest.model.blocks, context.fqns)
     for registered in preparation.hooks.plugins:
         problems += _device_problems(registered, context)
-    with _located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
+    with located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
         for registered, function in preparation.hooks.configure():
-            with _asking(problems, registered, context):
+            with asking(problems, registered, context):
                 function(context=context)
     for registered, function in preparation.hooks.asked("composer3d_layout") if context.purpose == "check" else ():
-        with _asking(problems, registered, context):
+        with asking(problems, registered, context):
             function(degrees=context.degrees)
     if context.world_size > 1:
         has_stages = context.layout.degree(Role.STAGE) > 1
@@ -284,7 +281,7 @@ def _select(preparation: Preparation) -> None:
     context, problems = preparation.context, preparation.problems
     collected: list[tuple[Registered, Transform]] = []
     for registered, function in preparation.hooks.transforms():
-        with _asking(problems, registered, context):
+        with asking(problems, registered, context):
             answer = function(context=context)
             for transform in answer if isinstance(answer, list | tuple) else (answer,):
                 if transform is not None:
@@ -294,11 +291,11 @@ def _select(preparation: Preparation) -> None:
         alone = context.purpose == "verify" and context.world_size == 1
         ordered = resolve((transform for _, transform in collected), alone=alone)
     except ComposerError as error:
-        problems.append(_at_plugin(_named_in(str(error), collected), context, error))
+        problems.append(at_plugin(named_in(str(error), collected), context, error))
         return
     for transform in ordered:
         registered = by_name[transform.name]
-        with _asking(problems, registered, context):
+        with asking(problems, registered, context):
             before = _structure(preparation.model)
             fqns = tuple(transform.select(preparation.model, context) or ())
             if _structure(preparation.model) != before:
@@ -338,23 +335,6 @@ def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunCo
         raise TransformError(f'{transform.name} selects "{foreign[0]}", which the model does not have')
 
 
-@contextmanager
-def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]) -> Iterator[None]:
-    try:
-        yield
-    except ManifestError as error:
-        problems += error.problems
-    except ComposerError as error:
-        problems.append(locate(error))
-
-
-@contextmanager
-def _asking(problems: list[Problem], registered: Registered, context: RunContext) -> Iterator[None]:
-    """Locate a plugin's error at its table."""
-    with _located(problems, partial(_at_plugin, registered, context)):
-        yield
-
-
 def _blaming(registered: Registered, transform: Transform) -> Transform:
     """Return a transform whose functions raise errors that name the plugin."""
     of = f'of the transform "{transform.name}"'
@@ -364,37 +344,3 @@ def _blaming(registered: Registered, transform: Transform) -> Transform:
     if rows is not None:
         rows = blamed(registered, f"rows {of}", rows, returns=returns)
     return replace(transform, select=select, apply=apply, rows=rows)
-
-
-def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:
-    """Locate an error at its plugin's table, or at the key that holds the offending pattern."""
-    document = context.manifest.document
-    path: tuple[Any, ...] = (registered.info.family, registered.name)
-    if isinstance(error, PatternError):
-        path = _path_of_value(document.get(path), error.pattern, path) or path
-    if isinstance(error, PluginError):
-        path = (*path, *error.keys)
-    whole = len(path) == 2
-    if isinstance(error, PluginError):
-        return document.problem(path, error.message, hint=error.hint, whole_table=whole)
-    return document.problem(path, str(error), whole_table=whole)
-
-
-def _named_in(text: str, collected: Sequence[tuple[Registered, Transform]]) -> Registered:
-    """Return the plugin whose transform a message quotes first."""
-    places = {text.find(f'"{transform.name}"'): registered for registered, transform in collected}
-    return min(((place, registered) for place, registered in places.items() if place >= 0), key=lambda pair: pair[0])[1]
-
-
-def _path_of_value(value: Any, wanted: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Find where in a table a string stands, as a value or as a key."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key == wanted or item == wanted:
-                return (*path, key)
-            inner = _path_of_value(item, wanted, (*path, key))
-            if inner is not None:
-                return inner
-    if isinstance(value, list) and wanted in value:
-        return path
-    return None
