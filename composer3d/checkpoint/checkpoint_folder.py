@@ -53,7 +53,10 @@ def require(path: Path) -> None:
 
 
 def _missing(path: Path) -> str:
-    return " and ".join(name for name in (METADATA, STATE) if not (path / name).is_file()) + " is missing"
+    lacking = [path / name for name in (METADATA, STATE) if not (path / name).is_file()]
+    gone = " and ".join(file.name for file in lacking if not os.path.lexists(file))
+    strange = [f"{file.name} is no ordinary file" for file in lacking if os.path.lexists(file)]
+    return " and ".join([*([f"{gone} is missing"] if gone else []), *strange])
 
 
 def _listed(steps: Sequence[tuple[int, Path]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ _WORDS = {
 }
 # These may be anybody's mistake, but for files of the run's own folder.
 _IN_OUTPUT = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NUMBERED = re.compile(r"\[Errno (\d+)\][^'\n]*(?:'([^'\n]+)')?")
 
 
@@ -48,7 +49,9 @@ def machine_error(error: BaseException, output: Path | None = None) -> MachineEr
             of_run = output is not None and found.path is not None and _is_inside(found.path, output)
             if found.number in _WORDS.values() or (of_run and found.number in _IN_OUTPUT):
                 text = f"{type(link).__name__}: {link}".partition("\n")[0]
-                return MachineError(f"{_missing(found, output)} ({text})", advice=_advice(found.number, output))
+                place = _fullest(output) if found.path is None and found.number in _FULL else found.path or output
+                message = f"{_missing(found.number, place)} ({text})"
+                return MachineError(message, advice=_advice(found.number, place, output))
     return None
 
 
@@ -76,11 +79,10 @@ def _found(error: BaseException) -> Iterator[_Found]:
             yield _Found(number=number, path=about)
 
 
-def _missing(found: _Found, output: Path | None) -> str:
-    place = found.path or output
-    match found.number:
+def _missing(number: int, place: Path | None) -> str:
+    match number:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"the disk of {place} is full{_usage(place)}" if place else "a disk is full"
+            return _full(place)
         case errno.EMFILE:
             return f"this process may have no more than {_open_files()} files open"
         case errno.ENFILE:
@@ -94,11 +96,16 @@ def _missing(found: _Found, output: Path | None) -> str:
     return f"{place} is gone: it was deleted, or moved, while the run wrote to it"
 
 
-def _advice(number: int, output: Path | None) -> str:
+def _advice(number: int, place: Path | None, output: Path | None) -> str:
     then = "then start the same command again: it goes on from the newest checkpoint"
     match number:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"free space there, keep fewer checkpoints (checkpoint.keep), or choose another run.output; {then}"
+            if place is None or place == output or (output is not None and _is_inside(place, output)):
+                return (
+                    f"free space there, keep fewer checkpoints (checkpoint.keep), or choose another run.output; {then}"
+                )
+            is_temporary = place == Path(tempfile.gettempdir())
+            return f"free space there{', or set TMPDIR to a folder of another disk' if is_temporary else ''}; {then}"
         case errno.EMFILE | errno.ENFILE:
             return f"raise the limit (ulimit -n 65536), or use fewer workers (data.workers); {then}"
         case errno.EFBIG:
@@ -108,16 +115,40 @@ def _advice(number: int, output: Path | None) -> str:
     return f"make {output or 'the folder'} writable for this user, or choose another run.output; {then}"
 
 
-def _usage(place: Path | None) -> str:
-    """Return how much of a disk is free, as text for behind its name; empty where that is unknown."""
-    while place is not None:
+def _fullest(output: Path | None) -> Path | None:
+    """Return the folder with least left, of those that a run writes to: where an error names no file, it was there."""
+    places = [place for place in (output, Path(tempfile.gettempdir()), Path("/dev/shm")) if place is not None]
+    return min((place for place in places if _disk(place)), key=_left, default=output)
+
+
+def _left(place: Path) -> float:
+    """Return the smaller of the shares of a disk's bytes and of its files that are left."""
+    disk = _disk(place)
+    assert disk is not None, "chosen among those that have one"
+    # File systems without a size, such as those of a kernel's tables, have 0 of both.
+    files = disk.f_favail / disk.f_files if disk.f_files else 1.0
+    return min(files, disk.f_bavail / disk.f_blocks if disk.f_blocks else 1.0)
+
+
+def _full(place: Path | None) -> str:
+    """Return which disk is full, and how much of it is left."""
+    disk = None if place is None else _disk(place)
+    if place is None or disk is None:
+        return "a disk is full" if place is None else f"the disk of {place} is full"
+    if disk.f_files and not disk.f_favail:
+        return f"the disk of {place} holds as many files as it may: {disk.f_files:,} inodes, none free"
+    sizes = [blocks * disk.f_frsize / 2**20 for blocks in (disk.f_bavail, disk.f_blocks)]
+    return f"the disk of {place} is full: {sizes[0]:,.1f} of {sizes[1]:,.1f} MiB free now"
+
+
+def _disk(place: Path) -> os.statvfs_result | None:
+    """Return the numbers of the disk that a file is on, or would be."""
+    for each in (place, *place.absolute().parents):
         try:
-            total, _, free = shutil.disk_usage(place)
+            return os.statvfs(each)
         except OSError:
-            place = None if place.parent == place else place.parent
             continue
-        return f": {free / 2**20:,.1f} of {total / 2**20:,.1f} MiB free now"
-    return ""
+    return None
 
 
 def _open_files() -> int:

@@ -12,6 +12,7 @@ from support.doctor_cases import in_child, may_mount, mount
 
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
+from composer3d.processes.machine_errors import machine_error
 
 ROWS = """\
 import os, resource, shutil, signal
@@ -105,6 +106,31 @@ def test_a_disk_that_fills_up_is_named_even_where_no_file_finds_room(folder, cap
         "same command again: it goes on from the newest checkpoint",
         f"disk/out/error.json could not be written; the newest complete checkpoint is {newest}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("", "is full: 0.0 of 0.0 MiB free now"), (",nr_inodes=3", "holds as many files as it may: 3 inodes, none free")],
+    ids=["bytes", "files"],
+)
+def test_the_full_disk_of_temporary_files_is_named_where_the_error_names_none(folder, options, said):
+    if not may_mount():
+        pytest.skip("needs to mount a small disk, in a namespace of its own")
+    temporary = folder / "temporary"
+    temporary.mkdir()
+
+    def in_namespace():
+        mount(temporary, "16k", options=options)
+        tempfile.tempdir = str(temporary)
+        try:
+            for number in range(20):
+                (temporary / f"{number}").write_bytes(bytes(4096))
+        except OSError as error:
+            found = machine_error(OSError(error.errno, error.strerror), folder / "out")
+        is_named = str(found).startswith(f"the disk of {temporary} {said} (")
+        return 0 if is_named and ", or set TMPDIR to a folder of another disk; then start" in found.advice else 1
+
+    assert in_child(in_namespace) == 0
 
 
 def test_a_folder_that_is_deleted_is_named_in_the_next_step(folder, capfd):

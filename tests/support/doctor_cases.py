@@ -101,15 +101,18 @@ def in_child(function):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def mount(folder, size):
-    """Put a small disk into a folder, for this process and its children alone; it goes when they go."""
+def mount(folder, size, *, options=""):
+    """Put a small disk into a folder, for this process and its children alone; it goes when they go.
+
+    Options are those of tmpfs, each after a comma.
+    """
     user, group, new_mounts, new_user = os.getuid(), os.getgid(), 0x00020000, 0x10000000
     if ctypes.CDLL(None, use_errno=True).unshare(new_mounts | new_user) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "disk", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}{options}", "disk", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
 
 
