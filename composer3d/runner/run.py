@@ -126,6 +126,7 @@ def run(
         return RunResult(
             status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
         )
+    _refuse_running(str(manifest), overrides)
     checked = _startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
     if not checked.ok:
         raise ManifestError(checked.problems)
@@ -135,6 +136,22 @@ def run(
         report(f"the first forward was not tried in full: {checked.unknown}")
     report(f"starting {checked.num_ranks} rank{'s' * (checked.num_ranks > 1)} on {checked.device}")
     return _start(checked)
+
+
+def _refuse_running(source: str, overrides: Sequence[str]) -> None:
+    """Refuse a folder that another run is in before the manifest is checked, which takes longer than to see this."""
+    from composer3d.manifest import read
+    from composer3d.runner.launching.lock import refuse_held
+
+    try:
+        document = read(source, overrides)
+    except ManifestError:
+        return  # what is wrong with it is told with all that is
+    stated = document.get(("run", "output"))
+    try:
+        refuse_held(Path(stated if isinstance(stated, str) and stated else f"runs/{document.stem}"))
+    except ValueError:  # a path that is none
+        return
 
 
 def _startable(

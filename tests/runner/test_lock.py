@@ -20,7 +20,7 @@ import pytest
 
 from composer3d.errors import LockError
 from composer3d.runner.launching import lock as locks
-from composer3d.runner.launching.lock import RunLock, attempts_of
+from composer3d.runner.launching.lock import RunLock, attempts_of, refuse_held
 
 HOST = re.escape(socket.gethostname())
 TIME = r"\d{4}-\d\d-\d\dT[\d:]+\+00:00"
@@ -70,6 +70,18 @@ def test_a_second_run_is_refused_with_both_names_and_changes_nothing(tmp_path):
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     finally:
         end(pid)
+
+
+def test_a_held_folder_is_seen_without_a_change_and_a_free_one_is_left_alone(tmp_path):
+    refuse_held(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    pid = held(tmp_path)
+    before = (tmp_path / ".lock").read_bytes()
+    with pytest.raises(LockError, match=f"another run is in this folder: pid {pid} "):
+        refuse_held(tmp_path)
+    assert (tmp_path / ".lock").read_bytes() == before
+    end(pid)
+    refuse_held(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -18,7 +18,7 @@ from typing import Any
 from composer3d.errors import LockError
 from composer3d.processes import is_at, remove_if_abandoned
 
-__all__ = ["RunLock", "attempts_of"]
+__all__ = ["RunLock", "attempts_of", "refuse_held"]
 
 _FILE = ".lock"
 _REPLACED = ("manifest.toml", "environment.json")  # are written whole, and read back as the run's own
@@ -121,6 +121,32 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def refuse_held(output: Path) -> None:
+    """Refuse a folder that a living run of this machine holds, before anything is checked or started in it.
+
+    Whether it is free is decided by `RunLock` alone; nothing is made or changed here.
+
+    Raises:
+        LockError: Another run holds it; the text names both.
+    """
+    path = output / _FILE
+    holder = _holder(path)
+    if holder.get("host") != socket.gethostname() or _is_dead(holder):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LockError(_refusal(output, holder)) from None
+    except OSError as error:
+        log.debug("%s: %s", path, error)
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_obstacles(output: Path) -> None:
