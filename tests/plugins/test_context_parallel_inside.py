@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from support.sequence_models import Language
 from support.sequence_steps import context, padded_batch, sequence_steps
 from torch import nn
 
+from composer3d import RankError
 from composer3d.testing import run_ranks
 
 
@@ -33,6 +36,40 @@ class Encoded(nn.Module):
 
     def forward(self, images):
         return self.head(self.encoder(self.patches(images).flatten(2).transpose(1, 2))[:, 0])
+
+
+class ConditionedBlock(nn.Module):
+    """A block whose norms are shifted and scaled, and whose branches are weighted, by a condition (adaLN-Zero)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.modulation = nn.LayerNorm(16, elementwise_affine=False), nn.Linear(16, 6 * 16)
+        self.qkv, self.proj, self.up, self.down = (
+            nn.Linear(16 * i, 16 * o) for i, o in ((1, 3), (1, 1), (1, 4), (4, 1))
+        )
+
+    def forward(self, x, condition):
+        shift, scale, gate, shift_2, scale_2, gate_2 = F.silu(self.modulation(condition))[:, None].chunk(6, -1)
+        q, k, v = self.qkv(self.norm(x) * (1 + scale) + shift).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + gate * self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + gate_2 * self.down(F.gelu(self.up(self.norm(x) * (1 + scale_2) + shift_2)))
+
+
+class Conditioned(nn.Module):
+    """Patches in blocks that a class conditions; what its head says of each, weighted by its place."""
+
+    def __init__(self, num_patches=16):
+        super().__init__()
+        self.patches, self.position = nn.Conv2d(3, 16, 4, stride=4), nn.Parameter(torch.randn(1, num_patches, 16))
+        self.condition, self.blocks = nn.Embedding(VOCAB, 16), nn.ModuleList(ConditionedBlock() for _ in range(2))
+        self.head, self.weights = nn.Linear(16, VOCAB), nn.Parameter(torch.randn(1, num_patches, 1))
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        condition = self.condition((images[:, 0, 0, 0] > 0).long())
+        for block in self.blocks:
+            x = block(x, condition)
+        return (self.head(x) * self.weights).sum(1)
 
 
 class Windows(Language):
@@ -116,6 +153,7 @@ def test_197_positions_on_four_ranks(method):
 
 
 TENSOR = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
+SHARDED_TWICE = context(mesh="tp = 2", more="[sharding.tensor_parallel]\nsequence_parallel = true\n")
 STAGES = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
 AGAIN = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
 
@@ -127,6 +165,22 @@ AGAIN = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n[schedul
 )
 def test_unequal_shards_beside_other_axes(text):
     assert_equal_to_one_device(4, [(uneven, text, images(12, 16))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [SHARDED_TWICE, pytest.param(f"{SHARDED_TWICE}[scheduling.activation_checkpoint]\n", marks=pytest.mark.slow)],
+)
+def test_a_sequence_that_begins_at_a_block_is_sharded_over_cp_before_it_is_over_tp(text):
+    assert_equal_to_one_device(4, [(Conditioned, text, images(16, 16))])
+
+
+@pytest.mark.slow
+def test_positions_of_a_rank_that_tp_does_not_divide_are_refused_with_both_degrees():
+    with pytest.raises(RankError) as caught:
+        run_ranks(sequence_steps, 4, [(partial(Conditioned, 14), SHARDED_TWICE, images(8, 28))])
+    said = "a rank's 7 positions of a sequence that cp = 2 shards do not divide by tp = 2, as sequence_parallel needs; "
+    assert f"{said}choose a length that cp x tp = 4 divides" in str(caught.value)
 
 
 BALANCED, CONTIGUOUS = context(), context(more="balanced = false\n")

@@ -140,7 +140,10 @@ def uneven():
 
 
 def test_a_sequence_that_does_not_divide():
-    assert run_ranks(uneven, 2)[0] == "a sequence of 7 does not divide by tp = 2, as sequence_parallel needs"
+    said = (
+        "a sequence of 7 does not divide by tp = 2, as sequence_parallel needs; choose a length that tp = 2 divides, "
+    )
+    assert run_ranks(uneven, 2)[0] == f"{said}or write sequence_parallel = false"
 
 
 class Normed(nn.Module):

@@ -30,6 +30,7 @@ from composer3d.propagation.shards import (
     restated,
     spec_of,
     specs_in,
+    strip,
     unmark,
 )
 
@@ -109,6 +110,8 @@ class PropagatedSequence:
         self._form, self._keeps_marks = form, False
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
+        # Of blocks at which a sequence begins, lengths of the shards that their hooks made.
+        self._begun_sizes: dict[str, set[int]] = {}
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
 
     @property
@@ -122,9 +125,15 @@ class PropagatedSequence:
         return list(self._lengths.values())
 
     def install(self, model: nn.Module) -> None:
-        """Replace the forwards of a model, or of a part of it that keeps its FQNs."""
+        """Replace the forwards of a model, or of a part of it that keeps its FQNs.
+
+        A sequence begins before other hooks of a block: those of an inner axis shard what this one left.
+        """
         for module, fqn, forward in self.forwards(model):
             module.forward = forward
+            if self._begins is not None and fqn in self._begins.blocks:
+                begin = functools.partial(self._begin_before, self._begins, fqn)
+                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             if fqn and not self._has_flex:
                 setattr(forward, CAPTURED, functools.partial(self._captured, module, forward, fqn))
         held = dict(model.named_modules())
@@ -157,7 +166,7 @@ class PropagatedSequence:
             elif fqn in self._blocks:
                 args, kwargs = self._marked_again(self._blocks[fqn], args, kwargs)
             if self._begins is not None and fqn in self._begins.blocks:
-                args, kwargs = self._begun(self._begins, args, kwargs)
+                args, kwargs = self._begun(self._begins, fqn, args, kwargs)
             if self._at_work is not None:
                 return forward(*args, **kwargs)
             if not specs_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
@@ -259,9 +268,24 @@ class PropagatedSequence:
         )
         return tuple(again), options
 
-    def _begun(
-        self, begins: Begins, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _begin_before(
+        self, begins: Begins, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given, options = self._begun(begins, fqn, args, kwargs, is_hook=True)
+        key = activation_of(given, options)
+        before = None if key is None else (args[key] if isinstance(key, int) else kwargs[key])
+        x = None if key is None else (given[key] if isinstance(key, int) else options[key])
+        if x is not None and x is not before:
+            self._begun_sizes.setdefault(fqn, set()).add(strip(x).shape[begins.dim])
+        return given, options
+
+    def _begun(
+        self, begins: Begins, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_hook: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a block with its activation sharded, if it is whole.
+
+        A forward that is recomputed without its hooks is given what they made, which may have lost its mark.
+        """
         key = activation_of(args, kwargs)
         x = None if key is None else args[key] if isinstance(key, int) else kwargs[key]
         if key is None or x is None or spec_of(x, self._axis) is not None or not begins.is_sequence(x):
@@ -270,6 +294,8 @@ class PropagatedSequence:
         def shard(x_BSD: Tensor) -> Tensor:
             with torch_compat.without_torch_functions():
                 length = x_BSD.shape[begins.dim]
+                if not is_hook and length in self._begun_sizes.get(fqn, ()):
+                    return self._mark(x_BSD, begins.dim, is_inside=True)
                 index = self._rules.index(length, x_BSD.device)
                 if length % self._degree:
                     self._lengths[len(index)] = length

@@ -6,10 +6,11 @@ sequence_parallel shards are x_B(S/T)D.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import BatchError, TransformError, map_tensors, torch_compat
+from composer3d import BatchError, Role, RunContext, TransformError, map_tensors, torch_compat
 from composer3d.propagation import strip
 
 if TYPE_CHECKING:
@@ -28,9 +29,17 @@ class Activations:
 
     Args:
         mesh: Of one dim, tp.
+        outer: Ranks over which the sequence is sharded before, as by cp.
     """
 
     mesh: DeviceMesh
+    outer: int = 1
+
+    @staticmethod
+    def of(mesh: DeviceMesh, context: RunContext) -> Activations:
+        """Return those of a run."""
+        outer = (context.degrees[axis] for axis in context.layout.names(Role.SEQUENCE))
+        return Activations(mesh, math.prod(outer))
 
     def wrap(self, x: Tensor, placement: Shard | None) -> Tensor:
         """Return the DTensor of a local tensor."""
@@ -77,10 +86,15 @@ class Activations:
         Raises:
             BatchError: The length is no multiple of tp.
         """
-        if placement is not None and x.shape[placement.dim] % self.mesh.size():
+        degree = self.mesh.size()
+        if placement is not None and x.shape[placement.dim] % degree:
+            length, unit = f"a sequence of {x.shape[placement.dim]} does", f"tp = {degree}"
+            if self.outer > 1:
+                length = f"a rank's {x.shape[placement.dim]} positions of a sequence that cp = {self.outer} shards do"
+                unit = f"cp x tp = {self.outer * degree}"
             raise BatchError(
-                f"a sequence of {x.shape[placement.dim]} does not divide by tp = {self.mesh.size()}, as "
-                "sequence_parallel needs"
+                f"{length} not divide by tp = {degree}, as sequence_parallel needs; choose a length that {unit} "
+                "divides, or write sequence_parallel = false"
             )
 
 

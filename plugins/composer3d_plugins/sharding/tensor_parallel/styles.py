@@ -98,7 +98,7 @@ class Applier:
 
     @cached_property
     def _activations(self) -> Activations:
-        return Activations(self.mesh)
+        return Activations.of(self.mesh, self.context)
 
     @cached_property
     def _held(self) -> dict[str, nn.Module]:
