@@ -225,6 +225,10 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
         for what in _STAND_INS
     }
     overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
+    if places["data"] is not None:
+        overrides += _without_chats(translation)
+    elif places["model"] is not None and "data.chat.packing" in translation.settings:
+        overrides += ['data.documents={positions="positions", numbers="documents"}']
     if places["model"] is not None:
         overrides += _large_enough(translation)
     if places["model"] is not None or not any(path.startswith("model.") for path in translation.settings):
@@ -264,6 +268,13 @@ def _is_elsewhere(problem: Problem) -> bool:
     """Return whether all that is wrong is that a model's files, or data, are not on this machine, as need not be."""
     is_model = problem.table == "model" and problem.message.startswith("there is no folder")
     return is_model or (str(problem.table).startswith("data") and '": there is no "' in problem.message)
+
+
+def _without_chats(translation: Translation) -> list[str]:
+    """Return what leaves out keys of chats and documents: no stand-in for data has any."""
+    told = {".".join(path.split(".")[:2]) for path in translation.settings}
+    off = {"data.chat": "false", "data.documents": "false", "data.padding": '"none"'}
+    return [f"{path}={value}" for path, value in off.items() if path in told]
 
 
 def _large_enough(translation: Translation) -> list[str]:

@@ -54,7 +54,12 @@ def test_axolotl_under_the_trainers_rules(tmp_path):
         "run": {"log_every": 500},
         "mesh": {"dp_shard": 2, "tp": 2},
         "model": {"hf": "folder/of/a/model"},
-        "data": {"seq_len": 2048, "evaluation_fraction": 0.05, "use": "FILL_IN:data"},
+        "data": {
+            "seq_len": 2048,
+            "evaluation_fraction": 0.05,
+            "use": "FILL_IN:data",
+            "chat": {"trained": "assistant", "packing": True, "too_long": "drop"},
+        },
         "train": {"microbatch": 2, "global_batch": 16, "steps": 50, "grad_clip": 1.0},
         "optimizer": {"use": "adamw", "lr": 2e-4, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8},
         "lr_schedule": {"min_ratio": 0.1, "use": "cosine", "warmup": 5, "warmup_start": 0.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.importing.instruction_data import carry_file, carry_template
 from composer3d.importing.megatron.annealing import annealed
 from composer3d.importing.translation import Translation
 
@@ -239,18 +240,40 @@ def watched(translation: Translation) -> None:
     t.judge("dataloader._target_", "meaningless", "which loader reads")
     t.judge("dataloader.drop_last", "equal", "global batches are whole")
     t.judge_block("dataloader", "missing", "how samples are collated: data.padding, data.pad_multiple")
+    _chats(t)
+
+
+def _chats(t: Translation) -> None:
+    """Carry a data set of chats and its packing; other data sets are Python of the recipe's own."""
     size = t.integer("packed_sequence.packed_sequence_size", 0) or 0
+    key = "packed_sequence.packed_sequence_size"
+    is_chat = t.text("dataset._target_").endswith(".ChatDataset")
+    path = next(
+        (name for name in ("path_or_dataset_id", "path_or_dataset") if f"dataset.{name}" in t), "path_or_dataset_id"
+    )
+    if is_chat:
+        if not carry_file(t, f"dataset.{path}", [t.text(f"dataset.{path}")]):
+            t.put("data.use", "FILL_IN:data", reason="to be saved as JSON lines")
+        t.judge("dataset._target_", "carried", "chats", to="data.chat.trained")
+        t.put("data.chat.trained", "assistant", reason="ChatDataset masks the others")
+        carry_template(t, "dataset.chat_template")
+        t.put("data.chat.too_long", "truncate", reason="ChatDataset truncates to seq_length")
+        if not size:
+            t.put("data.padding", "longest", reason="a row is a chat")
     if size:
-        t.carry(
-            "packed_sequence.packed_sequence_size",
-            "data.seq_len",
-            size,
-            "write documents of several in one yourself",
-            verdict="changed",
+        t.carry(key, "data.seq_len", size)
+        if is_chat:
+            t.put("data.chat.packing", True, key)
+    t.judge_block("packed_sequence", "equal" if is_chat or not size else "missing", "packing with masks of documents")
+    for leaf in t.tree.below("dataset"):
+        t.judge(
+            leaf.key,
+            "missing" if leaf.value else "meaningless",
+            "an argument of a data set of Automodel's; name data with --data",
         )
-    t.judge_block("packed_sequence", "missing" if size else "meaningless", "packing with masks of documents")
 
 
+_PATH = "path_or_dataset_id"
 _MONITORS = {
     "wandb": {"project": "project", "name": "name", "entity": "entity"},
     "mlflow": {"experiment_name": "experiment", "run_name": "name", "tracking_uri": "tracking_uri"},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from composer3d.importing.axolotl.finetuning import adapters, instructions, layout, losses, low_precision, watched
+from composer3d.importing.axolotl.chat_data import instructions
+from composer3d.importing.axolotl.finetuning import adapters, layout, losses, low_precision, watched
 from composer3d.importing.leaves import SourceTree
 from composer3d.importing.trainer import RULES as TRAINER
 

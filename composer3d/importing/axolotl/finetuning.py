@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composer3d.importing.translation import Translation
 
-__all__ = ["adapters", "instructions", "layout", "losses", "low_precision", "watched"]
+__all__ = ["adapters", "layout", "losses", "low_precision", "watched"]
 
 _DEGREES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tensor_parallel_size": "tp"}
 _BITS = {"int4": "int4", "int8": "int8"}
@@ -121,28 +121,6 @@ def low_precision(translation: Translation) -> None:
         "selective_checkpointing", "missing", "which operators are kept: write policy of activation_checkpoint"
     )
     t.judge("float32", "equal")
-
-
-def instructions(translation: Translation) -> None:
-    """Name the data as what is missing; only the length of sequences is carried."""
-    t = translation
-    length = t.integer("sequence_len", 512, least=1) or 512
-    t.state("sequence_len", "data.seq_len", length)
-    share = t.number("val_set_size", 0.0) or 0.0
-    if 0 < share < 1:
-        t.carry("val_set_size", "data.evaluation_fraction", float(share))
-    t.judge("val_set_size", "missing" if share else "equal", "a number of samples: data.evaluation_fraction is a share")
-    note = "instruction data: chats, masks of prompts, packing; name data with --data"
-    taken = t.options.data is not None
-    for block in ("datasets", "pretraining_dataset", "test_datasets", "chat_template", "chat_template_jinja"):
-        for leaf in t.tree.below(block):
-            t.judge(leaf.key, "meaningless" if leaf.value is None else "derived" if taken else "missing", note)
-    for key in ("sample_packing", "eval_sample_packing", "train_on_inputs", "excess_length_strategy"):
-        t.judge(key, "missing" if t.get(key) else "meaningless", note)
-    for leaf in t.tree.below("special_tokens"):
-        t.judge(leaf.key, "missing" if leaf.value else "meaningless", "tokens that are added to the tokenizer's")
-    for key in ("tokens", "added_tokens_overrides", "eot_tokens", "resize_token_embeddings_to_32x"):
-        t.judge_block(key, "missing" if t.get(key) else "meaningless", "tokens that are added to the tokenizer's")
 
 
 def losses(translation: Translation) -> None:

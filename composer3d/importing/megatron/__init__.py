@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from composer3d.importing.documents_inside import documents_inside
 from composer3d.importing.leaves import Leaf, SourceTree
 from composer3d.importing.megatron.annealing import schedule
 from composer3d.importing.megatron.degrees import layout
@@ -20,6 +21,7 @@ RULES = {
     "batch": batch,
     "model": model,
     "data": data,
+    "documents": documents_inside,
     "precision": precision,
     "recomputation": recomputation,
     "offload": offload,

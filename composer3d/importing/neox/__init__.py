@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from composer3d.importing.deepspeed import RULES as DEEPSPEED
+from composer3d.importing.documents_inside import documents_inside
 from composer3d.importing.leaves import SourceTree
 from composer3d.importing.neox.arguments import (
     checkpoints,
@@ -34,6 +35,7 @@ RULES = {
     "neox_recomputation": recomputation,
     "neox_checkpoints": checkpoints,
     "indexed_sets": indexed_sets,
+    "documents": documents_inside,
     "neox_watched": watched,
     **{name: DEEPSPEED[name] for name in ("watching", "compiled", "elasticity", "other_algorithms")},
     "layout": lambda t: t.judge_block("pipeline", "ignored-there", "pipe_parallel_size says it"),

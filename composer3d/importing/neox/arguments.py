@@ -130,8 +130,6 @@ def steps(translation: Translation) -> None:
     t.judge("seq_length", "meaningless", "none")
     t.state("seed", "train.seed", int(t.number("seed", 1234) or 0))
     t.judge("clip_grad", "ignored-there", "gradient_clipping decides")
-    note = "the loss is a mean over valid tokens here, there a mean of micro-batches' means"
-    t.judge("eod_mask_loss", "changed" if t.flag("eod_mask_loss") else "equal", note)
     t.judge("z_loss", "refused" if t.number("z_loss", 0) else "equal", "another loss; train.loss takes module:callable")
 
 
