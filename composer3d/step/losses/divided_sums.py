@@ -15,6 +15,7 @@ from composer3d import torch_compat
 from composer3d.step.losses.loss_factors import (
     constant_divisor,
     is_python_number,
+    node_is_times_zero,
     number,
     past_multiples,
     past_views,
@@ -242,28 +243,7 @@ def _of_mask(mask: Tensor) -> list[Tensor]:
 
 def is_times_zero(loss: Tensor) -> bool:
     """Return whether a loss is something times 0, as loops write for a rank without targets: `logits.sum() * 0.0`."""
-    return _is_times_zero(loss.grad_fn)
-
-
-def _is_times_zero(node: Any) -> bool:
-    node = past_views(node)
-    name = type(node).__name__
-    operands = [operand for operand, _ in node.next_functions if operand is not None] if node is not None else []
-    if name.startswith("MulBackward") and len(operands) == 1:
-        constants = [getattr(node, "_saved_self", None), node._saved_other]
-        return any(_is_zero(each) for each in constants) or _is_times_zero(operands[0])
-    if name.startswith(("SumBackward", "MeanBackward", "DivBackward")) and len(operands) == 1:
-        return _is_times_zero(operands[0])
-    return name.startswith("AddBackward") and bool(operands) and all(_is_times_zero(each) for each in operands)
-
-
-def _is_zero(value: Any) -> bool:
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        return isinstance(value, int | float) and not value
-    is_number = not value.dim() and not value.requires_grad and value.device.type == "cpu"
-    return is_number and not float(value)
+    return node_is_times_zero(loss.grad_fn)
 
 
 def without_nothing(value: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,6 +16,7 @@ __all__ = [
     "constant_factor",
     "is_python_number",
     "multiple_of",
+    "node_is_times_zero",
     "number",
     "past_multiples",
     "past_views",
@@ -33,9 +36,22 @@ _OF_SAMPLES = frozenset(
 
 def past_views(node: Any) -> Any:
     """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
-    while node is not None and (type(node).__name__.startswith(_VIEWS) or _is_of_number(node)):
-        node = node.next_functions[0][0] if node.next_functions else None
+    while node is not None:
+        if type(node).__name__.startswith(_VIEWS) or _is_of_number(node):
+            node = node.next_functions[0][0] if node.next_functions else None
+        elif (wrapped := _wrapped_number(node)) is not None:
+            node = wrapped
+        else:
+            break
     return node
+
+
+def _wrapped_number(node: Any) -> Any:
+    """Return the node of the one number among a model's outputs that DDP wraps to see unused parameters; else None."""
+    if not type(node).__name__.startswith("_DDPSink"):
+        return None
+    numbers = [made for made, _ in node.next_functions if made is not None and torch_compat.node_shape(made) == ()]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def _is_of_number(node: Any) -> bool:
@@ -128,6 +144,28 @@ def constant_factor(node: Any) -> tuple[float, Any] | None:
     if not value:
         return None
     return (value if name.startswith("Mul") else 1.0 / value), past_views(first if second is None else second)
+
+
+def node_is_times_zero(node: Any) -> bool:
+    """Return whether a node multiplies something by 0."""
+    node = past_views(node)
+    name = type(node).__name__
+    operands = [operand for operand, _ in node.next_functions if operand is not None] if node is not None else []
+    if name.startswith("MulBackward") and len(operands) == 1:
+        constants = [getattr(node, "_saved_self", None), node._saved_other]
+        return any(_is_zero(each) for each in constants) or node_is_times_zero(operands[0])
+    if name.startswith(("SumBackward", "MeanBackward", "DivBackward")) and len(operands) == 1:
+        return node_is_times_zero(operands[0])
+    return name.startswith("AddBackward") and bool(operands) and all(node_is_times_zero(each) for each in operands)
+
+
+def _is_zero(value: Any) -> bool:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int | float) and not value
+    is_number = not value.dim() and not value.requires_grad and value.device.type == "cpu"
+    return is_number and not float(value)
 
 
 def past_multiples(node: Any) -> Any:

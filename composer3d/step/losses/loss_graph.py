@@ -12,6 +12,7 @@ from composer3d.step.losses.loss_factors import (
     constant_divisor,
     constant_factor,
     multiple_of,
+    node_is_times_zero,
     number,
     past_multiples,
     past_views,
@@ -19,7 +20,7 @@ from composer3d.step.losses.loss_factors import (
     seen_counts,
     uncounted,
 )
-from composer3d.step.losses.parameter_terms import ELEMENTARY, node_is_of_parameters, past_learned
+from composer3d.step.losses.parameter_terms import ELEMENTARY, node_is_of_parameters, past_learned, stacked_losses
 from composer3d.step.losses.sample_mixing import summands
 
 if TYPE_CHECKING:
@@ -131,19 +132,13 @@ def _summands(node: Any) -> list[Any]:
     """Return the summands of a node, including losses that are stacked first, without constants."""
     name = type(node).__name__
     if name.startswith(("SumBackward", "MeanBackward")):
-        stack, num_dims = node.next_functions[0][0], len(node._saved_self_sym_sizes)
-        if (
-            type(stack).__name__.startswith("MulBackward")
-            and sum(each is None for each, _ in stack.next_functions) == 1
-        ):
-            stack = next(each for each, _ in stack.next_functions if each is not None)  # weights of several losses
-        if not type(stack).__name__.startswith("StackBackward") or num_dims != 1:
-            return []
-        stacked = [operand for operand, _ in stack.next_functions if operand is not None]
-        if name.startswith("Mean") and any(known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in stacked):
+        found = stacked_losses(node.next_functions[0][0]) if len(node._saved_self_sym_sizes) == 1 else []
+        if name.startswith("Mean") and any(known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in found):
             return []  # a mean over them, as over samples
-        node = stack
-    elif not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+        return found
+    if name.startswith("DotBackward"):
+        return stacked_losses(node)
+    if not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
         return []
     return [operand for operand, _ in node.next_functions if operand is not None]
 
@@ -157,7 +152,10 @@ def _terms(node: Any) -> tuple[Any, ...]:
 
 
 def all_terms(node: Any) -> list[Any]:
-    """Return what a node adds up, past constant factors, parameters included; nothing where it adds nothing up."""
+    """Return what a node adds up, past constant factors, parameters included; nothing where it adds nothing up.
+
+    What is times 0, as loops write of outputs and parameters that a loss leaves out, adds nothing to anything else.
+    """
     found, pending = [], _summands(node)
     while pending:
         term = _past_factors(past_views(pending.pop()))[1]
@@ -165,7 +163,7 @@ def all_terms(node: Any) -> list[Any]:
             pending += parts
         else:
             found.append(term)
-    return found
+    return [term for term in found if not node_is_times_zero(term)] or found
 
 
 def has_parameter_terms(loss: Any) -> bool:

@@ -7,12 +7,20 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.step.losses.loss_factors import constant_factor, past_views
 
-__all__ = ["ELEMENTARY", "is_multiplied_by_tensor", "learned_products", "node_is_of_parameters", "past_learned"]
+__all__ = [
+    "ELEMENTARY",
+    "is_multiplied_by_tensor",
+    "learned_products",
+    "node_is_of_parameters",
+    "past_learned",
+    "stacked_losses",
+]
 
 # Of what penalties are made.
 ELEMENTARY = frozenset(
-    "Abs Add Alias Clamp ClampMin Clone Div Exp Expand LinalgVectorNorm Log Mean Mul Neg Norm Permute Pow Reshape "
-    "Select Sigmoid Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Transpose Unsqueeze UnsafeView View".split()
+    "Abs Add Alias Clamp ClampMin Clone Div Exp Expand LinalgVectorNorm Log LogSoftmax Mean Mul Neg Norm Permute Pow "
+    "Reshape Select Sigmoid Softmax Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Transpose Unsqueeze UnsafeView "
+    "View".split()
 )
 _PRODUCTS = frozenset({"Bmm", "Dot", "Mm", "Mv"})
 
@@ -70,6 +78,26 @@ def past_learned(node: Any) -> Any:
     return node
 
 
+def stacked_losses(node: Any) -> list[Any]:
+    """Return losses that a vector holds, past weights of all of them, and what of parameters alone is added to these.
+
+    `exp(-s) * torch.stack([a, b]) + s` holds `a` and `b`, beside a term of `s`; no other vectors hold any.
+    """
+    node = past_views(node)
+    name = type(node).__name__
+    operands = [] if node is None else [operand for operand, _ in node.next_functions if operand is not None]
+    if name.startswith("StackBackward"):
+        return operands if len(torch_compat.node_shape(node) or ()) == 1 else []
+    if name.startswith("CatBackward"):
+        return operands if all(torch_compat.node_shape(operand) == (1,) for operand in operands) else []
+    if name.startswith(("MulBackward", "DotBackward", "DivBackward")):
+        return stacked_losses(operands[0] if len(operands) == 1 else _beside_learned(node))
+    if not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+        return []
+    found = [[each] if node_is_of_parameters(each) else stacked_losses(each) for each in operands]
+    return [loss for losses in found for loss in losses] if all(found) else []
+
+
 def learned_products(loss: Any) -> list[Any]:
     """Return the nodes at which a loss, or a term of it, is multiplied or divided by a learned number."""
     found, pending = [], [past_views(loss.grad_fn)]
@@ -90,6 +118,10 @@ def _times_learned(node: Any) -> Any:
     name = type(node).__name__
     if not name.startswith(("MulBackward", "DivBackward")):
         return None
+    return _beside_learned(node)
+
+
+def _beside_learned(node: Any) -> Any:
     operands = [operand for operand, _ in node.next_functions if operand is not None]
     if len(operands) < 2:
         return None
@@ -98,7 +130,7 @@ def _times_learned(node: Any) -> Any:
         return None
     if learned[1]:
         return operands[0]
-    return operands[1] if learned[0] and name.startswith("Mul") else None
+    return operands[1] if learned[0] and not type(node).__name__.startswith("Div") else None
 
 
 def is_multiplied_by_tensor(node: Any) -> bool:

@@ -40,6 +40,7 @@ __all__ = ["RankWeights", "Weighted"]
 
 _SLOTS = 9
 _SAME = 1e-9
+_SHOWN = 8  # terms, and ranks, of a refusal
 
 
 class _Kind(IntEnum):
@@ -187,6 +188,9 @@ class RankWeights:
         if not there:
             return Weighted(loss=plain, factor=factor)
         self._compare(ranks)
+        kinds = {rank[0] for rank in there}
+        if _Kind.TERMS in kinds and (len(there) < self.num_ranks or len(kinds) > 1 or not _are_alike(there)):
+            raise LossError(self._uneven(value, kind))
         total = _multiplied_back(there)
         if kind is _Kind.NOTHING:
             return Weighted(loss=plain, factor=there[0][5] if total is None else total)
@@ -200,10 +204,26 @@ class RankWeights:
             if whole:
                 plain = without_nothing(plain, value, torch.tensor(own)) * (own * self.num_ranks / whole)
             return Weighted(loss=plain, factor=factor)
-        if kind is _Kind.TERMS:
-            if len(there) < self.num_ranks or any(abs(r[6] - there[0][6]) > _SAME * abs(r[6]) for r in there):
-                raise LossError(_uneven(ranks[self._index][1], sum(rank[1] for rank in there)))
         return Weighted(loss=plain, factor=factor)
+
+    def _uneven(self, value: Tensor, kind: _Kind) -> str:
+        """Describe the term whose means ranks weigh differently. Collectives: one more all-reduce an axis."""
+        import torch
+
+        divisors = [] if kind is _Kind.NOTHING else divisors_of_terms(value)[:_SHOWN]
+        vector = torch.zeros(self.num_ranks, _SHOWN, dtype=torch.float64, device=value.device)
+        for place, divisor in enumerate(divisors):
+            vector[self._index, place] = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
+        self._total(vector)
+        terms = vector.T.tolist()
+        odd = next((term for term in terms if any(abs(each - term[0]) > _SAME * term[0] for each in term)), terms[0])
+        shown = ", ".join(f"{divisor:g}" for divisor in odd[:_SHOWN])
+        return (
+            f"a term of the loss is a mean over {odd[self._index]:g} targets on this rank, and over others elsewhere "
+            f"({shown} on the data-parallel ranks, {sum(odd):g} in all), so ranks do not weigh the same: divide the "
+            "sum of each term by its targets on all ranks, which dist.all_reduce adds up, and write "
+            'run.backward(loss, reduction="sum"); terms of parameters alone have a backward of their own after it'
+        )
 
     def _compare(self, ranks: list[list[float]]) -> None:
         """Raise where ranks' losses are not of one kind."""
@@ -212,7 +232,7 @@ class RankWeights:
             where = kinds.index(_Kind.REFUSED)
             raise LossError(f"the loss of data-parallel rank {where} was refused, which says why")
         found = {kind for kind in kinds if kind is not _Kind.NOTHING}
-        if len(found) > 1:
+        if len(found) > 1 and found != {_Kind.MEAN, _Kind.TERMS}:
             first, other = sorted(found)[:2]
             raise LossError(
                 f"the loss is {_NAMES[first]} on data-parallel rank {kinds.index(first)} and {_NAMES[other]} on rank "
@@ -256,13 +276,11 @@ def _multiplied_back(ranks: list[list[float]]) -> float | None:
     )
 
 
+def _are_alike(ranks: list[list[float]]) -> bool:
+    """Return whether the terms of all ranks' losses have the same divisors."""
+    return all(abs(rank[6] - ranks[0][6]) <= _SAME * abs(rank[6]) for rank in ranks)
+
+
 def _part(rank: list[float]) -> Part:
     count = None if rank[2] != rank[2] else rank[2]
     return Part(divisor=rank[1], count=count, is_zero=bool(rank[3]), numel=int(rank[4]), is_counted=bool(rank[7]))
-
-
-def _uneven(own: float, whole: float) -> str:
-    return (
-        f"a term of the loss is a mean over {own:g} targets on this rank, and over others elsewhere ({whole:g} in "
-        "all), so ranks do not weigh the same; write run.step(n, target=target), or give backward (sum, count)"
-    )

@@ -45,12 +45,18 @@ def summands(node: Any) -> Summands:
             continue
         seen.add((each, is_bent))
         operands = operands_of(each)
-        is_linear = name in (*LINEAR, "Mean", "Sum") or (name in ("Mul", "Div") and len(operands) == 1)
+        is_linear = name in (*LINEAR, "Cat", "Mean", "Stack", "Sum", "Unbind") or (
+            name in ("Mul", "Div") and len(operands) == 1
+        )
         if name in REDUCTIONS and _is_of_samples(each):
             if is_bent or name not in ("Mean", "Sum"):
                 return "mixed"
             found.add("means" if name == "Mean" else "samples")
             pending += [(operand, False) for operand in operands if name == "Sum"]
+        elif getattr(each, "_saved_reduction", 0) in (1, 2):  # torch's numbers of mean and sum
+            if is_bent:
+                return "mixed"
+            found.add("means" if each._saved_reduction == 1 else "samples")
         elif name == "Mul" and _is_normalised(each):
             return "mixed"
         elif is_linear or name in _NONLINEAR:
