@@ -197,7 +197,9 @@ class Composition(SavedRun, OwnLoop):
                 if stepper is not None:
                     return stepper.norm(max_norm, norm_type, **where)
                 where |= {"layout": self.context.layout, "copies": self.context.copies(), "apart": self._apart}
-                return gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
+                norm = gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
+            self._engine.loop.gradients.begin(parameters)
+            return norm
 
     @functools.cached_property
     def _apart(self) -> gradients.Apart:

@@ -206,6 +206,7 @@ class StepEngine:
             gradients.settle_partial(parameters)
         self._correct(parameters)
         self.parameter_hooks.settle()
+        self.loop.gradients.begin(parameters)
         return loss
 
     def _hooks_held(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -320,6 +321,7 @@ class StepEngine:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
         refuse_incomplete(call, step=state.step, is_pending=bool(self.loss_totals.pending), is_foreign=is_foreign)
         self._used = True
+        self.loop.gradients.end()
         parameters = list(state.parameters())
         if self.stepper is not None:  # no gradients are left
             self.stepper.finish(self.loss_totals.correction)

@@ -75,7 +75,7 @@ def test_a_mean_over_unequal_targets_beside_another_term_is_refused():
 
     for said in run_ranks(step, 2):
         assert said.startswith("a term of the loss is a mean over ")
-        assert said.endswith("write run.step(n, target=target), or give backward (sum, count)")
+        assert said.endswith("terms of parameters alone have a backward of their own after it")
 
 
 def test_means_over_parts_of_a_padded_target_are_refused():

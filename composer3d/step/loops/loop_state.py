@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
+from composer3d.step.loops.gradient_writes import GradientWrites
 from composer3d.step.loops.optimizer_writes import OptimizerWrites
 from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
 from composer3d.step.sharded_tensors.written_values import WrittenValues, words_of
@@ -59,6 +60,7 @@ class LoopState:
     Attributes:
         clip_norm: Norm to which gradients were last clipped.
         writes: Of the loop, into optimizer state.
+        gradients: Of the loop, its writes into gradients.
 
     Args:
         context: With mesh and parts.
@@ -73,6 +75,7 @@ class LoopState:
         self._plain: list[nn.Parameter] = []
         self._version, self._is_written, self._has_experts = 0, False, False
         self.writes = OptimizerWrites(context.named_parameters)
+        self.gradients = GradientWrites(lambda: self._parameters.items())
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
@@ -92,6 +95,7 @@ class LoopState:
         """Treat the current values of plain parameters, and of the optimizer's state, as results of the optimizer."""
         if self._modules is not None:
             self._version = self._versions()
+            self.gradients.stepped()
             if not self._has_experts:  # of which a rank has its own, and as many states as it has called
                 self.writes.stepped(optimizer)
 
@@ -110,7 +114,7 @@ class LoopState:
         frozen = sum([not parameter.requires_grad for parameter in parameters])
         left, steps = self._has_gradients(), self._steps(optimizer)
         # Numbers alone: the hashes of texts, and of None, are another process's own.
-        numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number())
+        numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number(), self.gradients.number())
         return (hash(numbers) & _BITS) or 1
 
     def weights(self, step: int = 0) -> int:
@@ -146,7 +150,7 @@ class LoopState:
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
         found["steps that the optimizer's state counts"] = self._steps(optimizer)
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
-        found |= self.writes.described()
+        found |= self.writes.described() | self.gradients.described()
         for part in self._context.parts:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
         for fqn, parameter in self._parameters.items():
