@@ -23,10 +23,11 @@ class GradientWrites:
 
     Args:
         named: Returns the parameters with their FQNs.
+        compares: False where no other rank is there, so that nothing is counted.
     """
 
-    def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
-        self._named = named
+    def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], *, compares: bool = True) -> None:
+        self._named, self._compares = named, compares
         self._parameters: Sequence[nn.Parameter] = ()
         self._gradients: list[Tensor | None] = []
         self._counts: list[Tensor] = []
@@ -39,6 +40,8 @@ class GradientWrites:
         """Take the gradients as the engine's own from here on."""
         import torch
 
+        if not self._compares:
+            return
         with torch.no_grad():  # else every DTensor would make a node of a graph
             self._parameters, self._gradients = parameters, [parameter.grad for parameter in parameters]
             found = [gradient for gradient in self._gradients if gradient is not None]

@@ -15,7 +15,7 @@ from composer3d.step.gradients import local
 from composer3d.step.loops.gradient_writes import GradientWrites
 from composer3d.step.loops.optimizer_writes import OptimizerWrites
 from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
-from composer3d.step.sharded_tensors.written_values import WrittenValues, words_of
+from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared, words_of
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class LoopState:
         self._plain: list[nn.Parameter] = []
         self._version, self._is_written, self._has_experts = 0, False, False
         self.writes = OptimizerWrites(context.named_parameters)
-        self.gradients = GradientWrites(lambda: self._parameters.items())
+        self.gradients = GradientWrites(lambda: self._parameters.items(), compares=is_compared(context))
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
