@@ -69,7 +69,11 @@ def _objection(path: Path) -> str | None:
             return f"cannot be a folder: {(error.strerror or str(error)).lower()}"
         if not part.is_dir():
             return "is not a folder" if part == path else f"lies below {part}, which is not a folder"
-        return None if os.access(part, os.W_OK | os.X_OK) else f"cannot be written: {part} is read-only"
+        if os.access(part, os.W_OK | os.X_OK):
+            return None
+        is_read_only = os.statvfs(part).f_flag & os.ST_RDONLY
+        why = f"{part} is read-only" if is_read_only else f"this user may not write into {part}"
+        return f"cannot be written: {why}"
     return None
 
 

@@ -93,6 +93,8 @@ def _missing(number: int, place: Path | None) -> str:
             return f"{place or 'a disk'} cannot be written to"
         case errno.EIO | errno.ESTALE:
             return f"the disk of {place} failed" if place else "a disk failed"
+    if place is not None and (disk := _disk(place)) is not None and not disk.f_blocks and not disk.f_files:
+        return f"{place} cannot be made: its file system takes no files"
     return f"{place} is gone: it was deleted, or moved, while the run wrote to it"
 
 

@@ -39,6 +39,18 @@ def test_every_layout_has_the_same_steps(docs, degree, order):
     assert_same(global_batches(make, 1, range(8)), global_batches(make, degree, range(8)))
 
 
+def test_a_batch_above_the_samples_is_told_once(docs, caplog):
+    source, table = docs
+    for rank in (0, 1):
+        loader_of(source, table, rank=rank, degree=2, batch_size_of=lambda step: 28)
+    assert caplog.messages == [
+        '[data] use = "a.txt" has 27 samples to train on, and 2 held out (evaluation_fraction = 0.05): a global batch '
+        "of 28 holds some of them twice"
+    ]
+    loader_of(source, table, batch_size_of=lambda step: 27)
+    assert len(caplog.messages) == 1
+
+
 def test_the_samples_are_those_of_the_stream(docs):
     source, table = docs
     loader = loader_of(source, table, batch_size_of=ramp, position_of=ramp_position)
@@ -298,7 +310,7 @@ def test_evaluation_leaves_out_what_fills_no_batch_and_cannot_be_marked(caplog):
     table = DataTable(use="m:f", evaluation_fraction=0.5)
     source = UserSource([(torch.zeros(3), torch.zeros(3))] * 3, table, first=0, num_samples=3)
     source.evaluation = source
-    loader = loader_of(source, table)
+    loader = loader_of(source, table, batch_size_of=lambda step: 2)
     assert [[batch.indices for batch in loader.evaluation_batches(batch_size=2)] for _ in range(2)] == [[(0, 1)]] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "[data] 1 of the 3 samples held out fill no batch and are not evaluated"

@@ -8,13 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.other_users import NOBODY, OTHERS, as_nobody
 
 from composer3d.errors import ForkError
 from composer3d.processes.forking import limit_ranks
 from composer3d.processes.private_folder import open_private, user_folder
-
-NOBODY = 65534
-OTHERS = pytest.mark.skipif(os.getuid() != 0, reason="needs to act as another user")
 
 
 @pytest.fixture
@@ -28,22 +26,6 @@ def temporary(tmp_path, monkeypatch):
             above.chmod(above.stat().st_mode | 0o011)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def as_nobody(function):
-    """Run a function as another user."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_it_is_this_users_alone_and_the_same_again(temporary):

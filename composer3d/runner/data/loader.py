@@ -83,6 +83,8 @@ class Loader:
                 batch_size_of=batch_size_of,
                 position_of=position_of,
             )
+            if rank == 0:
+                _warn_of_repeated_samples(source, table, batch_size_of(0))
         self._ahead: Iterator[Any] | None = None
         self._ignored, self._has_told = ignored, False
         self._next_step = 0
@@ -256,6 +258,20 @@ def _refuse(source: Source | StreamSource, table: DataTable, vocab_size: int | N
             f'[data] use = "{table.use}" has tokens up to {source.vocab_size - 1}, and the model\'s vocab_size = '
             f"{vocab_size} allows 0 to {vocab_size - 1}; set the model's vocab_size to at least {source.vocab_size}"
         )
+
+
+def _warn_of_repeated_samples(source: Source, table: DataTable, batch_size: int) -> None:
+    if len(source) >= batch_size:
+        return
+    held_out = len(source.evaluation or ())
+    rest = f", and {held_out} held out (evaluation_fraction = {table.evaluation_fraction:g})" if held_out else ""
+    log.warning(
+        '[data] use = "%s" has %d samples to train on%s: a global batch of %d holds some of them twice',
+        table.use,
+        len(source),
+        rest,
+        batch_size,
+    )
 
 
 def _no_evaluation(source: Source | StreamSource, table: DataTable) -> str:

@@ -66,6 +66,7 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     if kind is None:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
     try:
+        os.scandir(path).close()
         found = [Path(file) for file in sorted(_files_below(path), key=lambda file: file.split(os.sep))]
     except OSError as error:  # an entry is removed while the folder is listed
         raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
