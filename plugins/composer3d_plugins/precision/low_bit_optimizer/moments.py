@@ -1,6 +1,8 @@
 """Codec of moments: block-wise quantisation and dequantisation.
 
-A plain moment of shape [...] is m_N, quantised as codes of N / block_size blocks with one float32 scale each.
+A plain moment of any shape is quantised as codes of K blocks with one float32 scale each.
+
+Shape suffixes: K blocks of B elements.
 """
 
 from __future__ import annotations
@@ -78,12 +80,12 @@ def kept_above_zero(moment: Any, values: Tensor) -> Tensor:
 
     if not hasattr(moment, "codes"):
         return values
-    blocks = values.reshape(moment.scale.numel(), -1)
+    blocks_KB = values.reshape(moment.scale.numel(), -1)
     # torchao takes no smaller number for a block's largest.
-    smallest = _smallest(moment) * blocks.amax(-1, keepdim=True).clamp(min=1e-12)
+    smallest_K1 = _smallest(moment) * blocks_KB.amax(-1, keepdim=True).clamp(min=1e-12)
     # Values near the smallest are rounded to it, and dequantised values have to round-trip.
-    raised = (blocks > 0) & (blocks < 0.75 * smallest)
-    return torch.where(raised, smallest, blocks).view(values.shape)
+    raised_KB = (blocks_KB > 0) & (blocks_KB < 0.75 * smallest_K1)
+    return torch.where(raised_KB, smallest_K1, blocks_KB).view(values.shape)
 
 
 def requantise_(moment: Any, values: Tensor) -> None:
@@ -105,23 +107,23 @@ def requantise_(moment: Any, values: Tensor) -> None:
         return
     moment.copy_(values)
     size = values.numel() // moment.scale.numel()
-    blocks = values.reshape(-1, size)
-    best_codes, best_scale = moment.codes.clone(), moment.scale.clone()
-    done = (dequantised(moment).reshape(-1, size) == blocks).all(-1)
-    largest = blocks.abs().amax(-1)
+    blocks_KB = values.reshape(-1, size)
+    best_codes, best_scale_K = moment.codes.clone(), moment.scale.clone()
+    done_K = (dequantised(moment).reshape(-1, size) == blocks_KB).all(-1)
+    largest_K = blocks_KB.abs().amax(-1)
     for entry in _entries(moment):
         for offset in range(-_NEIGHBOURS, _NEIGHBOURS + 1):
-            if bool(done.all()):
+            if bool(done_K.all()):
                 break
-            scale = _shifted(largest / entry, offset)
-            _write(moment, blocks, scale)
-            fits = (dequantised(moment).reshape(-1, size) == blocks).all(-1) & ~done
-            chosen = fits.repeat_interleave(best_codes.numel() // fits.numel()).view(best_codes.shape)
+            scale_K = _shifted(largest_K / entry, offset)
+            _write(moment, blocks_KB, scale_K)
+            fits_K = (dequantised(moment).reshape(-1, size) == blocks_KB).all(-1) & ~done_K
+            chosen = fits_K.repeat_interleave(best_codes.numel() // fits_K.numel()).view(best_codes.shape)
             best_codes = _where(chosen, moment.codes, best_codes)
-            best_scale = torch.where(fits, scale, best_scale)
-            done |= fits
+            best_scale_K = torch.where(fits_K, scale_K, best_scale_K)
+            done_K |= fits_K
     moment.codes.copy_(best_codes)
-    moment.scale.copy_(best_scale)
+    moment.scale.copy_(best_scale_K)
 
 
 def _smallest(moment: Any) -> Tensor | float:
@@ -153,20 +155,20 @@ def _shifted(scale: Tensor, offset: int) -> Tensor:
     return scale
 
 
-def _write(moment: Any, blocks: Tensor, scale: Tensor) -> None:
-    """Quantise blocks `[N / block_size, block_size]` with given scales, which a largest element enforces."""
+def _write(moment: Any, blocks_KB: Tensor, scale_K: Tensor) -> None:
+    """Quantise blocks with given scales, which a largest element enforces."""
     import torch
 
-    normalised = blocks / scale.clamp(min=1e-38).view(-1, 1)
+    normalised_KB = blocks_KB / scale_K.clamp(min=1e-38).view(-1, 1)
     if not hasattr(moment, "qmap"):
-        codes = normalised.to(moment.codes.dtype)
+        codes = normalised_KB.to(moment.codes.dtype)
     else:
         borders = (moment.qmap[1:] + moment.qmap[:-1]) / 2
-        codes = torch.bucketize(normalised, borders, right=True).to(torch.uint8).reshape(-1)
+        codes = torch.bucketize(normalised_KB, borders, right=True).to(torch.uint8).reshape(-1)
         if moment.codes.numel() < codes.numel():
             codes = (codes[::2] << 4) | codes[1::2]
     moment.codes.copy_(codes.view(moment.codes.shape))
-    moment.scale.copy_(scale)
+    moment.scale.copy_(scale_K)
 
 
 def _where(chosen: Tensor, one: Tensor, other: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ group, or, where tp shards within groups, the largest part that lies in one shar
 that values are the same in every layout. A stored w_OI is therefore a uint8 matrix s_OW with W bytes per row, which
 FSDP2, tensor parallelism and checkpoints shard between rows or pieces like any tensor.
 
-Shape suffixes: O rows and I columns of a weight, W bytes of a stored row.
+Shape suffixes: O rows and I columns of a weight, W bytes of a stored row; P pieces, B blocks and G groups of scales of
+a matrix, C bytes of codes, S scales of a piece, F bytes of a factor and a mean, E elements under one scale.
 """
 
 from __future__ import annotations
@@ -77,55 +78,55 @@ class Format:
         """Return the elements of a stored row."""
         return width // self.piece_bytes * self.piece
 
-    def quantised(self, weight: Tensor) -> Tensor:
-        """Return a matrix in its stored form, uint8 `[out, width]`.
+    def quantised(self, w_OI: Tensor) -> Tensor:
+        """Return a matrix in its stored form, uint8 s_OW.
 
         Args:
-            weight: `[out, in]`, in a multiple of 64.
+            w_OI: Of a multiple of 64 columns.
 
         Memory: several float32 copies of the matrix, freed on return.
         """
         # The codec computes in float32 under any active mode (`verify` computes in float64).
         with torch_compat.without_torch_functions():
-            return self._quantised(weight)
+            return self._quantised(w_OI)
 
-    def _quantised(self, weight: Tensor) -> Tensor:
+    def _quantised(self, w_OI: Tensor) -> Tensor:
         import torch
 
         module: Any = torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
-        rows, columns = weight.shape
-        full = weight.detach().float().contiguous()
-        made = module.to_nf4(full, BLOCK, self.group)
-        codes = made.quantized_data.view(-1, _CODES).clone()
+        rows, columns = w_OI.shape
+        full_OI = w_OI.detach().float().contiguous()
+        made = module.to_nf4(full_OI, BLOCK, self.group)
+        codes_BC = made.quantized_data.view(-1, _CODES).clone()
         # A block of zeros has a scale of zero, and its codes would come from 0 / 0.
-        codes[full.view(-1, BLOCK).abs().amax(-1) == 0] = _ZEROS
-        factors = made.quantization_factor.view(-1, 1)
-        scaling = torch.cat([factors, made.scaler_mean.expand_as(factors)], -1).contiguous().view(torch.uint8)
-        scaling = scaling.repeat_interleave(BLOCK * self.group // self.piece, 0)
-        scales = made.quantized_scalers.view(-1, self.num_scales).view(torch.uint8)
-        scales = scales.repeat_interleave(max(BLOCK // self.piece, 1), 0)
-        stored = torch.cat([codes.view(-1, self.piece // 2), scales, scaling], -1)
-        return stored.view(rows, self.width(columns))
+        codes_BC[full_OI.view(-1, BLOCK).abs().amax(-1) == 0] = _ZEROS
+        factors_G1 = made.quantization_factor.view(-1, 1)
+        scaling_GF = torch.cat([factors_G1, made.scaler_mean.expand_as(factors_G1)], -1).contiguous().view(torch.uint8)
+        scaling_PF = scaling_GF.repeat_interleave(BLOCK * self.group // self.piece, 0)
+        scales_BS = made.quantized_scalers.view(-1, self.num_scales).view(torch.uint8)
+        scales_PS = scales_BS.repeat_interleave(max(BLOCK // self.piece, 1), 0)
+        pieces_PW = torch.cat([codes_BC.view(-1, self.piece // 2), scales_PS, scaling_PF], -1)
+        return pieces_PW.view(rows, self.width(columns))
 
-    def dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
-        """Return the float32 matrix `[out, in]` of a stored one, or of any of its pieces.
+    def dequantised(self, s_OW: Tensor, levels: Tensor) -> Tensor:
+        """Return the float32 matrix w_OI of a stored one, or of any of its pieces.
 
         Args:
-            stored: `[out, width]`.
+            s_OW: Of uint8.
             levels: From `levels`, on its device.
         """
         with torch_compat.without_torch_functions():
-            return self._dequantised(stored, levels)
+            return self._dequantised(s_OW, levels)
 
-    def _dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
+    def _dequantised(self, s_OW: Tensor, levels: Tensor) -> Tensor:
         import torch
 
-        pieces, end = stored.view(-1, self.piece_bytes), self.piece // 2
-        values = levels.index_select(0, pieces[:, :end].reshape(-1).int())
-        values = values.view(-1, self.num_scales, self.piece // self.num_scales)
-        scaling = pieces[:, end + self.num_scales :].contiguous().view(torch.float32)
-        scales = pieces[:, end : end + self.num_scales].view(torch.int8) / scaling[:, :1] + scaling[:, 1:]
-        return (values * scales.unsqueeze(-1)).view(stored.shape[0], self.features(stored.shape[1]))
+        pieces_PW, end = s_OW.view(-1, self.piece_bytes), self.piece // 2
+        values = levels.index_select(0, pieces_PW[:, :end].reshape(-1).int())
+        values_PSE = values.view(-1, self.num_scales, self.piece // self.num_scales)
+        scaling_P2 = pieces_PW[:, end + self.num_scales :].contiguous().view(torch.float32)
+        scales_PS = pieces_PW[:, end : end + self.num_scales].view(torch.int8) / scaling_P2[:, :1] + scaling_P2[:, 1:]
+        return (values_PSE * scales_PS.unsqueeze(-1)).view(s_OW.shape[0], self.features(s_OW.shape[1]))
 
 
 def levels(device: Any) -> Tensor:
