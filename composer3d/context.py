@@ -329,16 +329,6 @@ class RunContext:
         units = [fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn]
         return [*sharing_nothing(units, self.ties, stated=patterns is not None), ""]
 
-    def select(self, model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-        """Return the modules of `model` that match.
-
-        Raises:
-            PatternError: Nothing in the *whole* model matches; a stage that holds none is not an error.
-        """
-        names = {fqn for fqn, _ in model.named_modules()}
-        found = select(pattern, self.fqns)
-        return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
-
     def dtypes(self, fqn: str) -> Dtypes:
         """Ask for the dtypes of the unit with this name; only the last stage's root has the model's outputs to cast."""
         self._asked.add("composer3d_dtypes")

@@ -10,12 +10,12 @@ from typing import Any
 from composer3d.checkpoint.checkpoint_folder import STATE, require
 from composer3d.checkpoint.checksums import CHECKSUMS, Part, open_file, read_checksums, write_file
 from composer3d.errors import CheckpointError
+from composer3d.processes.json_exchange import require_json
 
 __all__ = ["encode_state", "read_state", "write_state"]
 
 FORMAT = 2
 UNVERIFIED = 1  # of an earlier composer3d, whose checkpoints had no digests
-SCALARS = (str, int, float, bool, type(None))
 
 
 def encode_state(state: Mapping[str, Any], name: str = "state") -> str:
@@ -28,7 +28,10 @@ def encode_state(state: Mapping[str, Any], name: str = "state") -> str:
     Raises:
         CheckpointError: A value that JSON cannot carry without loss, with the path of its keys.
     """
-    _refuse(state, name)
+    try:
+        require_json(state, name, advice="; make it a string, number, bool, list or dict, or save it among the tensors")
+    except TypeError as error:
+        raise CheckpointError(str(error)) from None
     return json.dumps({"composer3d": FORMAT, "state": state}, indent=1)
 
 
@@ -66,21 +69,3 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path / CHECKSUMS}: missing: without it nothing says whether the other files are damaged"
         )
     return state
-
-
-def _refuse(value: object, place: str) -> None:
-    if type(value) in SCALARS:
-        return
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if type(key) is not str:
-                raise CheckpointError(f"{place} has the key {key!r}, a {type(key).__name__}; JSON keys are strings")
-            _refuse(inner, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _refuse(inner, f"{place}.{index}")
-    else:
-        raise CheckpointError(
-            f"{place} is a {type(value).__name__}, which JSON cannot carry; "
-            "make it a string, number, bool, list or dict, or save it among the tensors"
-        )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Json", "all_gather_json", "broadcast_json", "gather_json"]
+__all__ = ["Json", "all_gather_json", "broadcast_json", "gather_json", "require_json"]
 
 Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json] | None"
 _SCALARS = (str, int, float, bool, type(None))
@@ -148,21 +148,30 @@ def _decoded(text: Tensor, length: int) -> Any:
 
 
 def _encoded(value: Json) -> bytes:
-    _refuse(value, "value")
+    require_json(value, "value", advice=" between ranks")
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
-def _refuse(value: object, place: str) -> None:
-    """Raise for whatever JSON would drop, rename, or not carry."""
+def require_json(value: object, place: str, *, advice: str) -> None:
+    """Refuse what JSON would drop, rename, or not carry.
+
+    Args:
+        value: Nested mappings, lists and tuples.
+        place: What the message calls it.
+        advice: End of the message about a value that JSON does not carry.
+
+    Raises:
+        TypeError: With the keys that lead to the value or key at fault.
+    """
     if type(value) in _SCALARS:
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if type(key) is not str:
                 raise TypeError(f"{place} has the key {key!r}, a {type(key).__name__}; JSON keys are strings")
-            _refuse(inner, f"{place}.{key}")
+            require_json(inner, f"{place}.{key}", advice=advice)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            _refuse(inner, f"{place}.{index}")
+            require_json(inner, f"{place}.{index}", advice=advice)
     else:
-        raise TypeError(f"{place} is a {type(value).__name__}, which JSON does not carry between ranks")
+        raise TypeError(f"{place} is a {type(value).__name__}, which JSON cannot carry{advice}")

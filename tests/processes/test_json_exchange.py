@@ -86,8 +86,8 @@ def test_in_a_fake_world_every_rank_has_this_ranks_value(rank):
     ("value", "message"),
     [
         ({"a": [{1: 2}]}, "value.a.0 has the key 1, a int; JSON keys are strings"),
-        ([b"bytes"], "value.0 is a bytes, which JSON does not carry between ranks"),
-        ({"a": torch.zeros(1)}, "value.a is a Tensor, which JSON does not carry between ranks"),
+        ([b"bytes"], "value.0 is a bytes, which JSON cannot carry between ranks"),
+        ({"a": torch.zeros(1)}, "value.a is a Tensor, which JSON cannot carry between ranks"),
     ],
 )
 def test_what_json_would_lose_is_refused(value, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer3d import RunContext, map_tensors
+from composer3d import RunContext, map_tensors, select_fqns
 from composer3d_plugins.profiling.opentelemetry.span_recorder import SpanRecorder
 
 __all__ = ["watch_blocks"]
@@ -23,8 +23,10 @@ def watch_blocks(context: RunContext, recorder: SpanRecorder) -> None:
     """
     backward: list[tuple[Any, Any]] = []
     for part in context.parts:
-        for fqn, module in context.select(part.module, context.blocks):
-            _watch(module, {"block": fqn}, recorder, backward)
+        here = dict(part.module.named_modules())  # of all blocks, those of this stage
+        for fqn in select_fqns(context.blocks, context.fqns):
+            if fqn in here:
+                _watch(here[fqn], {"block": fqn}, recorder, backward)
 
 
 def _watch(module: Any, attributes: dict[str, str], recorder: SpanRecorder, backward: list[tuple[Any, Any]]) -> None:

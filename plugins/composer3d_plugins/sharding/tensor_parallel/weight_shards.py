@@ -21,7 +21,6 @@ __all__ = [
     "distribute",
     "first_names",
     "gives_features",
-    "head_counts",
     "parent_of",
 ]
 
@@ -99,12 +98,6 @@ def attention_sizes(module: Any, contracting: Sequence[int]) -> AttentionSizes |
     if head_dim is None:
         return None
     return AttentionSizes(num_heads=num_heads, num_kv_heads=find(KV_HEADS) or num_heads, head_dim=head_dim)
-
-
-def head_counts(module: Any) -> set[int]:
-    """Return every number of heads or key-value heads among the attributes of an attention module or its config."""
-    values = [getattr(holder, name, None) for holder in _holders(module) for name in (*HEADS, *KV_HEADS)]
-    return {value for value in values if isinstance(value, int) and value > 0}
 
 
 def _holders(module: Any) -> list[Any]:
