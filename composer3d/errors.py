@@ -232,7 +232,7 @@ class RendezvousError(ComposerError):
 
 
 class KeyFault(ValueError):
-    """What a validator of a whole table has against one of its keys.
+    """Objection of a whole table's validator to one of its keys.
 
     Attributes:
         key: The key, whose line the user is shown; the message names it too.

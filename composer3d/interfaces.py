@@ -196,7 +196,7 @@ class Dtypes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterMesh:
-    """Where a parameter lives that is not on the data-parallel mesh.
+    """Mesh and shard dim of a parameter that is not on the data-parallel mesh.
 
     Data-parallel plugins reduce its gradient over the dims of the mesh that are no axes of experts, shard it along the
     innermost of these, and take the mean as over the data axes of any other parameter. Where its gradient is summed
@@ -272,7 +272,7 @@ class Recorder(Protocol):
 
 
 class Schedule(Protocol):
-    """Who runs which micro-batch when; the answer to `composer3d_schedule`."""
+    """Order in which stages run micro-batches; the answer to `composer3d_schedule`."""
 
     def train(self, microbatches: Sequence[Batch]) -> None:
         """Run forward and backward of every micro-batch; gradients accumulate in the parameters."""
@@ -283,7 +283,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatches:
-    """What a schedule calls where it runs a micro-batch: `context.microbatches`.
+    """Functions that a schedule calls around a micro-batch: `context.microbatches`.
 
     Args:
         begin: Called with the index, whether it is the last one of its batch, and the stage, as several stages on one

@@ -115,7 +115,7 @@ class StepAction:
 
 
 class Ordered(Protocol):
-    """What `order` needs of an item."""
+    """Attributes of an item that `order` needs."""
 
     @property
     def name(self) -> str:

@@ -320,7 +320,7 @@ def test_sources_are_ascii():
     assert [str(path.relative_to(ROOT)) for path in files if not path.read_bytes().isascii()] == []
 
 
-def test_module_docstrings_name_their_subject():
+def test_docstrings_name_their_subject():
     assert house.question_openings() == []
 
 
@@ -345,7 +345,7 @@ def test_what_the_figures_of_the_tree_count(tmp_path, monkeypatch):
         monkeypatch.setattr(house, name, value)
     assert house.cycles() == [["composer3d.first", "composer3d.inner.second"]]
     assert house.names_twice() == ["third"]
-    assert house.question_openings() == ["composer3d/inner/third.py"]
+    assert house.question_openings() == ["composer3d/inner/third.py:1"]
     assert house.large_plugins() == [
         {"name": "large", "lines": 401, "files": 2, "largest": "sharding/large/third.py", "largest_lines": 301}
     ]

@@ -27,7 +27,7 @@ _OBJECTS = 100_000  # that are new before reference cycles are looked for; Pytho
 
 @dataclass(kw_only=True, eq=False)
 class Inspection:
-    """What was found.
+    """Findings of a check.
 
     Attributes:
         problems: Errors and warnings.

@@ -1,4 +1,4 @@
-"""Refusals that are known of composed parameters only, found by composing without values, for `check`."""
+"""Refusals that are known of composed parameters only, found by a composition of fake tensors, for `check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ASKED_LAST = ("composer3d_grad_scaler", "composer3d_recorder", "composer3d_step
 def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
     """Return what only a composition shows: state of parameters that the layout cannot keep, and hooks that raise.
 
-    In a forked child for each stage of the pipeline, which composes as one of its ranks in a world without others, on
+    In a forked child for each stage of the pipeline, which composes as one of its ranks in a fake process group, with
     fake tensors. Nothing is composed where no state is attached to parameters (lists, closures, classes) and no table
     names a plugin's class.
 

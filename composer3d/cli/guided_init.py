@@ -19,7 +19,7 @@ _LLAMA = "composer3d.models:llama"
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a user answered.
+    """Answers of a user.
 
     Args:
         model: `module:Class`, `hf:` and a name or folder; empty: a small Llama.

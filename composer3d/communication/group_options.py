@@ -44,7 +44,7 @@ class NCCLOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """How the process group of one axis is made.
+    """Options of the process group of one axis.
 
     Args:
         backend: For example `nccl` or `gloo`; None keeps the default group's.

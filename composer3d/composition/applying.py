@@ -141,7 +141,7 @@ def materialise(preparation: Preparation) -> None:
 
 
 def give_memory(preparation: Preparation) -> None:
-    """Allocate every part without values, for a composition that computes nothing; then as `materialise`."""
+    """Allocate every part uninitialised, for a composition that computes nothing; then as `materialise`."""
     context, recipe = preparation.context, preparation.recipe
     for part in context.parts:
         initialisation.give_memory(part.module, recipe, device=context.device)

@@ -14,7 +14,7 @@ __all__ = ["ExportResult", "ExportedKey"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedKey:
-    """What became of one key of the manifest.
+    """Verdict on one key of the manifest.
 
     Args:
         key: Dotted; a plugin's table without keys is one.

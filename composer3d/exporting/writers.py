@@ -55,7 +55,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """How files of a system are written.
+    """Writer of a system's files.
 
     Args:
         write: Fills a file from what a manifest means.

@@ -89,7 +89,7 @@ def import_config(
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What a command line adds to a source.
+    """Options of a command line beside a source.
 
     Args:
         words: Flags and their values.

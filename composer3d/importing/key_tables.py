@@ -36,7 +36,7 @@ _OFF = ("none", "false", "off", "no", "null", "disabled", "{}")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What becomes of a key.
+    """Translation of a key.
 
     Args:
         verdict: None where a rule decides.

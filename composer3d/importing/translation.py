@@ -22,7 +22,7 @@ AUTO = "auto"  # of a value that a trainer fills in
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user says beside the file.
+    """Options of the user beside the file.
 
     Args:
         target: `compose`, a manifest for a loop of one's own, or `run`; None is what such files describe.

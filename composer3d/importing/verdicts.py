@@ -13,7 +13,7 @@ __all__ = ["ImportResult", "KeyVerdict", "Verdict"]
 
 
 class Verdict(StrEnum):
-    """What became of a key, the ones to read first coming first."""
+    """Verdicts on keys, the ones to read first coming first."""
 
     REFUSED = "refused"
     """Training without it would be another experiment; nothing is written unless it is allowed by its key."""
@@ -35,7 +35,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyVerdict:
-    """What became of one key.
+    """Verdict on one key, with its reason.
 
     Args:
         key: Of the source, dotted.

@@ -22,7 +22,7 @@ _SCALES = (1e-6, 1e-3, 1.0, 1e3)
 
 
 class Kind(enum.Enum):
-    """How a hook treats gradients."""
+    """Effect of a hook on gradients."""
 
     LINEAR = "is linear"
     OTHER = "is not linear in the gradient"

@@ -89,7 +89,7 @@ class Composer3DTrainer(Trainer):
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """What evaluations gather with: one rank of each that read the same samples."""
+        """Function with which evaluations gather: one rank of each that read the same samples."""
         is_shared = "_readers" in vars(self) and self._readers < self.args.world_size
         return self._gather_of_readers if is_shared else self._gather_of_all
 

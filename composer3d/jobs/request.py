@@ -16,7 +16,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")  # of a host, since Ku
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What is to be started.
+    """Request for a job.
 
     Args:
         manifest: Path, or the name of a shipped manifest.

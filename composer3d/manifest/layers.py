@@ -45,7 +45,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where something of a manifest was written.
+    """Place of something in a manifest.
 
     Args:
         file: The manifest as the user named it, or `--set KEY=VALUE`.

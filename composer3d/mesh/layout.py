@@ -19,7 +19,7 @@ BESIDE_EXPERTS = "efsdp"  # what is left of them
 
 
 class Role(enum.Enum):
-    """What ranks along an axis have in common; determines counts, losses, norms and random streams."""
+    """Role of an axis: what its ranks have in common; determines counts, losses, norms and random streams."""
 
     BATCH = "batch"  # other samples, the same parameters
     SEQUENCE = "sequence"  # other positions of the same samples

@@ -119,7 +119,7 @@ def moe(**sizes: Any) -> MoE:
 
 
 class Output(NamedTuple):
-    """What a mixture returns.
+    """Result of a mixture.
 
     Args:
         logits: logits_BSV of every next token.

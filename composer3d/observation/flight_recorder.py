@@ -101,7 +101,7 @@ class Flight:
 
     Args:
         layout: Axes and degrees.
-        rank: This rank.
+        rank: Global rank of this process, for reports.
         groups: Axis and ranks by name of the process group.
         owners: The plugin that owns an axis, by axis.
         store: Key-value store of all ranks, under one prefix.

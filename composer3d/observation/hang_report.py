@@ -74,7 +74,7 @@ class Account:
     """A rank's report of its own state.
 
     Args:
-        rank: The rank.
+        rank: Global rank that reports.
         step: Its last step, None before the first.
         inside: Whether a step is open.
         spans: Open spans, outermost first, without the step's own.

@@ -21,7 +21,7 @@ class RankQuestions:
     Args:
         store: Key-value store of all ranks.
         prefix: Of this composition's keys.
-        rank: This rank.
+        rank: Global rank whose questions and answers these are.
 
     Attributes:
         state: Returns what this rank answers, as JSON values; called from another thread.

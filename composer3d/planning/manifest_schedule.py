@@ -104,5 +104,5 @@ def schedule(
 
 
 def _num_microbatches(preparation: Preparation) -> int:
-    """Return how many micro-batches a rank's share of the global batch makes."""
+    """Return the number of micro-batches of a step on each data-parallel rank."""
     return preparation.context.manifest.train.num_microbatches(preparation.context.data_parallel_degree)

@@ -37,7 +37,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Bubble:
-    """What a pipeline loses.
+    """Losses of a pipeline.
 
     Args:
         share: Idle time as a part of a step's forwards and backwards.
@@ -54,7 +54,7 @@ class Bubble:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What a manifest costs.
+    """Costs of a manifest.
 
     Args:
         layout: Of its world.
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def bubble(self) -> Bubble | None:
-        """What the pipeline loses, by the stages' times where hardware is named, else by their FLOPs."""
+        """Loss of the pipeline, by the stages' times where hardware is named, else by their FLOPs."""
         if self.pipeline is None:
             return None
         if self.time is not None and "pipeline" in self.time:

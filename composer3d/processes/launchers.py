@@ -27,7 +27,7 @@ _PORTS = range(20000, 32000)  # below what Linux gives to outgoing connections
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a launcher says of this process.
+    """Place of this process in its world, from the launcher.
 
     Args:
         launcher: Its name.
@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """How a launcher names what every launcher says; of several names the first that is set counts."""
+    """Environment variables of a launcher, by what they state; of several names the first that is set counts."""
 
     launcher: str
     rank: tuple[str, ...]

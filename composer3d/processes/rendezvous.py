@@ -117,8 +117,8 @@ def _kept_store(
     Args:
         pid: A forked process has connections of its own.
         address: Of whoever serves it.
-        port: Its port.
-        rank: This rank.
+        port: TCP port that it listens on.
+        rank: Global rank that connects; 0 serves the store, unless the launcher does.
         world_size: Number of ranks.
         timeout: Of the store.
         is_agents: The launcher serves it, not rank 0.

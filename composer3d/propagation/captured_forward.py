@@ -65,7 +65,7 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """What runs in the place of a forward of one form: a graph, and what its results are put together as."""
+    """Graph that replaces a forward of one form, and the structure of its results."""
 
     run: Callable[..., Any]
     restore: Callable[[Sequence[Any]], Any]

@@ -93,7 +93,7 @@ class Propagation(ShapeRules):
 
     @property
     def num_moves(self) -> int:
-        """How often tensors were gathered or narrowed for a function."""
+        """Number of tensors that were gathered or narrowed for a function."""
         return self._meeting.num_moves
 
     def __enter__(self) -> Self:

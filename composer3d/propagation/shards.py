@@ -141,7 +141,7 @@ class PropagationError(TransformError):
 
     @property
     def divides(self) -> bool:
-        """Whether the reason is another one than a size that does not divide."""
+        """Whether the reason differs from a size that does not divide."""
         return self.number is None
 
 

@@ -26,7 +26,7 @@ class Quorum:
     Args:
         epoch: Number of the epoch.
         members: Groups, ascending.
-        step: The step.
+        step: Optimizer steps that the members have taken.
         source: Group that sends the state to those without it.
         behind: Groups without the state.
         stop: Whether some rank was requested to stop.

@@ -36,7 +36,7 @@ MAX_SHOWN = 4
 
 
 class RunState:
-    """How far a run is, with what its steps depend on; saved with every checkpoint.
+    """Progress of a run, with what its steps depend on; saved with every checkpoint.
 
     Args:
         record: Record that a checkpoint must agree with: model, optimizer, data.

@@ -42,7 +42,7 @@ LONGEST_S = 10_000_000.0  # 115 days: timers overflow beyond some hundred years
 
 @table
 class RunTable:
-    """Where a run writes, where it computes, and how it is watched.
+    """Output folder, device and supervision of a run.
 
     Args:
         output: Folder of metrics, checkpoints and the run's record; default `runs/` and the manifest's name.
@@ -112,7 +112,7 @@ class ModelTable(CoreModelTable):
 
     @property
     def reference(self) -> str:
-        """What `use` means, where it is not stated too."""
+        """Reference to the class, also where `use` is not stated."""
         return self.use or "composer3d.models:llama"
 
     @model_validator(mode="after")
@@ -312,7 +312,7 @@ class CheckpointTable:
 
 @table
 class StabilityTable:
-    """What happens to a step whose loss or gradient is not finite, or far above those before it.
+    """Handling of steps whose loss or gradient is not finite, or far above those before it.
 
     Args:
         on_nonfinite: `stop` ends the run; `skip` leaves the weights as they are, on all ranks, and goes on.

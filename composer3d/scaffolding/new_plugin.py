@@ -20,7 +20,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class NewPlugin:
-    """What was written.
+    """Package that was written.
 
     Args:
         folder: Of the package.

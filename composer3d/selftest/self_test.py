@@ -31,7 +31,7 @@ _DETAIL = 1500  # characters of a failure's text
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTestItem:
-    """What became of an item.
+    """Outcome of an item.
 
     Args:
         what: network, proof or ratio.

@@ -74,7 +74,7 @@ class Guard:
 
     Args:
         layout: Axes and degrees.
-        rank: This rank.
+        rank: Global rank of this process, for messages.
         group: Process group of one global batch; None for the world.
         device: Device of the reduced vector.
         plan: Fingerprint of the plan; its lower 40 bits are compared.

@@ -35,7 +35,7 @@ _OF_FORWARDS = re.compile("step|batch|iter|call|update|forward|epoch|layer", re.
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """What one forward added to numbers, by FQN, and the samples and positions of its input."""
+    """Increments of one forward to numbers, by FQN, and the samples and positions of its input."""
 
     growth: Mapping[str, float]
     num_samples: int

@@ -29,7 +29,7 @@ __all__ = ["Parity", "assert_parity"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far a composition is from one device.
+    """Distance of a composition from one device.
 
     Args:
         loss: |composed - reference| / |reference|, of the rank and step where it is largest.

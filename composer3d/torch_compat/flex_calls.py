@@ -44,7 +44,7 @@ Take = Callable[[FlexCall], "tuple[Tensor, Tensor, Tensor]"]
 
 
 class _Takes(threading.local):
-    """What takes calls over on this thread, innermost last."""
+    """Functions that take calls over on this thread, innermost last."""
 
     def __init__(self) -> None:
         self.stack: tuple[Take, ...] = ()

@@ -128,7 +128,7 @@ def replicate_buckets(module: Any, **options: Any) -> Any:
 
 
 class ShardOf(NamedTuple):
-    """How a placement shards a tensor: its dim, and the number of shards that the dim had before."""
+    """Sharding of a tensor by a placement: its dim, and the number of shards that the dim had before."""
 
     dim: int
     split_factor: int

@@ -209,9 +209,9 @@ def test_views_of_one_storage_travel_once():
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path = tmp_path / "step-2"
     text = FSDP + TABLE
-    (whole, _), (again, _) = in_one_world(resumed, 2, (path, text, False, 4), (path, text, True, 2, 2))
+    (whole, _), (again, _) = in_one_world(resumed, 2, (path, text, False, 4), (path, text, True, 2))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    moved = run_ranks(resumed, 1, path, TABLE, True, 2, 2)[0]
+    moved = run_ranks(resumed, 1, path, TABLE, True, 2)[0]
     assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)
 
 

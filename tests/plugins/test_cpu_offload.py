@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from support import offloading
+from support.interrupted_runs import go_on
 from support.models import Net, composed, full, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
@@ -273,20 +274,10 @@ def test_state_of_other_parameters_stays():
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def resumed(path, text, load, num_steps, shift=0):
+def resumed(path, text, load, num_steps):
     run = composed(text, seeded(dim=8))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    tokens, targets = (mine(run, tensor) for tensor in padded())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 2 and not load:
-            run.save(path, asynchronous=True)
-        with run.step(step + shift):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, padded(), path, load=load, num_steps=num_steps, asynchronous=True)
     run.close()
     return weights
 
@@ -297,12 +288,12 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     texts = {mode: FSDP + table(mode) for mode in ("optimizer", *OTHERS)}
     cases = [(path, texts[mode], False, 4) for mode, path in paths.items()]
     # With it and without it, and in any mode: checkpoints are the same.
-    cases += [(paths["all"], text, True, 2, 2) for text in (FSDP, texts["optimizer"], texts["parameters"])]
-    cases += [(paths["optimizer"], texts[mode], True, 2, 2) for mode in ("gradients", "all")]
+    cases += [(paths["all"], text, True, 2) for text in (FSDP, texts["optimizer"], texts["parameters"])]
+    cases += [(paths["optimizer"], texts[mode], True, 2) for mode in ("gradients", "all")]
     (whole, _), *others = in_one_world(resumed, 2, *cases)
     for again, _ in others:
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-    for (moved,) in in_one_world(resumed, 1, *((path, texts[mode], True, 2, 2) for mode, path in paths.items())):
+    for (moved,) in in_one_world(resumed, 1, *((path, texts[mode], True, 2) for mode, path in paths.items())):
         assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)
 
 

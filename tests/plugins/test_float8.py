@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from support.float8 import CONVERTED, NUM_LAYERS, Wide, float8, table
+from support.interrupted_runs import go_on
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.shared_worlds import in_one_world
 from torch import nn
@@ -221,17 +222,7 @@ def saved(path, text, load, num_steps):
     """Train from a checkpoint or to one; return full weights."""
     run = composed(text, seeded(Wide))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
-    tokens, targets = (mine(run, tensor) for tensor in padded())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 2 and not load:
-            run.save(path)
-        with run.step(step + 2 if load else step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, padded(), path, load=load, num_steps=num_steps)
     plain = {type(p.to_local() if isinstance(p, DTensor) else p) for p in weights.values()}
     run.close()
     return weights, plain

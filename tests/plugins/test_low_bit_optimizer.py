@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.interrupted_runs import go_on
 from support.models import composed, full, mine, padded, seeded, sum_loss
 from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
@@ -195,17 +196,7 @@ def resumed(path, text, load, num_steps):
     """Train to a checkpoint and on, or from it; return weights, moments and names."""
     run = composed(text, seeded(Wide))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    tokens, targets = (mine(run, tensor) for tensor in padded())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 3 and not load:
-            run.save(path)
-        with run.step(step + 3 if load else step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, padded(), path, load=load, num_steps=num_steps, saved_after=3)
     with optimizer.plain_state(write=False) if hasattr(optimizer, "plain_state") else contextlib.nullcontext():
         moments = {name: full(state["exp_avg"]) for name, state in named_state(run, optimizer).items()}
     run.close()

@@ -14,11 +14,11 @@ from support.converted_linears import (
     TP_FSDP,
     Wide,
     assert_bits_of_one_device,
+    assert_converted,
+    assert_resumes_and_reshards,
     batch,
     counted,
     inside,
-    plan,
-    saved,
     trained,
 )
 from support.models import composed, seeded
@@ -81,20 +81,11 @@ def test_collectives_are_those_without_it():
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
-    path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    # What is saved are the weights themselves: they load in any layout, also without it.
-    cases = (*((path, text, *case) for case in ((False, 4), (True, 2), (True, 0))), (path, TP, True, 0))
-    whole, again, two, cut = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert all(torch.equal(two[name], cut[name]) for name in two)
+    assert_resumes_and_reshards(tmp_path / "step-2", TABLE)
 
 
 def test_the_plan_says_what_is_converted():
-    found, classes = run_ranks(plan, 1, TABLE)[0]
-    assert found == [f"CONVERT      {'mxfp8.mxfp8_emulated':<24} layers.0.up, layers.0.down, layers.1.up, ... 4 in all"]
-    assert [fqn for fqn, name in classes.items() if name == "MXFP8Linear"] == [
-        f"layers.{index}.{name}" for index in range(2) for name in ("up", "down")
-    ]
+    assert_converted(TABLE, transform="mxfp8.mxfp8_emulated", cls="MXFP8Linear")
 
 
 def in_precision(mixed):

@@ -103,12 +103,12 @@ def test_bytes(tmp_path, world_size, layout):
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, table = tmp_path / "step-2", TABLE.format(str(tmp_path / "disk"))
-    going_on = ((path, text, True, 2, 2) for text in (FSDP + table, FSDP, TP + table))
+    going_on = ((path, text, True, 2) for text in (FSDP + table, FSDP, TP + table))
     (whole, _), *again, cut = in_one_world(resumed, 2, (path, FSDP + table, False, 4), *going_on)
     assert all(torch.equal(whole[name], weights[name]) for weights, _ in again for name in whole)
     for weights in cut:
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in weights)
-    (weights,) = run_ranks(resumed, 1, path, table, True, 2, 2)
+    (weights,) = run_ranks(resumed, 1, path, table, True, 2)
     assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
     assert list((tmp_path / "disk").iterdir()) == []
 

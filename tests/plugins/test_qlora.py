@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.interrupted_runs import go_on
 from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
 from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
@@ -230,17 +231,7 @@ def saved(path, text, load, num_steps, seed=0):
 
     run = composed(text + f"[train]\nseed = {seed}\n", Wide)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, groups=[{"match": "lora_b$", "lr": 2e-2}])
-    tokens, targets = (mine(run, tensor) for tensor in padded())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 2 and not load:
-            run.save(path)
-        with run.step(step + 2 if load else step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, padded(), path, load=load, num_steps=num_steps)
     run.close()
     return weights, sorted(key for key in contents(path) if key.startswith("model/")) if path.exists() else []
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from composer3d.testing import count_collectives, full
+from composer3d.testing import count_collectives, full, run_ranks
+from support.interrupted_runs import go_on
 from support.models import VOCAB, composed, mine, seeded, sum_loss
 from support.shared_worlds import in_one_world
 
@@ -120,17 +121,7 @@ def saved(path, text, load, num_steps):
     """Train to a checkpoint and on, or from it; return full weights."""
     run = composed(text, seeded(Wide))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    tokens, targets = (mine(run, tensor) for tensor in batch())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 2 and not load:
-            run.save(path)
-        with run.step(step + 2 if load else step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, batch(), path, load=load, num_steps=num_steps)
     run.close()
     return weights
 
@@ -152,3 +143,21 @@ def assert_bits_of_one_device(world_size, layouts, table, converted):
             assert (gradients, weights) == (0.0, 0.0)
             assert losses == pytest.approx(losses_1, rel=1e-6)
             assert losses[-1] < losses[0]
+
+
+def assert_resumes_and_reshards(path, table):
+    """Assert that a resumed run is the same, and that weights load in any layout, without the plugin too."""
+    text = "[sharding.fsdp2]\n" + table
+    cases = (*((path, text, *case) for case in ((False, 4), (True, 2), (True, 0))), (path, TP, True, 0))
+    whole, again, two, resharded = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(two[name], resharded[name]) for name in two)
+
+
+def assert_converted(table, *, transform, cls):
+    """Assert that a plan has one conversion, of the blocks' layers, which are of a class then."""
+    found, classes = run_ranks(plan, 1, table)[0]
+    assert found == [f"CONVERT      {transform:<24} layers.0.up, layers.0.down, layers.1.up, ... 4 in all"]
+    assert [fqn for fqn, name in classes.items() if name == cls] == [
+        f"layers.{index}.{name}" for index in range(2) for name in ("up", "down")
+    ]

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.testing import count_collectives
+from support.interrupted_runs import go_on
 from support.models import Net, composed, full, mine, padded, seeded
 
 FSDP = "[sharding.fsdp2]\n"
@@ -61,20 +62,10 @@ def assert_same(found, wanted):
         assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
 
 
-def resumed(path, text, load, num_steps, shift=0, factory=Even):
+def resumed(path, text, load, num_steps, factory=Even):
     """Train, saving after two steps; or go on from there. Return the full weights."""
     run = composed(text, seeded(factory))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    tokens, targets = (mine(run, tensor) for tensor in padded())
-    if load:
-        run.load(path)
-    for step in range(num_steps):
-        if step == 2 and not load:
-            run.save(path, asynchronous=True)
-        with run.step(step + shift):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = {name: full(p) for name, p in run.named_parameters()}
+    weights = go_on(run, optimizer, padded(), path, load=load, num_steps=num_steps, asynchronous=True)
     run.close()
     return weights

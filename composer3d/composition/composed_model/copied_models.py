@@ -89,7 +89,7 @@ class _Original:
 
 
 class _Copied:
-    """What modules of a copy do otherwise than those that they were made of."""
+    """Differences of a copy's modules from those that they were made of."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original's forward with the copy's values."""

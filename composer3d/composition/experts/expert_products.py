@@ -127,7 +127,7 @@ def standing_in(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What stands for one matrix a row: without values.
+    """Stand-in, on meta, for a weight of one matrix a row.
 
     Args:
         weight: That they were chosen from.

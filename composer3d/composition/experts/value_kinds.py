@@ -23,7 +23,7 @@ _NOT_A_TENSOR = frozenset({"bool", "int", "float", "str"})
 
 
 class Kind(IntEnum):
-    """How much of an expression is known to depend on the values of tensors; the larger one prevails."""
+    """Known dependence of an expression on the values of tensors; the larger one prevails."""
 
     NONE = 0
     OPEN = 1  # an argument, or made of arguments: a tensor, or a flag of the caller's

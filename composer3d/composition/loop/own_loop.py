@@ -49,7 +49,7 @@ class OwnLoop:
 
     @property
     def context(self) -> RunContext:
-        """What plugins see."""
+        """The run as plugins see it."""
         return self._assembled.context
 
     @property

@@ -23,7 +23,7 @@ _NUMBERS = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Before:
-    """What earlier batches of a step have left.
+    """State that earlier batches of a step have left.
 
     Args:
         gradients: By parameter; means over `total` targets.

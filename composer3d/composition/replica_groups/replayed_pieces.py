@@ -80,7 +80,7 @@ class Replays:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """How often a piece differed; nothing where none is computed twice."""
+        """Number of pieces that differed; nothing where none is computed twice."""
         return {} if self._every is None else {"replay_differences": float(self._num_differences)}
 
     def begin(self) -> None:

@@ -53,7 +53,7 @@ class Persistence:
 
     @property
     def attached(self) -> Mapping[str, Stateful]:
-        """What the loop added, by name."""
+        """Stateful objects that the loop added, by name."""
         return self._attached
 
     def attach(self, name: str, stateful: Stateful) -> None:

@@ -34,7 +34,7 @@ class StoredState:
 
 
 class RankState:
-    """What this rank holds of a run: parameters, buffers, the optimizer, plugins, and what was attached.
+    """State of a run on this rank: parameters, buffers, the optimizer, plugins, and what was attached.
 
     Unlike a checkpoint it is of one rank, and of one layout: the same rank of the same world takes it back, to the bit,
     buffers of its own (batch-norm statistics) included.

@@ -80,7 +80,7 @@ class SavedRun:
 
     @property
     def rank_state(self) -> RankState:
-        """What this rank holds of the run, to be kept in the memory or on the disk of its machine."""
+        """State of the run on this rank, to be kept in the memory or on the disk of its machine."""
         return RankState(self._persistence, self._optimizer, self._engine.bypassed, self.parameters_changed)
 
     def sync_buffers(self) -> None:

@@ -23,7 +23,7 @@ _OUT_OF_STEP_S = 2.0  # a wait that long in a run that does not go on is told as
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What happened.
+    """Diagnosis of a run.
 
     Args:
         kind: Of what happened.

@@ -57,7 +57,7 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """How many times as long it works as the others, in that phase."""
+        """Its time of work in that phase, over that of the others."""
         return self.own_s / self.others_s if self.others_s else float("inf")
 
 

@@ -25,7 +25,7 @@ class _File(BaseModel):
 
 
 class _Failure(_File):
-    """What doctor reads of a failure's report; `error.json` is that of the first rank."""
+    """Part of a failure's report that doctor reads; `error.json` is that of the first rank."""
 
     rank: _Rank | None
     world_size: _WorldSize

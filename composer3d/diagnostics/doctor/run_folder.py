@@ -64,7 +64,7 @@ class Witness:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What there is to judge by.
+    """Evidence of a run, from its folder and its living ranks.
 
     Args:
         run: The run's folder, `[run] output`.

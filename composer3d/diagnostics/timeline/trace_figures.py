@@ -20,13 +20,13 @@ _SLOW = 1.1  # how much longer than the mean of the others a rank must compute t
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Where a rank's steps went, seconds a step in the mean.
+    """Seconds a step that a rank spends on each kind of work, in the mean.
 
     Args:
         step: Of the step, from its first span to its last.
         computing: Forward and backward, without the collectives inside.
         collectives: In which this rank did nothing else: the exposed communication, waiting for others included.
-        optimizer: Of the optimizer.
+        optimizer: In spans of the optimizer step.
         data_wait: Before the step.
     """
 

@@ -26,7 +26,7 @@ _OPTIMIZERS = {"AdamW": "exp_avg", "SGD": "momentum_buffer"}
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedCheckpoint:
-    """What was written.
+    """Checkpoint that was written.
 
     Args:
         path: The folder.

@@ -64,7 +64,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def read_zero_folder(path: Path) -> FoundState | None:
-    """Return what a checkpoint of ZeRO 1 to 3 holds, put together of all ranks' files; None for another folder.
+    """Return what a checkpoint of ZeRO 1 to 3 holds, joined from all ranks' files; None for another folder.
 
     Raises:
         CheckpointError: A rank's file is missing, the model was over several model-parallel ranks, or sizes differ.

@@ -49,7 +49,7 @@ class Allocation:
 
     @property
     def total(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.reserved + self.context + self.communicators
 
 

@@ -25,7 +25,7 @@ _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """How a group's ranks lie on nodes.
+    """Placement of a group's ranks on nodes.
 
     Args:
         num_ranks: All of them.

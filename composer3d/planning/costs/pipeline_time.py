@@ -14,7 +14,7 @@ __all__ = ["PipelinePlan", "plan_pipeline"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelinePlan:
-    """What a pipeline loses.
+    """Losses of a pipeline.
 
     Args:
         schedule: Its actions in time.

@@ -22,7 +22,7 @@ _WATTS_A_MEGAWATT = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """What may happen to a run.
+    """Failures that a run may have.
 
     Args:
         hours: Of one device between two failures that end the run.
@@ -37,7 +37,7 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What is asked of the time of a step.
+    """Questions about the time of a step.
 
     Args:
         num_units: Tokens that it is to see, or samples where those are the unit; None leaves the run out.
@@ -56,7 +56,7 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a whole run takes.
+    """Time, money and energy of a whole run.
 
     Args:
         num_steps: Optimizer steps that the tokens make, rounded up.
@@ -89,7 +89,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """What failures cost.
+    """Costs of failures.
 
     Args:
         checkpoint_bytes: Parameters and optimizer state, once.

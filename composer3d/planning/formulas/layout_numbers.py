@@ -154,7 +154,7 @@ def state_bytes(num_parameters: float, degree: int, zero: int, precision: Precis
     Args:
         num_parameters: Before data-parallel sharding.
         degree: Ranks over which the states are sharded.
-        zero: 0 to 3.
+        zero: ZeRO stage; 0 shards nothing.
         precision: Bytes a parameter.
     """
     return {

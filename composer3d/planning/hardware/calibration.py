@@ -29,7 +29,7 @@ _CPU_CONTEXT, _GPU_CONTEXT = 0, int(1.5 * 2**30)
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Args:
         device: Its name.

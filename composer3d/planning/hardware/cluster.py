@@ -197,7 +197,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Stack:
-    """What software makes of a device: PyTorch operator by operator, compiled, or Megatron with TransformerEngine.
+    """Software on a device: PyTorch operator by operator, compiled, or Megatron with TransformerEngine.
 
     Args:
         gemm_efficiency: As of the device, by dtype; it replaces the device's for these dtypes.
@@ -232,7 +232,7 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Link:
-    """What joins devices.
+    """Link between devices.
 
     Args:
         name: Of the technology.

@@ -14,7 +14,7 @@ __all__ = ["ActionCosts", "Cell", "Costs", "Simulation", "StageCosts", "peak_hel
 
 
 class ActionCosts(Protocol):
-    """What actions take."""
+    """Durations of actions."""
 
     @property
     def transfer(self) -> float:
@@ -26,10 +26,10 @@ class ActionCosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What actions take, in any unit of time.
+    """Durations of actions, in any unit of time.
 
     Args:
-        forward: Of a micro-batch through all stages of a rank; with several stages a rank each takes its share.
+        forward: Of a micro-batch through all stages of a rank; with several stages a rank each takes its part.
         backward: The same of a whole backward.
         weight: Of it the part that is the gradients of weights.
         transfer: From one rank to another: of a micro-batch's hidden state, or of its gradient.
@@ -66,7 +66,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What actions take where stages differ: the first holds an embedding, the last the loss.
+    """Durations of actions where stages differ: the first holds an embedding, the last the loss.
 
     Args:
         stages: Time by stage and kind of action.

@@ -56,7 +56,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the search may choose, beside degrees and micro-batches.
+    """Choices of the search, beside degrees and micro-batches.
 
     Args:
         zero: ZeRO stages of sharded data parallelism.
@@ -124,7 +124,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Args:
         best: The fastest that fit, and of those that are nearly as fast one of every tensor- and pipeline-parallel

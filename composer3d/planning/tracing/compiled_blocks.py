@@ -1,4 +1,4 @@
-"""Compiled modules in a trace: they keep what products and attention make, and compute the rest again.
+"""Compiled modules in a trace: results of products and attention are saved, the rest is recomputed.
 
 A compiler's partitioner keeps for the backward what is costly to compute, and fuses the rest into the kernels that need
 it. Its kernels do not run on fake tensors; a selective checkpoint of the same choice keeps the same tensors.

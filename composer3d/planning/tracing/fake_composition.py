@@ -174,7 +174,7 @@ def _planned(context: RunContext) -> Iterator[None]:
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     """Set a preparation to another rank, on a copy of the model; what composing adds is removed afterwards.
 
-    Whatever it was made for, plugins are told that they are planned.
+    Whatever it was made for, plugins see the purpose `plan`.
     """
     with preparation.context.as_rank(rank), _planned(preparation.context):
         model = copy.deepcopy(preparation.model, torch_compat.recomputed_tensors(preparation.model))

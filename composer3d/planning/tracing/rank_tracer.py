@@ -212,7 +212,7 @@ class Tracer:
 
     @property
     def job(self) -> Job:
-        """What is traced, with its preparation."""
+        """Job that is traced, with its preparation."""
         return replace(self._job, preparation=self._preparation)
 
     @property

@@ -24,7 +24,7 @@ _COUNT = re.compile(r"[0-9]+ (problems?|warnings?).*")  # the line below problem
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a trial gave.
+    """Result of a trial.
 
     Args:
         step_s: Median seconds of a step; None where it failed.

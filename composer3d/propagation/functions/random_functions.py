@@ -69,6 +69,6 @@ class Drawing:
         self._context, self._site, self._count = context, site_of(fqn), 0
 
     def sharded(self, placed: Placed) -> contextlib.AbstractContextManager[None]:
-        """Draw inside for tensors that are sharded over tp, each rank its share."""
+        """Draw inside for tensors that are sharded over tp, each rank its shard."""
         self._count += 1
         return self._context.streams.sharded(self._site + self._count, dim=placed.dim, parts=placed.parts)

@@ -43,7 +43,7 @@ class BlendedTable:
 
 @table
 class DocumentsTable:
-    """What a model is told of a row that holds several documents.
+    """Arguments that tell a model of the documents in a row.
 
     Models of transformers find documents in positions that begin anew, and mask attention between them.
 

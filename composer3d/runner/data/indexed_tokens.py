@@ -23,7 +23,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """What an .idx file says of the tokens in its .bin file.
+    """Index (.idx) of the tokens in a .bin file.
 
     Args:
         dtype: Of one token.

@@ -48,7 +48,7 @@ class _Launcher:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """How a local world ended.
+    """Ending of a local world.
 
     Args:
         outcome: `preempted` is a SIGTERM after which every rank returned; it is a success.

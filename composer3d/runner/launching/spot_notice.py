@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @table
 class NoticeTable:
-    """Where a cloud says that it will take this machine away.
+    """Source of a cloud's notice that it will take this machine away.
 
     Args:
         at: A file, which is a notice once it exists, or an address that begins with http:// or https://, which is one

@@ -34,7 +34,7 @@ class Muon(AdamW):
     """Step groups with `matrices = True` along their orthogonalised momentum, and the others as AdamW does.
 
     Orthogonalising needs a whole matrix: of a sharded one the update is gathered, every rank orthogonalises it alike
-    and keeps its share, so a run is what `torch.optim.Muon` and AdamW are on one device. A stacked weight of experts is
+    and keeps its shard, so a run is what `torch.optim.Muon` and AdamW are on one device. A stacked weight of experts is
     as many matrices, each orthogonalised by itself, on the ranks that hold its expert.
     Memory: one moment of a matrix, AdamW's two of everything else; one whole matrix, and copies of it in bfloat16.
     Collectives: one all-gather for each matrix and mesh axis over which it is sharded; none where whole experts are.

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a rank's process ended, as its parent saw it.
+    """Ending of a rank's process, as its parent saw it.
 
     Args:
         rank: Of the world, from 0.
@@ -104,7 +104,7 @@ class FailureReport:
 
         Args:
             error: The exception, with its traceback.
-            rank: This rank.
+            rank: Global rank on which it was raised.
             world_size: Ranks there are.
             folder: The attempt's folder, where this rank's progress is.
             output: The run's folder.

@@ -10,7 +10,7 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended on this rank.
+    """Ending of a run on this rank.
 
     Args:
         status: `preempted` saved and stopped because a signal asked for it; `already finished` had nothing to do.

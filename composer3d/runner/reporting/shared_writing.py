@@ -50,7 +50,7 @@ class SharedWriting:
             self._display.message(text)
 
     def begin(self, num_steps: int) -> None:
-        """Drop the rows of steps that are computed again."""
+        """Drop the rows of steps that are repeated."""
         self._metrics.keep(num_steps)
         self._has_led = True
 

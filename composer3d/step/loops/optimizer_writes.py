@@ -1,6 +1,6 @@
 """Writes of a loop into optimizer state between steps, counted: shards differ between ranks, writes into them do not.
 
-A moment that one rank scales is another one than on the others, and of shards nobody else has the value. Every tensor
+A moment that one rank scales differs from the others', and of a shard no other rank has the value. Every tensor
 counts what is written into it; what is assigned in its place is counted too.
 """
 

@@ -1,4 +1,4 @@
-"""Optimizers whose step of a sharded parameter is another one than that of the whole parameter."""
+"""Optimizers whose step of a sharded parameter differs from that of the whole parameter."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class UnitOrder:
     Args:
         questions: Of this rank to the others.
         layout: Gives ranks their coordinates.
-        rank: This rank.
+        rank: Global rank of this process.
         ranks: Those that hold shards of the same parameters, this one included.
         describe: Returns the phrase for a unit's collective: `gathers layers.3`.
         timeout_s: How long to wait for ranks that have not come.

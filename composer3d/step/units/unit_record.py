@@ -33,7 +33,7 @@ _TIMEOUT_S = 1800.0  # where the backend does not report it
 
 
 class UnitRecord:
-    """What units of data parallelism send in a step, alike on all ranks.
+    """Record of what units of data parallelism send in a step, alike on all ranks.
 
     Parameters that a rank has not used, as those of an expert that none of its rows went to, take part in reductions
     with zeros. What no rank has used is left without a gradient, as on one device: an optimizer leaves it alone, its

@@ -87,7 +87,7 @@ class Suite:
         return "saved, loaded and stepped: every value is that of the run that went on"
 
     def refusals(self) -> str:
-        """What cannot be is refused by `check`, and nothing that `check` accepts fails later."""
+        """`check` refuses what cannot be, and nothing that `check` accepts fails later."""
         from composer3d.testing.conformance.refused_options import judge_refusals
 
         return judge_refusals(self.case, self.written, self.options, NonConformance)

@@ -31,7 +31,7 @@ _TIMED = 7  # blocks of steps of each composition, taken in turns
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What one rank saw.
+    """Observations of one rank.
 
     Args:
         plan: Rows of the plan.

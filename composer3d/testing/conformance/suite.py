@@ -32,7 +32,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What became of a check.
+    """Outcome of a check.
 
     Args:
         heading: One of `HEADINGS`.

@@ -197,7 +197,7 @@ def _watch_compiled(span: Callable[..., Any], issue: _Issue) -> Callable[[], Non
 
 
 class _Call:
-    """What is called in place of an operator's own function, with its hash, which is that of the operator."""
+    """Function that replaces an operator's own, with its hash, which is that of the operator."""
 
     def __init__(self, own: Any, call: Callable[..., Any]) -> None:
         self._own, self._call = own, call

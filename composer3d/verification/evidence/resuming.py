@@ -40,7 +40,7 @@ _GROUPS, _STATES, _PART = "optimizer/groups/", "optimizer/", "model/"
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """How a run that was loaded is beside the one that was saved, on one rank.
+    """Comparison of a loaded run with the saved one, on one rank.
 
     Args:
         refused: Why it could not be saved; empty where it was.
@@ -65,7 +65,7 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Looped:
-    """What a loop has beside its composition.
+    """Objects of a loop beside its composition.
 
     Args:
         optimizer: Of the composition.

@@ -49,7 +49,7 @@ class CSV:
 
 
 def _resumed(path: Path, step: int) -> list[str]:
-    """Drop the rows that are computed again, and return the columns of a file that is there."""
+    """Drop the rows of steps that are repeated, and return the columns of a file that is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = _rows(path)
     columns = list(rows[0]) if rows else []

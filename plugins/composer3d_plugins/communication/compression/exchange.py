@@ -145,7 +145,7 @@ def gather_rows(x_N: Tensor, codec: Codec | None, group: Any) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class Owed:
-    """What earlier exchanges of a gradient have left over, which the next one sends.
+    """Residual of earlier exchanges of a gradient, which the next one sends.
 
     Attributes:
         sender_N: This rank's part of the mean, W times over: what encoding its gradient has lost.

@@ -68,7 +68,7 @@ class Fragment:
 
 
 class Islands:
-    """What an island has of the others, and the exchange.
+    """Parameters that an island and the others last agreed on, with the outer momentum, and their exchange.
 
     Args:
         options: Of the plugin.

@@ -77,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What a network needs.
+    """Requirements of a network.
 
     Args:
         source: Of what is stated here.

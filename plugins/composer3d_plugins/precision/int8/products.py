@@ -20,7 +20,7 @@ LARGEST = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Which products are in int8.
+    """Choice of the products that are in int8.
 
     Args:
         output: y_NO = x_NI w_OI^T, for N tokens, I inputs and O outputs.

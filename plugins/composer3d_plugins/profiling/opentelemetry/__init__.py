@@ -136,7 +136,7 @@ class OpenTelemetry:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What runs.
+    """Running exporters and recorders.
 
     Args:
         recorder: Of the steps.

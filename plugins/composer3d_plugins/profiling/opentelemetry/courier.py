@@ -20,7 +20,7 @@ _LIBRARY = "opentelemetry.exporter"
 
 @dataclass(kw_only=True)
 class Counts:
-    """Where every span went.
+    """Numbers of spans by their fate.
 
     Attributes:
         recorded: Spans that steps recorded.
@@ -48,7 +48,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """What became of an export.
+    """Outcome of an export.
 
     Args:
         ok: It was sent, and answered.

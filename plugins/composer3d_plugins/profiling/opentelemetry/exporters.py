@@ -16,7 +16,7 @@ __all__ = ["Exporters", "RotatedFile", "make_exporters"]
 
 @dataclass(frozen=True, kw_only=True)
 class Exporters:
-    """Where this rank's telemetry goes.
+    """Destinations of this rank's telemetry.
 
     Args:
         spans: Sends spans, and returns the outcome.

@@ -21,7 +21,7 @@ __all__ = ["Identity", "Tracing", "merge"]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which trace a run is, the same on every rank.
+    """Identity of a run's trace, the same on every rank.
 
     Args:
         trace_id: 128 bits.

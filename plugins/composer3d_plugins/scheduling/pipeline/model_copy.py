@@ -51,7 +51,7 @@ def _twin(function: types.FunctionType, walk: _Walk) -> types.FunctionType:
 
 
 class _Walk:
-    """What the attributes, containers and hooks of a model's modules hold; every object is entered once."""
+    """Objects that the attributes, containers and hooks of a model's modules hold; each is entered once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -3,7 +3,7 @@
 As in `stage`, the forward that runs is the model's own, with its own modules under their own names, so that whatever
 works on modules works on stages. A call of another stage's module is not made: it returns the values that were
 received, or absent tensors in the form of what nobody behind it needs. Behind the stage's last call the forward is
-left, with all values that later stages need; those of earlier stages are handed on.
+left, with all values that later stages need; those of earlier stages are passed on.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _joined(blocks: list[Block]) -> list[Block]:
 
 @dataclass(frozen=True)
 class Hops:
-    """How far keys and values travel around the ring: so many ranks onwards, and so many back."""
+    """Distances that keys and values travel around the ring: ranks onwards, and ranks back."""
 
     onwards: int
     back: int
@@ -187,7 +187,7 @@ def bias_of(
     """Return what is added to the scores of a block, -inf where nothing is visible; None if the kernel needs nothing.
 
     Args:
-        block: The block.
+        block: Positions of queries and keys that attend in one kernel.
         mask: bool, True where a key is visible, or additive; [B|1, H|1, rows|1, T|1].
         pattern: Visibility by position.
         like: Queries, whose dtype and device the result has.

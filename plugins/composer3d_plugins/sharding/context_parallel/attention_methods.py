@@ -8,7 +8,7 @@ __all__ = ["Method", "head_repeats", "inner_degrees", "unfit"]
 
 
 class Method(StrEnum):
-    """How the queries of one rank meet the keys of the others.
+    """Methods by which the queries of one rank attend to the keys of the others.
 
     `auto` chooses by bytes; `gather` all-gathers keys and values; `ring` passes them around while blocks are computed;
     `ulysses` exchanges positions for heads; `usp` does both, in groups; `universal` all-gathers and runs torch's
@@ -40,7 +40,7 @@ def unfit(
     """Return why a method cannot compute an attention, with what to write instead; None where it can.
 
     Args:
-        method: The method.
+        method: As stated or chosen, not "auto".
         num_heads: Heads of queries on a rank, after tensor parallelism.
         degree: Ranks that share the sequence.
         inner_degree: Of usp, where it is given.

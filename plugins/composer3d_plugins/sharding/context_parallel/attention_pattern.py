@@ -13,7 +13,7 @@ __all__ = ["Kind", "Pattern"]
 
 
 class Kind(Enum):
-    """What a run of queries sees of a run of keys."""
+    """Visibility of a run of keys to a run of queries."""
 
     NOTHING = "nothing"
     ALL = "all"

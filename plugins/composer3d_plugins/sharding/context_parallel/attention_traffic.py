@@ -35,7 +35,7 @@ class AttentionShape:
         num_heads: Heads of queries.
         num_kv_heads: Heads of keys and values.
         head_dim: Of queries and keys.
-        value_dim: Of values.
+        value_dim: Elements of a value, a head.
         element_bytes: Of queries, keys, values.
     """
 
@@ -59,7 +59,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the positions of an attention lie on ranks.
+    """Placement of an attention's positions on ranks.
 
     Args:
         rows: Positions of queries.

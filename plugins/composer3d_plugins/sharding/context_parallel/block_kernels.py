@@ -31,7 +31,7 @@ _MAX_CUDA_HEAD, _CUDA_ALIGNMENT = 256, 8
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What decides the scores of a block, besides its queries and keys.
+    """Arguments that determine the scores of a block, besides its queries and keys.
 
     Args:
         bias: Added to scores, [B|1, H|1, L, M]; None for none.

@@ -30,7 +30,7 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(inspect.getfile(LossProp
 
 @dataclass(frozen=True)
 class OutputForm:
-    """What the model returned in the dry run.
+    """Form of the model's output in the dry run.
 
     Args:
         output: On meta.

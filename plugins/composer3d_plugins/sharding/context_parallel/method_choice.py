@@ -48,7 +48,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodFigures:
-    """What one attention costs a rank, forward and backward.
+    """Costs of one attention on a rank, forward and backward.
 
     Args:
         num_collectives: Collectives and messages.

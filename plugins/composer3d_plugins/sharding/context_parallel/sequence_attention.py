@@ -29,7 +29,7 @@ __all__ = ["Attention", "SequencePlan", "attend", "local_attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What an attention computes, besides its queries, keys and values.
+    """Arguments of an attention, besides its queries, keys and values.
 
     Args:
         pattern: Visibility by position.
@@ -55,7 +55,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePlan:
-    """What of sharded attention does not depend on values; made once, outside of what is compiled.
+    """Part of sharded attention that does not depend on values; made once, outside of what is compiled.
 
     Args:
         method: How; not `auto`.

@@ -263,7 +263,7 @@ def return_windows(
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a window has of a shard.
+    """Part of a window that lies in a shard.
 
     Args:
         at: Where it begins in the shard.

@@ -44,7 +44,7 @@ def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any
 
 @dataclass
 class _Found:
-    """What a run has.
+    """State of a run.
 
     Attributes:
         experts: Of the whole model.

@@ -160,10 +160,10 @@ class _Exchange:
         held: Indexes of this rank's.
         mesh: Of one dim, ep.
         fqn: Of the block.
-        list_name: Of the list.
+        list_name: Attribute of the block that holds the list.
         note: As of `shard_listed`.
         dependent: As of `shard_listed`.
-        widths: As of `_widths`.
+        widths: Elements of a result row, by those of an input row; from `_widths`.
 
     Attributes:
         stand_ins: What the block's code finds in the list.

@@ -23,7 +23,7 @@ def random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, Te
 
 
 class BlockState:
-    """What a block's modules keep beside parameters: buffers, and attributes such as a list of losses."""
+    """State of a block's modules beside parameters: buffers, and attributes such as a list of losses."""
 
     def __init__(self, block: nn.Module) -> None:
         from torch import nn

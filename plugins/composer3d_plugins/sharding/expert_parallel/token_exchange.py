@@ -45,7 +45,7 @@ _WIDTH = 32  # bits of a count
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """How many rows go where.
+    """Numbers of rows by destination.
 
     Args:
         chosen: Rows of this rank's tokens for each expert of all ranks.

@@ -19,7 +19,7 @@ __all__ = ["watch_boundaries"]
 
 
 class _Boundaries:
-    """Where a forward of the model stands.
+    """Progress of a forward of the model.
 
     Args:
         split: FQN of the module that shards the sequence.

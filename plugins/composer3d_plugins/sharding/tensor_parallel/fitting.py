@@ -88,7 +88,7 @@ class Search:
 
     @property
     def length(self) -> int:
-        """What `agreeing` returns where all is right."""
+        """Length that `agreeing` returns where all is right."""
         return len(self.right.entries) + 1
 
     def agreeing(self, code: Code) -> int:

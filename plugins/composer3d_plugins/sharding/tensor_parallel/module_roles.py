@@ -18,7 +18,7 @@ __all__ = ["Code", "Roles", "roles_of"]
 
 @dataclass(kw_only=True)
 class Roles:
-    """What the linear layers of a block are taken for, by their FQNs in it.
+    """Roles of a block's linear layers, by their FQNs in it.
 
     Attributes:
         expanding: Those whose results are sharded, with the sizes of their parts.
@@ -79,7 +79,7 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """How the code of a block is run on local shards.
+    """Adaptations under which a block's code runs on local shards.
 
     Args:
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.

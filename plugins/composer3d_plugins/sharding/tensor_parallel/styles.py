@@ -77,7 +77,7 @@ class Applier:
 
     @property
     def rules(self) -> Rules:
-        """What is done to which module."""
+        """Rules by module."""
         return self.made.rules
 
     @cached_property
@@ -87,7 +87,7 @@ class Applier:
 
     @cached_property
     def _sequence(self) -> Shard | None:
-        """How activations are sharded along the sequence; None where they are replicated.
+        """Sharding of activations along the sequence; None where they are replicated.
 
         Hooks hold this and not the dim: with `dynamic`, the compiler takes a number that a function holds for a symbol,
         of which no Shard can be made.
