@@ -144,25 +144,22 @@ class BareLayers(nn.Module):
         return x
 
 
-def test_blocks_that_are_bare_layers_are_seen():
-    said = on_one_rank(refused, 2, BareLayers)
-    assert said.startswith('no plan can be derived for this model: "layers.0": its result leaves the block; "enter": ')
-    assert said.endswith('write plan = { "layers.*" = "head" }, which shards their weights and gathers each result')
-
-
-def trained_by_hand():
-    """Return the error of a gradient under the plan that the refusal writes."""
+def trained(plan):
+    """Return the error of a gradient, and the size of a layer's shard."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, reference, tokens = BareLayers(), BareLayers(), torch.arange(8).view(2, 4)
     reference.load_state_dict(model.state_dict())
-    plan = '[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = { "layers.*" = "head" }\n'
-    run = composer3d.compose(model, write_manifest(plan), example=((tokens,), {}))
+    text = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n" + plan
+    run = composer3d.compose(model, write_manifest(text), example=((tokens,), {}))
     run.backward(run.model(tokens).square().mean())
     reference(tokens).square().mean().backward()
     wanted = {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
-    return max(float((run.full_tensor(fqn, p.grad) - wanted[fqn]).abs().max()) for fqn, p in run.named_parameters())
+    errors = [float((run.full_tensor(fqn, p.grad) - wanted[fqn]).abs().max()) for fqn, p in run.named_parameters()]
+    return max(errors), dict(run.named_parameters())["layers.1.weight"].to_local().shape[0]
 
 
-def test_bare_layers_are_sharded_by_the_plan_that_the_refusal_writes():
-    assert max(run_ranks(trained_by_hand, 2)) < 1e-12
+@pytest.mark.parametrize("plan", ["", "sequence_parallel = true\n", 'plan = { "layers.*" = "head" }\n'])
+def test_bare_layers_are_sharded_and_gather_their_results(plan):
+    for error, rows in run_ranks(trained, 2, plan):
+        assert error < 1e-12 and rows == DIM // 2

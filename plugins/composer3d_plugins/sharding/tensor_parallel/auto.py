@@ -18,7 +18,12 @@ from composer3d import PluginError, RunContext
 from composer3d.propagation import Call, PropagationError, Traced, kind_of, reader_of, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
-from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import READ, gathered_by_hand, rules_outside
+from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import (
+    READ,
+    gathering_rules,
+    rules_outside,
+    without_layers,
+)
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features
@@ -210,10 +215,11 @@ def derive(
         rules |= _named(found, group)
     outside = rules_outside(model, traced, context, unread, reasons)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
-    if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
+    if not _is_sharding(rules) and sequence_dim is None:
+        rules = gathering_rules(model, reasons, traced, context)
+    if not _is_sharding(rules):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
-        by_hand = gathered_by_hand(model, reasons, context.degrees["tp"])
-        why, advice = (shown, by_hand) if shown else _without_layers(model)
+        why, advice = (shown, "write it") if shown else without_layers(model)
         raise PluginError(f"no plan can be derived for this model: {why}", hint=advice)
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
@@ -231,6 +237,10 @@ def derive(
         unsharded=frozenset(unsharded),
         is_sharded=bool(sharded),
     )
+
+
+def _is_sharding(rules: Rules) -> bool:
+    return any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values())
 
 
 def _derivations(
@@ -377,21 +387,3 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tu
     why = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
     why |= {name: "it is a parameter of several modules" for name in excluded if derivation._full(name) in tied}
     return found, {**why, **search.reasons}
-
-
-def _without_layers(model: nn.Module) -> tuple[str, str]:
-    """Return what is said of a model without layers that can be sharded, and what to do: whose its weights are."""
-    text, own, kinds = "it has no linear layers and no embeddings", [], set()
-    for name, parameter in model.named_parameters():
-        owner = model.get_submodule(owner_of(name))
-        if parameter.ndim > 1 and type(owner).__module__.startswith("torch.nn."):
-            kinds.add(type(owner).__name__)
-        elif parameter.ndim > 1:
-            own.append(name)
-    if kinds and not own:
-        return (
-            f"{text}; weights of {' and '.join(sorted(kinds))} stay whole",
-            "leave tp at 1: a data-parallel plugin shards any model",
-        )
-    text += f', but {len(own)} parameters that its own code multiplies, such as "{own[0]}"' if own else ""
-    return text, "make linear layers of its projections"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Ru
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names
 
-__all__ = ["READ", "gathered_by_hand", "rules_outside"]
+__all__ = ["READ", "gathering_rules", "rules_outside", "without_layers"]
 
 READ = "code outside of it reads its parameters"
 
@@ -69,18 +68,49 @@ def _why_whole(module: Any, *, is_read: bool, degree: int) -> str | None:
     return "its rows are rescaled as they are looked up" if getattr(module, "max_norm", None) is not None else None
 
 
-def gathered_by_hand(model: nn.Module, names: Iterable[str], degree: int) -> str:
-    """Return what to write where nothing can be derived: bare linear layers may gather their results.
+def gathering_rules(model: nn.Module, names: Iterable[str], traced: Traced, context: RunContext) -> Rules:
+    """Return rules for linear layers none of which meets another one with sharded features, as in a residual network.
+
+    Each computes its rows of features of a whole input, and gathers them, which is right whatever the code does next.
 
     Args:
         model: The whole model.
-        names: Modules for which there is no rule.
-        degree: Of tp.
+        names: Modules that stay whole otherwise: of several blocks of one form those of the first.
+        traced: The model's forward.
+        context: With degrees and ties.
     """
-    modules = dict(model.named_modules())
-    bare = [n for n in names if isinstance(m := modules.get(n), nn.Linear) and m.out_features % degree == 0]
-    patterns = dict.fromkeys(re.sub(r"\.\d+$", ".*", name) for name in bare)
-    if not patterns:
-        return "write it"
-    plan = ", ".join(f'"{pattern}" = "head"' for pattern in patterns)
-    return f"write plan = {{ {plan} }}, which shards their weights and gathers each result"
+    tied = {name for group in context.ties for name in group}
+    rules: Rules = {}
+    for name in names:
+        first, group = next(
+            (
+                (first, group)
+                for first, group in traced.forms.items()
+                if f"{name}.".startswith(f"{first}.") or not first
+            ),
+            (name, [name]),
+        )
+        for fqn in [other + name.removeprefix(first) for other in group] if first else [name]:
+            module = dict(model.named_modules()).get(fqn)
+            is_plain = type(module) is nn.Linear and module.out_features % context.degrees["tp"] == 0
+            if is_plain and fqn not in traced.read and f"{fqn}.weight" not in tied:
+                rules[fqn] = Rule(style="head")
+    return rules
+
+
+def without_layers(model: nn.Module) -> tuple[str, str]:
+    """Return what is said of a model without layers that can be sharded, and what to do: whose its weights are."""
+    text, own, kinds = "it has no linear layers and no embeddings", [], set()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(owner_of(name))
+        if parameter.ndim > 1 and type(owner).__module__.startswith("torch.nn."):
+            kinds.add(type(owner).__name__)
+        elif parameter.ndim > 1:
+            own.append(name)
+    if kinds and not own:
+        return (
+            f"{text}; weights of {' and '.join(sorted(kinds))} stay whole",
+            "leave tp at 1: a data-parallel plugin shards any model",
+        )
+    text += f', but {len(own)} parameters that its own code multiplies, such as "{own[0]}"' if own else ""
+    return text, "make linear layers of its projections"
