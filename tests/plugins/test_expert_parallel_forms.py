@@ -73,12 +73,54 @@ class Unequal(nn.Module):
         return x
 
 
+class Normed(Counted):
+    """A norm of all experts' results among their weights."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.norm = nn.LayerNorm(4, bias=False)
+
+
+class Mixed(nn.Module):
+    """A dict of experts that holds what they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in range(4)} | {"drop": nn.Dropout(0.1)})
+
+    def forward(self, x):
+        return x
+
+
+class Shared(Counted):
+    """Experts that all tokens have, and a weight of each token and expert."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.n_shared_experts = self.num_experts
+        del self.num_experts
+
+
+UNKNOWN = {
+    Unequal: 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down',
+    Normed: 'of modules with weights of three dims "" (Normed) has norm.weight, which is not stacked',
+    Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 Dropout',
+}
+
+
 def refused():
-    with pytest.raises(composer3d.ComposerError) as caught:
-        composer3d.compose(Unequal(), write_manifest(EP.format("")), loss_fn=nn.functional.mse_loss)
-    return str(caught.value)
+    said = []
+    for factory in UNKNOWN:
+        with pytest.raises(composer3d.ComposerError) as caught:
+            composer3d.compose(factory(), write_manifest(EP.format("")), loss_fn=nn.functional.mse_loss)
+        said.append(str(caught.value))
+    return said
 
 
 def test_a_model_without_known_experts_is_told_what_was_found():
-    for message in run_ranks(refused, 2):
-        assert 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down' in message
+    for said in run_ranks(refused, 2):
+        assert [part in text for part, text in zip(UNKNOWN.values(), said, strict=True)] == [True] * len(UNKNOWN)
+
+
+def test_shared_experts_are_none_that_tokens_choose():
+    assert composer3d.expert_form(Shared()) is None

@@ -51,13 +51,14 @@ def has_stacked_experts(module: nn.Module) -> bool:
 def expert_counts(module: nn.Module) -> dict[str, int]:
     """Return the attributes of a module that say how many experts it has, by name; empty where it has none.
 
-    They are named for experts, and are the first dim of each of its stacked weights.
+    They are named for experts that tokens choose, not for shared ones, which all tokens have, and are the first dim of
+    each of its stacked weights.
     """
     stacked = [parameter.shape[0] for parameter in module.parameters() if parameter.ndim >= 3]
     if not stacked or len(set(stacked)) > 1:
         return {}
-    named = {name: value for name, value in vars(module).items() if "expert" in name and type(value) is int}
-    return {name: value for name, value in named.items() if value == stacked[0] and value > 1}
+    named = {name: value for name, value in vars(module).items() if "expert" in name and "shared" not in name}
+    return {name: value for name, value in named.items() if type(value) is int and value == stacked[0] and value > 1}
 
 
 def stacked_parameters(model: nn.Module) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -124,10 +125,26 @@ def _missed(model: nn.Module) -> str:
             why = f"stacks {', '.join(f'{shape[0]} in {name}' for name, shape in own.items())}"
         elif not expert_counts(module):
             why = f"stacks {sizes[0]}, and says {numbers or 'nothing'} of its number of experts"
+        elif plain := [name for name, held in module.named_parameters() if held.ndim < 2 or held.shape[0] != sizes[0]]:
+            why = f"has {', '.join(plain)}, which {'is' if len(plain) == 1 else 'are'} not stacked"
         else:
-            why = "has a forward of other arguments, or weights that are not stacked"
+            why = "has a forward of other arguments"
         said.append(f'"{fqn}" ({type(module).__name__}) {why}')
-    return f"; of modules with weights of three dims {'; '.join(said[:3])}" if said else ""
+    found = f"; of modules with weights of three dims {'; '.join(said[:3])}" if said else ""
+    return found + _mixed(model)
+
+
+def _mixed(model: nn.Module) -> str:
+    """Return which dicts hold modules of several classes, as experts never do; empty if there are none."""
+    from torch import nn
+
+    said = []
+    for fqn, module in model.named_modules():
+        classes = Counter(type(entry).__name__ for entry in module.children())
+        if isinstance(module, nn.ModuleDict) and len(classes) > 1 and max(classes.values()) > 1:
+            held = " and ".join(f"{number} {name}" for name, number in classes.items())
+            said.append(f'"{fqn}" ({type(module).__name__}) holds {held}')
+    return f"; of dicts of modules {'; '.join(said[:3])}" if said else ""
 
 
 def _is_list(module: nn.Module, *, named: bool = True) -> bool:
