@@ -21,7 +21,7 @@ from composer3d.composition.replica_groups.replica_steps import steps_of_replica
 from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.saved_run import SavedRun
 from composer3d.errors import StepError
-from composer3d.step import gradients
+from composer3d.step import clipping, gradients
 from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, reshard_units
 from composer3d.step.measurement import measure
 from composer3d.step.optimizers.optimizer import compose_step, make_optimizer
@@ -197,7 +197,7 @@ class Composition(SavedRun, OwnLoop):
                 if stepper is not None:
                     return stepper.norm(max_norm, norm_type, **where)
                 where |= {"layout": self.context.layout, "copies": self.context.copies(), "apart": self._apart}
-                norm = gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
+                norm = clipping.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
             self._engine.loop.gradients.begin(parameters)
             return norm
 

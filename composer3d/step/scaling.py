@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.errors import StepError
 from composer3d.interfaces import GradScaler
-from composer3d.step import gradients
+from composer3d.step import clipping
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Scaling:
             wanted: Factor that all of this step's gradients are to have.
         """
         if wanted != self.applied:
-            gradients.scale_(parameters, wanted / self.applied)
+            clipping.scale_(parameters, wanted / self.applied)
             self.applied = wanted
 
     def unscale(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from composer3d import StepError, mesh
 from composer3d.mesh import AXES, resolve
-from composer3d.step.gradients import clip_norm_, scale_, settle_partial, total_norm
+from composer3d.step.clipping import clip_norm_, scale_, total_norm
+from composer3d.step.gradients import settle_partial
 from composer3d.testing import count_collectives, full, run_ranks
 
 TIGHT = 1e-12

@@ -20,7 +20,7 @@ _AGREEMENTS = (
     "composer3d.step.guard.",
     "composer3d.step.losses.loss_totals.",
     "composer3d.step.units.unit_record.",
-    "composer3d.step.gradients.total_norm",
+    "composer3d.step.clipping.total_norm",
     "composer3d.planning.tracing.fake_composition.",
 )
 _NAMES = {"recv": "receive"}

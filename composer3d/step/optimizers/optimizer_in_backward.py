@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PluginError, StepError
 from composer3d.mesh import Role
-from composer3d.step import gradients
+from composer3d.step import clipping, gradients
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class BackwardStepper:
 
         values = gradients.local(grad)
         if values.numel() and id(parameter) not in self._copies:
-            share = gradients.weight(grad, self._context.layout, apart=self._apart.get(id(parameter), ()))
+            share = clipping.weight(grad, self._context.layout, apart=self._apart.get(id(parameter), ()))
             self._squares.append(torch.linalg.vector_norm(values).double().square() * share)
 
     def finish(self, correction: float) -> None:

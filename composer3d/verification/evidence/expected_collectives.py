@@ -29,7 +29,7 @@ __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes",
 _AGREEMENTS = (
     "composer3d.step.guard.",
     "composer3d.step.losses.loss_totals.",
-    "composer3d.step.gradients.total_norm",
+    "composer3d.step.clipping.total_norm",
     "composer3d.step.units.unit_record.",
 )
 # How many steps are run before one is counted: pipelines learn shapes in their first, and reducers their buckets.

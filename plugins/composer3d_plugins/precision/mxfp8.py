@@ -10,6 +10,7 @@ from composer3d import (
     Phase,
     PlannedShards,
     PluginError,
+    Role,
     RunContext,
     Transform,
     has_stacked_experts,
@@ -67,8 +68,8 @@ class MXFP8:
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform | None:
-        """Refuse local shards that are not multiples of a block, once the plan of tp is known."""
-        if context.degrees["tp"] == 1:
+        """Refuse local shards that are not multiples of a block, once it is planned which weights are sharded."""
+        if context.layout.degree(Role.TENSOR) == 1:
             return None
         return Transform(
             name="mxfp8.blocks",
@@ -110,10 +111,11 @@ class MXFP8:
         for fqn in chosen:
             dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, (BLOCK,)))
             if any(size % BLOCK for size in runs):
+                axis = " x ".join(context.layout.names(Role.TENSOR))
                 raise PluginError(
-                    f'mxfp8 multiplies blocks of {BLOCK}, and tp = {context.degrees["tp"]} shards "{fqn}" into '
-                    f"{' and '.join(map(str, runs))} {'inputs' if dim else 'outputs'}",
-                    hint="exclude it, or choose a smaller tp",
+                    f"mxfp8 multiplies blocks of {BLOCK}, and {axis} = {context.layout.degree(Role.TENSOR)} shards "
+                    f'"{fqn}" into {" and ".join(map(str, runs))} {"inputs" if dim else "outputs"}',
+                    hint=f"exclude it, or choose a smaller {axis}",
                 )
         return chosen
 

@@ -14,6 +14,7 @@ from composer3d import (
     Phase,
     PlannedShards,
     PluginError,
+    Role,
     RunContext,
     Stateful,
     StoredOrders,
@@ -237,10 +238,11 @@ class QLoRA:
             dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, ()))
             fitting = form.fitted(runs) if dim == 1 else form
             if fitting is None:
+                axis = " x ".join(context.layout.names(Role.TENSOR))
                 raise PluginError(
-                    f'tp = {context.degrees["tp"]} shards the weight of "{fqn}" into '
+                    f'{axis} = {context.layout.degree(Role.TENSOR)} shards the weight of "{fqn}" into '
                     f"{' and '.join(map(str, runs))} columns, and in NF4 two of them are stored in one byte",
-                    hint="name the layer in keep, or choose another tp",
+                    hint=f"name the layer in keep, or choose another {axis}",
                 )
             assert chosen is not None, "it has formats"
             chosen.quantised[fqn] = fitting
