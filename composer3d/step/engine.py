@@ -266,13 +266,13 @@ class StepEngine:
         self.criterion.mixed.look(value, number, reduction=reduction)
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
-        state.forward_done = True
+        state.forward_done, state.loss = True, self.scaling.scale(self.loss_totals.scaled(loss))
         self.begin_microbatch(own.calls - 1, last)
         held = self._hooks_held(is_last=last)
         with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
-            self.scaling.scale(self.loss_totals.scaled(loss)).backward(retain_graph=retain_graph)
+            state.loss.backward(retain_graph=retain_graph)
         self.end_microbatch()
-        self._gathered = state.forward_done = False
+        self._gathered, state.forward_done, state.loss = False, False, None
         if not last:
             return None
         mean = self._settle(state, self.loss_totals.pending) * own.handed()

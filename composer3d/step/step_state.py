@@ -10,7 +10,7 @@ from composer3d.interfaces import Part
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from composer3d.context import RunContext
 
@@ -27,6 +27,7 @@ class StepState:
         index: Index of the micro-batch within one batch; set from BEFORE_MICROBATCH on.
         is_last: Whether it is the last one before the gradients are used, as far as is known.
         forward_done: Whether the loop ran its own forward, before BEFORE_MICROBATCH.
+        loss: That the loop's own backward starts from, where it ran its own forward.
         optimizer: None before it is made.
         metrics: Numbers to report with this step; actions may add some.
         vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
@@ -39,6 +40,7 @@ class StepState:
     index: int = 0
     is_last: bool = True
     forward_done: bool = False
+    loss: Tensor | None = None
     optimizer: torch.optim.Optimizer | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     vetoes: tuple[str, ...] = ()

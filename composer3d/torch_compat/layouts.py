@@ -14,6 +14,7 @@ __all__ = [
     "ShardOf",
     "clear_sharding_caches",
     "concatenate",
+    "find_unused_in",
     "flatten",
     "fsdp_buffers",
     "fsdp_groups",
@@ -125,6 +126,23 @@ def replicate_buckets(module: Any, **options: Any) -> Any:
     from torch.distributed._composable.replicate import replicate
 
     return replicate(module, **options)
+
+
+def find_unused_in(module: Any, loss: Tensor) -> None:
+    """Let the reducer of `replicate_buckets`, where it finds unused parameters, find those that a loss does not reach.
+
+    It has searched the graph of the forward's output, in which parameters are not that a loop reads by itself, and it
+    takes a second gradient for an error of its own. State, reducer and method are private (torch 2.11-2.15).
+
+    Args:
+        module: Between a forward that the reducer has prepared for, and the backward.
+        loss: Of which the backward is.
+    """
+    from torch.distributed._composable.replicate import replicate
+
+    ddp: Any = replicate.state(module)._ddp
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        ddp.reducer.prepare_for_backward([loss])
 
 
 class ShardOf(NamedTuple):

@@ -58,7 +58,11 @@ def unfreeze(run):
 
 def test_parameters_that_the_optimizer_was_made_without():
     for said in run_ranks(trained, 2, unfreeze, FSDP, 1, freeze):
-        assert said.startswith('"tok.weight" was frozen when run.optimizer(...) was called')
+        assert said == (
+            '"tok.weight" was frozen when the optimizer was made, which does not have it, so that it would stay as it '
+            "is; let it require gradients before run.optimizer(...), and freeze it afterwards, or pass "
+            "run.prepare(...) an optimizer of all parameters, frozen ones too"
+        )
 
 
 def call_with_others(run):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.composition_faults import Even, local
-from support.models import composed, mine, sum_loss, unpadded
+from support.models import composed, mine, seeded, sum_loss, unpadded
 
 from composer3d import StepError
 from composer3d.step.loops.loop_state import EVERY
@@ -34,6 +34,21 @@ def mode_of_one_module(run, optimizer):
 
 def frozen(run, optimizer):
     run.model.norm.weight.requires_grad_(False)
+
+
+def half_frozen():
+    model = seeded()
+    model.norm.weight.requires_grad_(False)
+    model.layers[0].eval()
+    return model
+
+
+def another_half(run, optimizer):
+    """Freeze and evaluate as much as the other ranks do, and something else."""
+    run.model.norm.weight.requires_grad_(True)
+    run.model.norm.bias.requires_grad_(False)
+    run.model.layers[0].train()
+    run.model.layers[1].eval()
 
 
 def kept_gradients(run, optimizer):
@@ -108,6 +123,11 @@ def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False, factory=No
 @pytest.mark.parametrize(("fault", "message"), NAMED.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_one_rank_does_otherwise_is_named_in_the_next_step(fault, message, is_own):
     assert run_ranks(faulty, 2, FSDP, fault, 2, 4, (1.0, 1.0), is_own) == [(2, message)] * 2
+
+
+def test_a_rank_that_freezes_as_many_parameters_and_others_is_named():
+    for number, said in run_ranks(faulty, 2, FSDP, another_half, 2, 4, (1.0, 1.0), True, half_frozen):
+        assert number == 2 and said.startswith(BEFORE) and "more" in said
 
 
 def test_another_clipping_norm_is_named_in_the_next_step():

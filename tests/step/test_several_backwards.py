@@ -226,25 +226,6 @@ def test_buckets_refuse_a_penalty_of_which_some_parameter_is_no_part():
     ) in str(caught.value)
 
 
-def frozen_later(path):
-    x = torch.randn(4, 5)
-    run = composer3d.compose(Critic(), path)
-    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-    for number in range(2):
-        for parameter in list(run.model.parameters())[:1]:
-            parameter.requires_grad_(number == 0)
-        run.backward(run.model(x).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_buckets_refuse_parameters_that_are_frozen_later():
-    with pytest.raises(composer3d.RankError) as caught:
-        run_ranks(frozen_later, 2, write_manifest(LAYOUTS["bucketed"]))
-    assert 'StepError: no gradient reached "' in str(caught.value)
-    assert "in step 1, and torch's DistributedDataParallel waits for one of every parameter" in str(caught.value)
-
-
 def shared_graph(text):
     """Return the error of a step whose two losses go through one graph."""
     torch.set_default_dtype(torch.float64)

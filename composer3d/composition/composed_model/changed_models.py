@@ -65,8 +65,9 @@ def refuse_unfrozen(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> 
         for fqn, parameter in left_out:
             if parameter.requires_grad and parameter.grad is not None:
                 raise StepError(
-                    f'"{fqn}" was frozen when run.optimizer(...) was called, so the optimizer does not have it, and it '
-                    "would stay as it is; let it require gradients before run.optimizer(...), and freeze it afterwards"
+                    f'"{fqn}" was frozen when the optimizer was made, which does not have it, so that it would stay as '
+                    "it is; let it require gradients before run.optimizer(...), and freeze it afterwards, or pass "
+                    "run.prepare(...) an optimizer of all parameters, frozen ones too"
                 )
 
     return check

@@ -62,7 +62,8 @@ def adopt_optimizer(
     """Give an optimizer of one device the composition's parameters and step, in place.
 
     Args:
-        optimizer: Not yet stepped, over all trainable parameters of the model as it was before `compose`, or as it is.
+        optimizer: Not yet stepped, over all trainable parameters of the model as it was before `compose`, or as it is,
+            and any frozen ones.
         make: Makes the composition's optimizer, given the class, groups that name FQNs, and the class's arguments.
         context: Of the run.
 
@@ -98,6 +99,7 @@ def adopt_optimizer(
     for number, (fqns, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         if not fqns:  # which matches nothing; schedulers count it
             made.param_groups.insert(number, group)
+    _hold_frozen(made, names, context)
     is_scheduled = "step" in vars(optimizer)  # by which torch's schedulers see that it has stepped
     optimizer.__class__, optimizer.__dict__ = type(made), vars(made)
     if is_scheduled:
@@ -136,6 +138,14 @@ def _names_of_groups(optimizer: torch.optim.Optimizer, context: RunContext) -> l
             "gradients that nothing uses, or clears; freeze it before compose, with requires_grad_(False)"
         )
     return names
+
+
+def _hold_frozen(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], context: RunContext) -> None:
+    """Add to each group the parameters of the loop's that were frozen before compose: it may unfreeze them later."""
+    forms, now = context.parameter_forms, dict(context.named_parameters())
+    for fqns, group in zip(names, optimizer.param_groups, strict=True):
+        frozen = [fqn for fqn in fqns if fqn in now and fqn in forms and not forms[fqn].requires_grad]
+        group["params"] += [now[fqn] for fqn in frozen if now[fqn].is_floating_point()]
 
 
 def _parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:

@@ -109,9 +109,10 @@ class LoopState:
         assert self._modules is not None, "found above"
         parameters = self._parameters.values()
         groups = () if optimizer is None else tuple(_numbers(group) for group in optimizer.param_groups)
-        modes = sum([module.training for module in self._modules])
         # Of experts in lists a rank has its own, of which some may have more parameters than those of another.
-        frozen = sum([not parameter.requires_grad for parameter in parameters])
+        joined: Callable[[Sequence[bool]], Any] = sum if self._has_experts else tuple
+        modes = joined([module.training for module in self._modules])
+        frozen = joined([not parameter.requires_grad for parameter in parameters])
         left, steps = self._has_gradients(), self._steps(optimizer)
         # Numbers alone: the hashes of texts, and of None, are another process's own.
         numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number(), self.gradients.number())

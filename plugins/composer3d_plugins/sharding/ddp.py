@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -57,11 +57,37 @@ class _Loop:
         is_armed: Whether the reducer waits for a backward.
         is_left: Whether the last backward left gradients of this rank alone.
         is_replaced: Whether another plugin reduces.
+        is_wanted: Whether the next forward's gradients are to be reduced.
+        is_passed_over: Whether the reducer would wait in vain for parameters that are frozen now.
+        trained: Which parameters were trained in the first forward, in which the reducer is made of them.
+        late: Parameters that are trained and were not then; no reducer learns of another `requires_grad`.
     """
 
     is_armed: bool = False
     is_left: bool = False
     is_replaced: bool = False
+    is_wanted: bool = True
+    is_passed_over: bool = False
+    trained: tuple[bool, ...] = ()
+    late: dict[nn.Parameter, None] = field(default_factory=dict)
+
+    def look(self, module: nn.Module, *, finds_unused: bool) -> None:
+        """Compare what a forward trains with what the reducer was made of."""
+        now = tuple([parameter.requires_grad for parameter in module.parameters()])
+        self.trained = self.trained or now
+        if now == self.trained:
+            return
+        pairs = list(zip(module.named_parameters(), self.trained, now, strict=True))
+        late = {parameter: fqn for (fqn, parameter), before, is_now in pairs if is_now and not before}
+        frozen = [] if finds_unused else [fqn for (fqn, _), before, is_now in pairs if before and not is_now]
+        if self.is_replaced and (late or frozen):
+            raise StepError(
+                f'requires_grad of "{[*late.values(), *frozen][0]}" is another one than in the first forward, in which '
+                "torch's DistributedDataParallel learned what it reduces, and another plugin has replaced what it "
+                'reduces with; write reducer = "unit" in [sharding.ddp]'
+            )
+        self.is_passed_over = self.is_passed_over or bool(frozen)
+        self.late.update(dict.fromkeys(late))
 
 
 def _loop_of(key: Any, context: RunContext) -> _Loop:
@@ -85,7 +111,9 @@ class DDP:
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward. In a loop of one's own a backward that
-        does not follow a forward of its own, as of two losses of one graph, is reduced by an all-reduce an axis.
+        does not follow a forward of its own, as of two losses of one graph, is reduced by an all-reduce an axis; so are
+        parameters that were frozen in the first forward, and, where unused ones are not found, all gradients of a
+        forward without some that were trained then.
     Memory: parameters, gradients and optimizer state in full; "bucketed" holds gradients a second time in its buckets,
         unless gradient_as_bucket_view.
 
@@ -231,9 +259,15 @@ class DDP:
         _compute_in(model, context)
         loop = _loop_of(self, context)
 
-        def arm(module: nn.Module, *_: Any) -> None:
-            loop.is_armed = is_grad_enabled()
+        def look(module: Any, *_: Any) -> None:
+            if is_grad_enabled() or not loop.trained:
+                loop.look(module, finds_unused=self.find_unused_parameters is True and not self.static_graph)
+            module.set_requires_gradient_sync(loop.is_wanted and not loop.is_passed_over)
 
+        def arm(module: nn.Module, *_: Any) -> None:
+            loop.is_armed = is_grad_enabled() and not loop.is_passed_over
+
+        model.register_forward_pre_hook(look)
         model.register_forward_hook(arm)
         mesh = context.data_mesh(None, replicas=REPLICAS)
         torch_compat.replicate_buckets(model, device_mesh=mesh, **options)
@@ -262,20 +296,26 @@ class DDP:
                 # A backward without a forward since the last one is not reduced: of two forwards before it, or of a
                 # graph that was kept. One that is reduced also reduces what those before it have left.
                 loop = _loop_of(self, state.context)
+                if loop.is_armed and state.loss is not None:
+                    torch_compat.find_unused_in(module, state.loss)
                 loop.is_left, loop.is_armed = not loop.is_armed, False
             else:
                 # The reducer is armed in the forward; in a loop with its own forward every backward reduces.
                 # It learns a static graph in the first backward, which must therefore reduce; reducing a
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
-                module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+                _loop_of(self, state.context).is_wanted = state.is_last or (first and state.index == 0)
 
     def _reduce_left(self, state: StepState) -> None:
-        """Average gradients once more that a loop's last backward has left a rank's: what is average stays as it is."""
+        """Average gradients once more that a backward has left a rank's own: what is average stays as it is."""
         loop = _loop_of(self, state.context)
-        if not (loop.is_left and state.is_last):
+        # What is trained now may be frozen before the loop's next backward.
+        if not (state.is_last or (state.forward_done and (loop.late or loop.is_passed_over))):
             return
-        loop.is_left = False
+        late, is_left = loop.late, loop.is_left or loop.is_passed_over
+        loop.is_left, loop.is_passed_over, loop.late = False, False, {}
+        if not is_left:
+            return average_whole(late, axes=state.context.data_axes(REPLICAS), context=state.context)
         if loop.is_replaced:
             raise StepError(
                 "two backwards without a forward between them: torch's DistributedDataParallel reduces in the first "
@@ -289,13 +329,13 @@ class DDP:
         """Raise where the reducer waits for a gradient in vain: it has reduced none, and says so a step later."""
         if not state.is_last:
             return
-        known, key = state.context.state, (self, "parameters")
-        if key not in known:
-            # The reducer is made in the first forward, and waits for what is trained then, frozen later or not.
-            named = [pair for part in state.parts for pair in part.module.named_parameters()]
-            known[key] = [(fqn, parameter) for fqn, parameter in named if parameter.requires_grad]
-        unused = [fqn for fqn, parameter in known[key] if parameter.grad is None or not parameter.requires_grad]
-        if unused and any(parameter.grad is not None for _, parameter in known[key]):
+        loop = _loop_of(self, state.context)
+        if loop.is_passed_over:
+            return
+        named = [pair for part in state.parts for pair in part.module.named_parameters()]
+        known = [pair for pair, is_trained in zip(named, loop.trained, strict=True) if is_trained]
+        unused = [fqn for fqn, parameter in known if parameter.grad is None or not parameter.requires_grad]
+        if unused and any(parameter.grad is not None for _, parameter in known):
             raise StepError(
                 f'no gradient reached "{unused[0]}" in step {state.step}, and torch\'s DistributedDataParallel waits '
                 "for one of every parameter before it reduces any; in [sharding.ddp] write find_unused_parameters = "
