@@ -123,6 +123,17 @@ def test_total_norms_are_seen_before_they_are_computed(monkeypatch):
     assert [[tensor is parameter.grad for tensor in tensors] for tensors in seen] == [[True]]
 
 
+def test_stages_infer_shapes_from_zeros_and_keep_tensors_that_they_are_given():
+    class Stage:
+        def _to_tensor(self, arg):
+            return arg if isinstance(arg, torch.Tensor) else torch.full(arg, torch.nan)
+
+    stage, given = torch_compat.inferring_from_zeros(Stage()), torch.ones(2)
+    assert torch.equal(stage._to_tensor((3,)), torch.zeros(3)) and torch.equal(stage._to_tensor(given), torch.ones(2))
+    untouched = object()  # of torch 2.11
+    assert torch_compat.inferring_from_zeros(untouched) is untouched
+
+
 def test_every_name_has_a_test_here():
     public = set(torch_compat.__all__)
     for file in Path(torch_compat.__file__).parent.rglob("[a-z]*.py"):

@@ -38,6 +38,30 @@ def test_buckets_are_attached_without_a_wrapper():
         assert torch.equal(gradient, torch.full((2, 3), 1.5))
 
 
+def read_beside():
+    """Return gradients of a loss that reads a parameter which the forward's output does not depend on."""
+
+    class Beside(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.beside = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.used
+
+    module, mesh = Beside(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch_compat.replicate_buckets(module, device_mesh=mesh, find_unused_parameters=True)
+    loss = (module(torch.full((2,), dist.get_rank() + 1.0)) * module.beside).sum()
+    torch_compat.find_unused_in(module, loss)
+    loss.backward()
+    return module.used.grad, module.beside.grad
+
+
+def test_parameters_that_a_loss_reads_beside_the_output_are_waited_for():
+    for gradients in run_ranks(read_beside, 2):
+        assert all(torch.equal(gradient, torch.full((2,), 1.5)) for gradient in gradients)
+
+
 def test_spans_are_opened_around_buckets():
     seen = []
 
