@@ -62,6 +62,7 @@ class Hooks:
         self._manager.add_hookspecs(HookSpecs)
         for registered in self.plugins:
             self._register(registered)
+        self._implementers: dict[str, tuple[Bound, ...]] = {}
         self.acts: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda plugin, function: function
 
     # ---- sharding ----------------------------------------------------------------------------------------------------
@@ -249,14 +250,19 @@ class Hooks:
                         yield implementation
 
     def _bound(self, hook: str) -> tuple[Bound, ...]:
-        """Return every implementation as a function of the spec's keyword arguments, in the order of plugin names."""
-        by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
-        specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
-        return tuple(
-            (registered, checked(registered, hook, _bind(by_plugin[registered.name], specified)))
-            for registered in self.plugins
-            if registered.name in by_plugin
-        )
+        """Return every implementation as a function of the spec's keyword arguments, in the order of plugin names.
+
+        Found once for each hook: some are called for every parameter of a model.
+        """
+        if hook not in self._implementers:
+            by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
+            specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
+            self._implementers[hook] = tuple(
+                (registered, checked(registered, hook, _bind(by_plugin[registered.name], specified)))
+                for registered in self.plugins
+                if registered.name in by_plugin
+            )
+        return self._implementers[hook]
 
     def _call(self, hook: str, **arguments: Any) -> list[tuple[Registered, Any]]:
         """Call every implementation; answers that are None are left out."""

@@ -82,7 +82,7 @@ class _Recorder:
         self._log = Log()
         self._made: set[int] = set()
         self._twins: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        self._calling: str | None = None
+        self._calling: Callable[..., Any] | None = None
         self._is_inside = False  # our own operators, and those of torch's kernels on meta, are not the factory's
         self._is_paused = False
 
@@ -104,7 +104,6 @@ class _Recorder:
 
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
-        from torch.overrides import resolve_name
 
         if self._is_inside:
             return func(*args, **kwargs)
@@ -115,10 +114,10 @@ class _Recorder:
             return self._initialiser(func, args, kwargs)
         if name in _READERS + _MOVERS and func == getattr(torch.Tensor, name, None):
             if name in _READERS:
-                raise self._reads(resolve_name(func) or name)
+                raise self._reads(func)
             return args[0]
         func, args, kwargs = _on_meta(func, args, kwargs)
-        self._calling = resolve_name(func) or name
+        self._calling = func
         try:
             return func(*args, **kwargs)
         finally:
@@ -187,7 +186,7 @@ class _Recorder:
         import torch
 
         if torch.Tag.data_dependent_output in func.tags:
-            raise self._reads(self._calling or str(func))
+            raise self._reads(self._calling or func)
         args, kwargs = tree_map(self._enter, args), tree_map(self._enter, kwargs)
         if kwargs.get("device") is not None or (not _tensors((args, kwargs)) and has_argument(func, "device")):
             kwargs["device"] = torch.device("meta")
@@ -200,7 +199,7 @@ class _Recorder:
             result = args[0] if _draws_in_place(func) else func(*args, **kwargs)
         except NotImplementedError as error:
             # Operators with data-dependent shapes (nonzero, masked_select) have no kernel on meta.
-            raise self._reads(self._calling or str(func)) from error
+            raise self._reads(self._calling or func) from error
         self._after(func, recorded, options, written, result)
         return result
 
@@ -277,7 +276,10 @@ class _Recorder:
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
         return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _reads(self, what: str) -> InitialisationError:
+    def _reads(self, func: Callable[..., Any]) -> InitialisationError:
+        from torch.overrides import resolve_name
+
+        what = resolve_name(func) or getattr(func, "__name__", str(func))
         return self._refusal(f"the factory reads values of a tensor ({what}), and there are none while it is recorded")
 
     def _refusal(self, message: str) -> InitialisationError:

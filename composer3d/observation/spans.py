@@ -47,10 +47,8 @@ class _Spans:
         self._name, self._attributes = name, attributes
 
     def __enter__(self) -> None:
-        name, attributes, tokens = self._name, self._attributes, list[Any]()
-        for begin in self._begins:
-            tokens.append(begin(name, attributes))  # noqa: PERF401
-        self._tokens = tokens
+        name, attributes = self._name, self._attributes
+        self._tokens = [begin(name, attributes) for begin in self._begins]
 
     def __exit__(self, *error: object) -> None:
         pop = self._tokens.pop

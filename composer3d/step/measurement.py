@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import QueryError
@@ -37,30 +37,37 @@ def measure(
     Raises:
         QueryError: Two metrics have one name, or one has a name of the run's own.
     """
-    metrics: list[Metric] = []
-    owners: dict[str, Any] = {}
-    for plugin, function in functions:
-        for metric in function(context=context, step=step) or ():
-            name = metric.name
-            if name in owners:
-                raise QueryError(f'{owners[name]} and {plugin} both measure "{name}"; one would overwrite the other')
-            if name == "step" or name in taken:
-                raise QueryError(
-                    f'{plugin} measures "{name}", which is a metric of the run itself; give it another name'
-                )
-            owners[name] = plugin
-            metrics.append(metric)
+    measured = [(plugin, function(context=context, step=step) or ()) for plugin, function in functions]
+    metrics = [metric for _, found in measured for metric in found]
+    names = {metric.name for metric in metrics}
+    if len(names) < len(metrics) or "step" in names or not names.isdisjoint(taken):
+        raise _taken_twice(measured, taken)
     if not metrics:
         return {}
     import torch
     import torch.distributed as dist
 
     own = torch.tensor([metric.value for metric in metrics], dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(context.world_size)]
+    everyone = own.new_empty(context.world_size, len(metrics))
     with context.span("all_gather", group="metrics", axis="world"):
-        dist.all_gather(everyone, own)
-    columns = zip(*(values.tolist() for values in everyone), strict=True)
+        dist.all_gather(list(everyone.unbind()), own)
+    columns = zip(*everyone.tolist(), strict=True)
     return {metric.name: _REDUCE[metric.reduction](values) for metric, values in zip(metrics, columns, strict=True)}
+
+
+def _taken_twice(measured: Iterable[tuple[Any, Sequence[Metric]]], taken: Collection[str]) -> QueryError:
+    """Return the error that names the first metric whose name is another's, or the run's own."""
+    owners: dict[str, Any] = {}
+    for plugin, metrics in measured:
+        for name in (metric.name for metric in metrics):
+            if name in owners:
+                return QueryError(f'{owners[name]} and {plugin} both measure "{name}"; one would overwrite the other')
+            if name == "step" or name in taken:
+                return QueryError(
+                    f'{plugin} measures "{name}", which is a metric of the run itself; give it another name'
+                )
+            owners[name] = plugin
+    raise AssertionError("a name is there twice")
 
 
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {

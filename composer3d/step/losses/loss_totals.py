@@ -149,18 +149,10 @@ class LossTotals:
         compares = own and self._spread != 0.0
         numbers = [0.0] * _NUMBERS + list(also) + [0.0] * compares
         own_entries = entries if self._contributes and not self.copy[0] else []
-        numbers[1] = float(sum(entry.count for entry in own_entries if not isinstance(entry.count, torch.Tensor)))
-        numbers[3] = float(sum(entry.loss.dtype is torch.float64 for entry in own_entries))
+        terms = [(-1, entry.loss, self._spread) for entry in entries] if compares else []
+        terms += _add_up(own_entries, numbers)
         parts = [entry.part() for entry in own_entries if entry.divided is not None]
         numbers[4] = float(sum(not part.is_exact for part in parts))
-        numbers[5] = float(sum(entry.is_nothing for entry in own_entries))
-        terms = [(-1, entry.loss, self._spread) for entry in entries] if compares else []
-        for entry in own_entries:
-            terms.append((0, entry.loss, 1.0))
-            if isinstance(entry.count, torch.Tensor):
-                terms.append((1, entry.count, 1.0))
-            if entry.auxiliary is not None:
-                terms.append((2, entry.auxiliary, 1.0))
         total = _added(numbers, terms, self._device)
         dist.all_reduce(total, group=self._group)
         added_up, count, auxiliary_sum, is_double, is_divided, num_nothing, *others = total.tolist()
@@ -193,6 +185,24 @@ class LossTotals:
     def correction(self) -> float:
         """Factor by which all gradients have to be multiplied."""
         return 1.0 if not self._count or self.divisor is None else self.divisor / self._count
+
+
+def _add_up(entries: Sequence[_Entry], numbers: list[float]) -> list[tuple[int, Tensor, float]]:
+    """Add what losses say in Python's numbers to `numbers`; return what they say in tensors, as `_added` takes it."""
+    import torch
+
+    terms: list[tuple[int, Tensor, float]] = []
+    for entry in entries:
+        terms.append((0, entry.loss, 1.0))
+        if isinstance(entry.count, torch.Tensor):
+            terms.append((1, entry.count, 1.0))
+        else:
+            numbers[1] += entry.count
+        if entry.auxiliary is not None:
+            terms.append((2, entry.auxiliary, 1.0))
+        numbers[3] += entry.loss.dtype is torch.float64
+        numbers[5] += entry.is_nothing
+    return terms
 
 
 def _added(numbers: list[float], terms: Sequence[tuple[int, Tensor, float]], device: torch.device) -> Tensor:
