@@ -2,8 +2,9 @@
 
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
 the process and of the one beside it is shown too, and as a multiple of what `import torch` takes on the same machine.
-The median of the rounds is what is limited: each begins without traces of earlier ones. `again` is a plan for another
-network by the traces that the round has kept; it imports no torch, and may take the CPU time of `import torch`.
+What the median of the rounds takes beyond `import torch` is what is limited: each begins without traces of earlier
+ones. `again` is a plan for another network by the traces that the round has kept; it imports no torch, and may take the
+CPU time of `import torch`.
 
 Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
 """
@@ -33,14 +34,14 @@ _OF_405B = {
     "global_batch = 512": "global_batch = 2048",
 }
 CASES: tuple[tuple[str, int, Mapping[str, str], float], ...] = (
-    ("Llama-3-70B on 512 ranks", 512, {}, 10.0),
-    ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 30.0),
+    ("Llama-3-70B on 512 ranks", 512, {}, 3.0),
+    ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 8.0),
 )
 
 
 def measure(num_rounds: int) -> list[dict[str, Any]]:
     """Return a row for each model."""
-    rows, torch_s = [], _import_torch_s(num_rounds)
+    rows, (torch_passed_s, torch_s) = [], _import_torch_s(num_rounds)
     for name, world_size, changes, limit in CASES:
         text = MANIFEST
         for before, after in changes.items():
@@ -62,6 +63,7 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
                 "name": name,
                 "seconds": seconds,
                 "slowest_s": slowest,
+                "beyond_torch_s": round(seconds - torch_passed_s, 2),
                 "cpu_s": cpu_s,
                 "times_import_torch": round(cpu_s / torch_s, 1),
                 "again_s": again_s,
@@ -74,14 +76,15 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _import_torch_s(num_rounds: int) -> float:
-    """Return the CPU time of a process that imports torch and nothing else."""
+def _import_torch_s(num_rounds: int) -> tuple[float, float]:
+    """Return the seconds that pass and the CPU time of a process that imports torch and nothing else."""
     times = []
     for _ in range(num_rounds):
-        started = children_cpu_s()
+        started, cpu_started = time.monotonic(), children_cpu_s()
         child(sys.executable, "-c", "import torch", timeout_s=TIMEOUT_S)
-        times.append(children_cpu_s() - started)
-    return statistics.median(times)
+        times.append((time.monotonic() - started, children_cpu_s() - cpu_started))
+    seconds, cpu_s = zip(*times, strict=True)
+    return statistics.median(seconds), statistics.median(cpu_s)
 
 
 def _planned(path: Path, world_size: int, *more: str) -> tuple[float, float]:
@@ -94,7 +97,7 @@ def _planned(path: Path, world_size: int, *more: str) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Read the command line, measure, print; 1 if a median is above its limit."""
+    """Read the command line, measure, print; 1 if a plan takes longer than its limit."""
     parser = argparse.ArgumentParser(description="Time the plan of large models.")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each model (3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -102,7 +105,11 @@ def main() -> int:
     stated = conditions()
     rows = measure(arguments.rounds)
     say_rows(rows, stated, as_json=arguments.json)
-    return 0 if all(row["seconds"] <= row["budget_s"] and row["again_times_import_torch"] <= 1 for row in rows) else 1
+    return (
+        0
+        if all(row["beyond_torch_s"] <= row["budget_s"] and row["again_times_import_torch"] <= 1 for row in rows)
+        else 1
+    )
 
 
 if __name__ == "__main__":
