@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from support.daily_part import header, is_of_day  # noqa: E402
 from support.temporary_folders import leaving_nothing, own_temporary_folder  # noqa: E402
 from support.tiers import COLLECTED, Collected, is_chosen, read_choice  # noqa: E402
+from support.warm_process import compose_once  # noqa: E402
 
 from composer3d.processes.forking import prewarm  # noqa: E402
 
@@ -93,6 +94,8 @@ def _prewarmed() -> Iterator[None]:
     torch.set_num_threads(1)
     prewarm()
     prewarm((*COMMANDS, *(f"composer3d_plugins.{name}" for name in PLUGINS)))
+    if not torch.cuda.is_available():  # a backward beside GPUs would end this process' forks
+        compose_once()
     gc.collect()
     gc.freeze()  # half a million objects that stay are scanned by no later collection
     with leaving_nothing():

@@ -276,9 +276,12 @@ def signed(text, freeze_step):
     return losses, found
 
 
+def signed_and_plain(freeze_step):
+    return signed(SIGNS, freeze_step), signed(UNIT, freeze_step)
+
+
 def test_one_bit_adam_is_adam_in_its_warm_up_and_learns_on():
-    (losses, one), (_, other) = run_ranks(signed, 2, SIGNS, 3)
-    (plain, _), _ = run_ranks(signed, 2, UNIT, 3)
+    ((losses, one), (plain, _)), ((_, other), _) = run_ranks(signed_and_plain, 2, 3)
     assert losses[:4] == plain[:4] and losses[4:] != plain[4:]
     assert losses[-1] < losses[3] and same(one, other)
 

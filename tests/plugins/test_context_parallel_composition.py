@@ -44,8 +44,15 @@ def assert_equal_to_one_device(world_size, cases):
         assert max(ranks) <= 1e-12
 
 
-def test_data_parallelism_accumulation_and_nobody_else():
-    assert_equal_to_one_device(2, [cp("ring", "", train="microbatch = 16"), cp("ulysses", "[sharding.ddp]\n")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(cp("ring", "", train="microbatch = 16"), id="accumulation"),
+        pytest.param(cp("ulysses", "[sharding.ddp]\n"), id="ddp"),
+    ],
+)
+def test_accumulation_by_itself_and_beside_data_parallelism(text):
+    assert_equal_to_one_device(2, [text])
 
 
 @pytest.mark.slow
