@@ -73,7 +73,7 @@ def test_weights_alone_begin_with_new_moments(tmp_path):
     result = import_checkpoint(tmp_path / "step-3", tmp_path / "own")
     assert (result.step, result.num_states) == (3, 0)
     assert result.skipped == (
-        "optimizer.pt: numbers parameters in the order of a program's model and groups, which no file says",
+        "optimizer.pt: numbers parameters in the order of a model, and no config.json beside it says which",
     )
     assert len(run_ranks(gone_on, 2, tmp_path)) == 2
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from composer3d.errors import CheckpointError
 from composer3d.importing.foreign_checkpoints.found_state import FoundState, number_in, unwrapped_name
+from composer3d.importing.foreign_checkpoints.numbered_state import read_numbered_state
 from composer3d.importing.foreign_checkpoints.torch_archive import Note, read_archive
 
 __all__ = ["read_weight_folder"]
 
-_NUMBERED = "numbers parameters in the order of a program's model and groups, which no file says"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _OTHER_FILES = {
-    "optimizer.pt": _NUMBERED,
-    "optimizer.bin": _NUMBERED,
     "scheduler.pt": "of the loop that wrote it",
     "training_args.bin": "pickled objects of a program",
 }
@@ -43,6 +42,9 @@ def read_weight_folder(path: Path) -> FoundState | None:
             "copy the folder whole, or write the index anew"
         )
     if path.is_dir():
+        for file in (path / name for name in _OPTIMIZERS if (path / name).is_file()):
+            why = read_numbered_state(file, found)
+            found.skipped += [] if why is None else [f"{file.name}: {why}"]
         found.skipped += [f"{name}: {why}" for name, why in _OTHER_FILES.items() if (path / name).is_file()]
         found.skipped += [f"{each.name}: random numbers of a rank" for each in sorted(path.glob("rng_state*"))]
     return found
