@@ -37,6 +37,7 @@ ABOVE_COMPOSITION = (
     "testing",
     "diagnostics",
     "importing",
+    "integrations",
     "exporting",
     "scaffolding",
     "examples",

@@ -51,7 +51,7 @@ LAYERS = (
     ("composer3d",),
     ("models", "huggingface"),
     ("runner", "checking", "verification", "planning", "testing"),
-    ("diagnostics", "examples", "exporting", "importing", "jobs", "scaffolding", "selftest"),
+    ("diagnostics", "examples", "exporting", "importing", "integrations", "jobs", "scaffolding", "selftest"),
     ("cli",),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}

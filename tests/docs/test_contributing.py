@@ -65,6 +65,11 @@ def test_the_limits_are_those_enforced():
     assert f"Files of at most {files_of} lines, functions of at most {functions_of} (40 is the aim)" in CONTRIBUTING
 
 
+def test_the_way_of_a_parameter_is_through_functions_that_there_are():
+    places = [code(row[0])[0].split(": ") for row in table(CONTRIBUTING, "function", "what becomes of the parameter")]
+    assert [place for place in places if f"\ndef {place[1]}(" not in read(place[0])] == []
+
+
 def test_words():
     axes = ", ".join(f"`{axis.name}`" for axis in AXES).replace("`dp_shard`, ", "`dp_shard`,\n  ")
     assert f"Axes are {axes}." in CONTRIBUTING
