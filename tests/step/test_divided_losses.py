@@ -276,3 +276,54 @@ def refused_unseen():
 def test_a_zero_of_unknown_origin_is_refused_on_all_ranks():
     for said in run_ranks(refused_unseen, 2):
         assert said.startswith("a part of the global batch has the loss 0, divided by 1, and its graph does not show")
+
+
+def terms(path, counts, divide, reduction):
+    """Return how far the gradients of a mean beside a divided sum are from one device's, or what was said of them."""
+    import torch.distributed as dist
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, (inputs, targets) = Net(), batch_of(counts, 0)
+    reference = copy.deepcopy(model)
+    each, mask = losses_of(whole := reference(inputs), targets)
+    (whole.square().mean() + each[mask].sum() / mask.sum().clamp(min=1)).backward()
+    run = composer3d.compose(model, path)
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    try:
+        with run.step(0):
+            x, y = part_of(run.context.data_parallel_rank, (inputs, targets))
+            each, mask = losses_of(logits := run.model(x), y)
+            everywhere = mask.sum()
+            dist.all_reduce(everywhere)
+            squares = logits.square().mean()
+            if reduction == "sum":
+                squares = logits.square().sum() / (logits.numel() * len(counts))
+            run.backward(squares + each[mask].sum() / divide(mask.sum(), everywhere), reduction=reduction)
+            run.clip_grad_norm_(float("inf"))
+            gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters()}
+    except LossError as error:
+        return str(error)
+    wanted = {fqn: p.grad for fqn, p in reference.named_parameters()}
+    return max(float((gradients[fqn] - wanted[fqn]).abs().max()) for fqn in wanted)
+
+
+@pytest.mark.parametrize("counts", [[1, 0], [0, 1]])
+def test_a_bound_that_one_rank_meets_in_a_term_is_refused(counts):
+    path = write_manifest(LAYOUTS["fsdp2"])
+    for said in run_ranks(terms, 2, path, counts, lambda own, _: own.clamp(min=1), None):
+        assert said.startswith(
+            f"a term of the loss is a sum over {counts[0]}, {counts[1]} targets on the data-parallel"
+        )
+
+
+def test_what_the_refusal_of_a_bound_says_is_one_devices():
+    path = write_manifest(LAYOUTS["fsdp2"])
+    for error in run_ranks(terms, 2, path, [1, 0], lambda _, everywhere: everywhere.clamp(min=1), "sum"):
+        assert error <= TIGHT
+
+
+def test_terms_divided_by_the_mean_number_of_targets_of_ranks_are_one_devices():
+    path = write_manifest(LAYOUTS["fsdp2"])
+    for error in run_ranks(terms, 2, path, [2, 1], lambda _, everywhere: everywhere / 2, "mean"):
+        assert error <= TIGHT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -36,7 +36,7 @@ from composer3d.step.losses.total_divisors import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DividedSum", "divided_sum", "is_times_zero", "refuse_groups", "without_nothing"]
+__all__ = ["DividedSum", "divided_sum", "is_times_zero", "parts_of_terms", "refuse_groups", "without_nothing"]
 
 # Of elements, each of which is 0 where its operand is 0.
 _ZERO_STAYS = ("Abs", "Pow", "Sqrt", "Relu", "Clamp", "Sum", "Mean", "Expand", "Squeeze", "Unsqueeze", "Transpose")
@@ -98,12 +98,11 @@ def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum 
     """
     if torch_compat.active_fake_mode() is not None or not (nodes := divisions_of(loss)):
         return None
-    node = nodes[0]
-    divisor = number(node._saved_other)
+    divisor = number(nodes[0]._saved_other)
     if divisor is None:
         return None
     whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-    summed = past_learned(past_multiples(past_views(node.next_functions[0][0])))
+    summed = _divided_by(nodes[0])
     counts, numel = _counts(summed)
     numbers = None if known is None or known_reduction(summed) == "mean" else _numbers(summed)
     return DividedSum(
@@ -113,6 +112,42 @@ def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum 
         numel=numel,
         is_zero=whole.detach().reshape(()) == 0,
     )
+
+
+def parts_of_terms(loss: Tensor) -> list[Part]:
+    """Return the sums that the terms of a loss divide by numbers of their own, one after the other.
+
+    Of what is selected, rows or elements are its count, where the divisor is one of these.
+
+    Memory: none. The device is waited for.
+    """
+    import torch
+
+    if torch_compat.active_fake_mode() is not None:
+        return []
+    parts = []
+    for node in terms_of(loss):
+        divisor = number(node._saved_other) if type(node).__name__.startswith("DivBackward") else None
+        if divisor is None:
+            continue
+        summed = _divided_by(node)
+        counts, numel = _counts(summed)
+        given = DividedSum(
+            divisor=divisor,
+            counts=counts,
+            seen=tuple(_numbers(summed)),
+            numel=numel,
+            is_zero=torch.tensor(numel == 0),
+        ).part()
+        if given.count is None and (not numel or given.is_counted):
+            given = replace(given, count=given.divisor if numel else 0.0)
+        parts.append(given)
+    return parts
+
+
+def _divided_by(node: Any) -> Any:
+    """Return the node of the sum that a division divides."""
+    return past_learned(past_multiples(past_views(node.next_functions[0][0])))
 
 
 def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -> None:
@@ -141,7 +176,7 @@ def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -
 
 def _is_count(node: Any, divisor: float) -> bool:
     """Return whether a divisor may be the number of a sum's summands, or divides what is a mean already."""
-    summed = past_learned(past_multiples(past_views(node.next_functions[0][0])))
+    summed = _divided_by(node)
     if known_reduction(summed) == "mean":
         return True
     counts = [float(each) for term in all_terms(summed) or [summed] for each in _counts(past_multiples(term))[0]]

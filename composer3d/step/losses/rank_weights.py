@@ -16,7 +16,14 @@ from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.mesh import Role
 from composer3d.step.gradients import add_up
-from composer3d.step.losses.divided_sums import DividedSum, divided_sum, is_times_zero, refuse_groups, without_nothing
+from composer3d.step.losses.divided_sums import (
+    DividedSum,
+    divided_sum,
+    is_times_zero,
+    parts_of_terms,
+    refuse_groups,
+    without_nothing,
+)
 from composer3d.step.losses.loss import PENALTY
 from composer3d.step.losses.loss_factors import past_views
 from composer3d.step.losses.loss_graph import (
@@ -41,6 +48,10 @@ __all__ = ["RankWeights", "Weighted"]
 _SLOTS = 9
 _SAME = 1e-9
 _SHOWN = 8  # terms, and ranks, of a refusal
+_WHAT_TO_WRITE = (
+    ": divide the sum of each term by its targets on all ranks, which dist.all_reduce adds up, and write "
+    'run.backward(loss, reduction="sum"); terms of parameters alone have a backward of their own after it'
+)
 
 
 class _Kind(IntEnum):
@@ -164,6 +175,8 @@ class RankWeights:
         own[8] = float(is_multiplied_by_tensor(past_views(value.grad_fn)))
         # Alike where the terms' divisors are: a number that two different lists hardly share.
         own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
+        if kind is _Kind.TERMS and known is not None:
+            own[4] = float(any(not part.is_exact for part in parts_of_terms(value)[:_SHOWN]))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
         if divided is not None:
             part = divided.part()
@@ -191,6 +204,8 @@ class RankWeights:
         kinds = {rank[0] for rank in there}
         if _Kind.TERMS in kinds and (len(there) < self.num_ranks or len(kinds) > 1 or not _are_alike(there)):
             raise LossError(self._uneven(value, kind))
+        if _Kind.TERMS in kinds and any(rank[4] for rank in there):
+            self._refuse_bounds(value)
         total = _multiplied_back(there)
         if kind is _Kind.NOTHING:
             return Weighted(loss=plain, factor=there[0][5] if total is None else total)
@@ -220,10 +235,36 @@ class RankWeights:
         shown = ", ".join(f"{divisor:g}" for divisor in odd[:_SHOWN])
         return (
             f"a term of the loss is a mean over {odd[self._index]:g} targets on this rank, and over others elsewhere "
-            f"({shown} on the data-parallel ranks, {sum(odd):g} in all), so ranks do not weigh the same: divide the "
-            "sum of each term by its targets on all ranks, which dist.all_reduce adds up, and write "
-            'run.backward(loss, reduction="sum"); terms of parameters alone have a backward of their own after it'
+            f"({shown} on the data-parallel ranks, {sum(odd):g} in all), so ranks do not weigh the same{_WHAT_TO_WRITE}"
         )
+
+    def _refuse_bounds(self, value: Tensor) -> None:
+        """Refuse a term that a rank without targets divides by a bound, which others have as their number of targets.
+
+        Divisors are alike on all ranks then, which average the term; one device divides the sum of all by its targets.
+        Collectives: one more all-reduce an axis.
+        """
+        import torch
+
+        vector = torch.zeros(self.num_ranks, _SHOWN, 4, dtype=torch.float64, device=value.device)
+        for place, part in enumerate(parts_of_terms(value)[:_SHOWN]):
+            count = -1.0 if part.count is None else part.count
+            vector[self._index, place] = torch.tensor([1.0, part.divisor, count, part.numel], dtype=torch.float64)
+        self._total(vector)
+        for term in vector.transpose(0, 1).tolist():
+            if not all(is_there and count >= 0 for is_there, _, count, _ in term):
+                continue
+            parts = [Part(divisor=divisor, count=count, numel=int(numel)) for _, divisor, count, numel in term]
+            if not any(part.is_exact for part in parts) or not any(part.count == 0 for part in parts):
+                continue
+            whole, added = total_divisor(parts), sum(part.divisor for part in parts)
+            if abs(whole - added) > _SAME * added:
+                counts = ", ".join(f"{part.count:g}" for part in parts[:_SHOWN])
+                raise LossError(
+                    f"a term of the loss is a sum over {counts} targets on the data-parallel ranks, each of which "
+                    f"divides it by {parts[0].divisor:g}, a bound where there is none, and one device once by "
+                    f"{whole:g}{_WHAT_TO_WRITE}"
+                )
 
     def _compare(self, ranks: list[list[float]]) -> None:
         """Raise where ranks' losses are not of one kind."""
