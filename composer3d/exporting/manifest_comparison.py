@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer3d.exporting.export_result import ExportedKey
-from composer3d.exporting.meaning import Meaning, path_of
+from composer3d.exporting.meaning import Meaning
 from composer3d.exporting.writers import Writer
-from composer3d.importing import Translation, Verdict
+from composer3d.importing import Translation, Verdict, path_of
 from composer3d.registry import FAMILIES
 from composer3d.runner import multiplier_of
 

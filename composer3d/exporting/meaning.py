@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer3d.errors import ComposerError
-from composer3d.importing import plugin_words
+from composer3d.importing import path_of
 from composer3d.manifest import CORE_TABLES, Document, Manifest, MeshTable, fields, type_manifest
 from composer3d.registry import FAMILIES
 from composer3d.runner import TABLES, optimizer_class
@@ -60,14 +60,6 @@ class Meaning:
         """Return the degree of an axis; None where it is not known."""
         degree: int | None = self.values.get(f"mesh.{name}")
         return degree
-
-
-def path_of(to: str) -> str:
-    """Return a key whose word, if it begins with one, is replaced by the table that it stands for."""
-    if not to.startswith("@"):
-        return to
-    word, _, key = to[1:].partition(".")
-    return plugin_words()[word] + (f".{key}" if key else "")
 
 
 def meaning_of(document: Document, *, world: int | None) -> Meaning:

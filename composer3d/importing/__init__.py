@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composer3d.importing.commented_manifest import write_manifest
 from composer3d.importing.importer import import_config, translate_tree
-from composer3d.importing.key_tables import KeyTable, load_key_table, plugin_words, systems
+from composer3d.importing.key_tables import KeyTable, load_key_table, path_of, systems
 from composer3d.importing.leaves import SourceTree
 from composer3d.importing.source_file import parse
 from composer3d.importing.translation import Options, Translation
@@ -21,7 +21,7 @@ __all__ = [
     "import_config",
     "load_key_table",
     "parse",
-    "plugin_words",
+    "path_of",
     "systems",
     "translate_tree",
     "write_manifest",

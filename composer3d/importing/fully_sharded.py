@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
 __all__ = ["fully_sharded", "names_of"]
@@ -103,9 +104,7 @@ def _recomputation(t: Translation, key_of: Callable[[str], str]) -> None:
     if t.flag(key):
         t.put("@recomputed.mode", "full", key)
         t.judge(key, "carried", to="@recomputed.mode")
-        if t.flag(moved):
-            t.put("@activations", None, moved)
-            t.judge(moved, "carried", to="@activations")
+        t.switch(moved, "@activations")
     t.judge(key, "meaningless", "off")
     t.judge(moved, "meaningless", "off")
 
@@ -123,7 +122,7 @@ def _units(t: Translation, key_of: Callable[[str], str], default: str) -> None:
         key_of("min_num_params"),
     )
     wanted, kind = names_of(t.get(classes)), str(t.get(policy) or default).upper()
-    is_sharded = t.path_of("@sharded.zero") in t.settings
+    is_sharded = path_of("@sharded.zero") in t.settings
     if kind == "NO_WRAP":
         if is_sharded:
             t.put("@sharded.units", [], policy, reason=None if policy in t else f"{t.table.title}'s default: NO_WRAP")

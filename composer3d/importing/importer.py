@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from composer3d.errors import ManifestError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
-from composer3d.importing.key_tables import load_key_table, systems
+from composer3d.importing.key_tables import load_key_table, path_of, systems
 from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
 from composer3d.importing.recognition import form_of, recognise
 from composer3d.importing.shell_flags import read_words
@@ -233,7 +233,7 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
         overrides += _large_enough(translation)
     if places["model"] is not None or not any(path.startswith("model.") for path in translation.settings):
         # Classes of a model that is not here are no stand-in's.
-        overrides += [f"{path}=[]" for path in (translation.path_of(_CLASSES),) if path in translation.settings]
+        overrides += [f"{path}=[]" for path in (path_of(_CLASSES),) if path in translation.settings]
     overrides += _beside(name, translation)
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)
@@ -285,9 +285,9 @@ def _large_enough(translation: Translation) -> list[str]:
         value = settings[path].value if path in settings else 1
         return value if isinstance(value, int) and value > 0 else 1
 
-    blocks = 2 * degree("mesh.pp") * degree(translation.path_of("@stages.stages_per_rank"))
+    blocks = 2 * degree("mesh.pp") * degree(path_of("@stages.stages_per_rank"))
     heads = degree("mesh.tp") * degree("mesh.cp")
-    split = settings.get(translation.path_of("@stages.split"))
+    split = settings.get(path_of("@stages.split"))
     if split is not None or max(blocks, heads) <= 8:
         return []
     sizes = {"num_layers": max(blocks, 8), "num_heads": max(heads, 8), "dim": 32 * max(heads, 8)}

@@ -27,7 +27,7 @@ import tomli
 
 from composer3d.importing.verdicts import Verdict
 
-__all__ = ["Entry", "KeyTable", "load_key_table", "plugin_words", "systems"]
+__all__ = ["Entry", "KeyTable", "load_key_table", "path_of", "plugin_words", "systems"]
 
 _FOLDER = Path(__file__).parent / "tables"
 _WORDS = "words"
@@ -162,6 +162,14 @@ def plugin_words() -> Mapping[str, str]:
     """
     words: Mapping[str, str] = _read(_WORDS)["words"]
     return words
+
+
+def path_of(to: str) -> str:
+    """Return a key whose word, if it begins with one, is replaced by the table that it stands for."""
+    if not to.startswith("@"):
+        return to
+    word, _, key = to[1:].partition(".")
+    return plugin_words()[word] + (f".{key}" if key else "")
 
 
 def _read(name: str) -> dict[str, Any]:

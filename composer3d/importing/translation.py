@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from composer3d.errors import Problem, did_you_mean
-from composer3d.importing.key_tables import Entry, KeyTable, plugin_words
+from composer3d.importing.key_tables import Entry, KeyTable, path_of, plugin_words
 from composer3d.importing.leaves import Leaf, SourceTree
 from composer3d.importing.verdicts import KeyVerdict, Verdict
 from composer3d.manifest import HIDDEN, hide
@@ -160,7 +160,7 @@ class Translation:
         if leaf is None or key in self.verdicts:
             return
         note = re.sub(r"\[@(\w+)\]", lambda word: f"[{plugin_words()[word[1]]}]", note)
-        path = None if to is None else self.path_of(to)
+        path = None if to is None else path_of(to)
         if path is not None and not self.is_kept(path):
             path, note = None, f"the loop's own: {path}" + (f"; {note}" if note else "")
         self.verdicts[key] = KeyVerdict(
@@ -190,13 +190,23 @@ class Translation:
         leaves = [self.tree.leaves[key] for key in sources if key in self]
         stated = [f"{leaf.shown} = {_written(_shown(leaf))}" for leaf in leaves]
         text = "from " + ", ".join(stated) if stated else ""
-        self.settings[self.path_of(to)] = Setting(value=value, reason="; ".join(filter(None, (text, reason))))
+        self.settings[path_of(to)] = Setting(value=value, reason="; ".join(filter(None, (text, reason))))
 
     def carry(self, key: str, to: str, value: Any, note: str = "", *, verdict: str = "carried") -> None:
         """Set a key of the manifest from one of the source, if that is there."""
         if key in self:
             self.put(to, value, key)
             self.judge(key, verdict, note, to=to)
+
+    def carry_text(self, key: str, to: str) -> None:
+        """Set a key of the manifest from a text of the source that is not empty."""
+        if value := self.text(key):
+            self.carry(key, to, value)
+
+    def switch(self, key: str, to: str, note: str = "") -> None:
+        """Write a table of the manifest without keys where a flag of the source is on."""
+        if self.flag(key):
+            self.carry(key, to, None, note)
 
     def state(self, key: str, to: str, value: Any, note: str = "") -> None:
         """Set a key of the manifest from one of the source, or from the source's default where that is not there."""
@@ -231,7 +241,7 @@ class Translation:
 
     def stated_as(self, to: str) -> str:
         """Return the key of the source that a setting of the manifest comes from."""
-        return next(key for key, entry in self.verdicts.items() if entry.to == self.path_of(to))
+        return next(key for key, entry in self.verdicts.items() if entry.to == path_of(to))
 
     def is_allowed(self, key: str) -> bool:
         """Return whether the user overruled the refusal of a key."""
@@ -244,13 +254,6 @@ class Translation:
         """Return whether a key of the manifest is written, and not the loop's own."""
         table = path.split(".")[0]
         return self.is_run or table in _EMBEDDED_TABLES or path in _EMBEDDED_TRAIN or path == "model.blocks"
-
-    def path_of(self, to: str) -> str:
-        """Return a target with its word replaced by the table that it stands for."""
-        if not to.startswith("@"):
-            return to
-        word, _, key = to[1:].partition(".")
-        return plugin_words()[word] + (f".{key}" if key else "")
 
 
 Rule = Callable[[Translation], None]

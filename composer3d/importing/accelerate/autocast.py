@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer3d.importing.accelerate.launched import kind_of
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
 __all__ = ["precision"]
@@ -68,7 +69,7 @@ def _eight_bits(t: Translation) -> None:
         reason = "TransformerEngine's delayed scaling is another recipe; allowed, products are in float8 tensorwise"
         t.put("@float8.recipe", "tensorwise", f"{block}.backend")
         if t.flag(f"{block}.use_mxfp8_block_scaling"):
-            del t.settings[t.path_of("@float8.recipe")]
+            del t.settings[path_of("@float8.recipe")]
             t.put("@mxfp8", None, f"{block}.use_mxfp8_block_scaling")
             t.judge(f"{block}.use_mxfp8_block_scaling", "carried", to="@mxfp8")
             t.judge("mixed_precision", "changed", "torchao's kernels there and here are others", to="@mxfp8")

@@ -172,14 +172,11 @@ def _cosines(t: Translation) -> None:
 def watched(translation: Translation) -> None:
     """Carry wandb, TensorBoard and MLflow; distances in epochs are missing."""
     t = translation
+    t.carry_text("wandb_project", "@wandb.project")
     if t.text("wandb_project"):
-        t.carry("wandb_project", "@wandb.project", t.text("wandb_project"))
-        if t.text("wandb_name"):
-            t.carry("wandb_name", "@wandb.name", t.text("wandb_name"))
-        if t.text("wandb_entity"):
-            t.carry("wandb_entity", "@wandb.entity", t.text("wandb_entity"))
-    if t.flag("use_tensorboard"):
-        t.carry("use_tensorboard", "@tensorboard", None)
+        t.carry_text("wandb_name", "@wandb.name")
+        t.carry_text("wandb_entity", "@wandb.entity")
+    t.switch("use_tensorboard", "@tensorboard")
     if t.flag("use_mlflow"):
         t.carry("use_mlflow", "@mlflow", None)
         for key, name in (("tracking_uri", "tracking_uri"), ("experiment_name", "experiment"), ("run_name", "name")):

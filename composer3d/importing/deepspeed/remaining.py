@@ -12,9 +12,7 @@ _OFF = "its block is not enabled"
 def watching(translation: Translation) -> None:
     """Carry timers, profilers and monitors that are switched on."""
     t = translation
-    if t.flag("wall_clock_breakdown"):
-        t.put("@throughput", None, "wall_clock_breakdown")
-        t.judge("wall_clock_breakdown", "carried", "times of phases are in [@spans]", to="@throughput")
+    t.switch("wall_clock_breakdown", "@throughput", "times of phases are in [@spans]")
     t.judge("wall_clock_breakdown", "meaningless", "off")
     if t.flag("flops_profiler.enabled"):
         step = t.integer("flops_profiler.profile_step", 1) or 1

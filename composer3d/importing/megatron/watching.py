@@ -59,18 +59,14 @@ def _stability(t: Translation) -> None:
 
 
 def _profiles(t: Translation) -> None:
-    if t.flag("log_throughput"):
-        t.put("@throughput", None, "log_throughput")
-        t.judge("log_throughput", "carried", to="@throughput")
+    t.switch("log_throughput", "@throughput")
     if t.text("tensorboard_dir"):
         t.put("@tensorboard", None, "tensorboard_dir")
         t.judge("tensorboard_dir", "carried", "in the run's folder, unless folder says another", to="@tensorboard")
+    t.carry_text("wandb_project", "@wandb.project")
     if t.text("wandb_project"):
-        t.carry("wandb_project", "@wandb.project", t.text("wandb_project"))
-        if t.text("wandb_exp_name"):
-            t.carry("wandb_exp_name", "@wandb.name", t.text("wandb_exp_name"))
-        if t.text("wandb_entity"):
-            t.carry("wandb_entity", "@wandb.entity", t.text("wandb_entity"))
+        t.carry_text("wandb_exp_name", "@wandb.name")
+        t.carry_text("wandb_entity", "@wandb.entity")
     is_on = t.flag("profile") or t.flag("use_nsys_profiler") or t.flag("use_pytorch_profiler")
     begins, ends = t.integer("profile_step_start", 10) or 0, t.integer("profile_step_end", 12) or 0
     if is_on and ends > begins:
@@ -80,12 +76,8 @@ def _profiles(t: Translation) -> None:
             t.judge(key, "derived", "steps before, and steps in the profile", to="@profiler.active")
         for key in ("profile", "use_nsys_profiler", "use_pytorch_profiler"):
             t.judge(key, "carried", "torch's profiler", to="@profiler.active")
-    if t.flag("record_memory_history"):
-        t.put("@snapshots", None, "record_memory_history")
-        t.judge("record_memory_history", "carried", to="@snapshots")
-    if t.flag("otel_enabled"):
-        t.put("@spans", None, "otel_enabled")
-        t.judge("otel_enabled", "carried", to="@spans")
+    t.switch("record_memory_history", "@snapshots")
+    t.switch("otel_enabled", "@spans")
     for key in (
         "log_throughput",
         "tensorboard_dir",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from composer3d.importing.deepspeed.low_precision import precision as of_blocks
 from composer3d.importing.indexed_sets import held_out, indexed
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
 __all__ = [
@@ -72,7 +73,7 @@ def dtype(translation: Translation) -> None:
 
 def precision(translation: Translation) -> None:
     """Carry the blocks fp16 and bf16 by DeepSpeed's rule, unless `precision` or a type has said bfloat16."""
-    t, prefix = translation, translation.path_of("@mixed")
+    t, prefix = translation, path_of("@mixed")
     said = {path: setting for path, setting in t.settings.items() if path.startswith(prefix)}
     of_blocks(t)
     if said:
@@ -257,8 +258,7 @@ def watched(translation: Translation) -> None:
         t.carry("tensorboard_dir", "@tensorboard", None, "in the run's folder, unless folder says another")
     if t.flag("use_wandb"):
         t.put("@wandb.project", t.text("wandb_project") or "neox", "use_wandb", "wandb_project")
-        if t.text("wandb_run_name"):
-            t.carry("wandb_run_name", "@wandb.name", t.text("wandb_run_name"))
+        t.carry_text("wandb_run_name", "@wandb.name")
         for key in ("use_wandb", "wandb_project"):
             t.judge(key, "carried", to="@wandb.project")
         for key, name in (("wandb_team", "entity"), ("wandb_group", "group")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
 __all__ = ["FLAVOURS", "batch", "model", "optimizer", "saving", "schedule"]
@@ -81,7 +82,7 @@ def _data_degree(t: Translation) -> int | None:
         others *= value
     if t.options.world_size is not None:
         return max(t.options.world_size // others, 1)
-    is_replicated = t.path_of("@replicated") in t.settings
+    is_replicated = path_of("@replicated") in t.settings
     shard = 1 if is_replicated else t.settings["mesh.dp_shard"].value if "mesh.dp_shard" in t.settings else -1
     replicate = t.settings["mesh.dp_replicate"].value if "mesh.dp_replicate" in t.settings else 1
     return None if -1 in (shard, replicate) else shard * replicate

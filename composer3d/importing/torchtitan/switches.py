@@ -127,17 +127,12 @@ def watching(translation: Translation) -> None:
         t.judge("profiling.profiler_active", "carried", to="@profiler.active")
         t.judge("profiling.profiler_warmup", "carried", to="@profiler.warmup")
         t.judge("profiling.save_traces_folder", "equal", "profiles in the run's folder")
+    t.switch("profiling.enable_memory_snapshot", "@snapshots")
     if t.flag("profiling.enable_memory_snapshot"):
-        t.put("@snapshots", None, "profiling.enable_memory_snapshot")
-        t.judge("profiling.enable_memory_snapshot", "carried", to="@snapshots")
         t.judge("profiling.save_memory_snapshot_folder", "equal", "memory in the run's folder")
     t.judge_block("profiling", "meaningless", "off")
-    if t.flag("metrics.enable_tensorboard"):
-        t.put("@tensorboard", None, "metrics.enable_tensorboard")
-        t.judge("metrics.enable_tensorboard", "carried", to="@tensorboard")
-    if t.flag("metrics.enable_wandb"):
-        t.put("@wandb", None, "metrics.enable_wandb")
-        t.judge("metrics.enable_wandb", "carried", to="@wandb")
+    t.switch("metrics.enable_tensorboard", "@tensorboard")
+    t.switch("metrics.enable_wandb", "@wandb")
     t.judge_block("metrics", "meaningless", "off, or a folder of the run's")
     timeout = t.number("comm.train_timeout_seconds")
     if timeout:

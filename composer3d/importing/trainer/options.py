@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer3d.importing.fully_sharded import fully_sharded
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
 __all__ = ["precision", "saving", "sharded", "switches"]
@@ -34,7 +35,7 @@ def sharded(translation: Translation) -> None:
         fully_sharded(t, lambda name: names.get(name, f"fsdp_config.{name}"), machines=1, world=t.options.world_size)
         zero = 2 if any("shard_grad_op" in word or "zero2" in word for word in words) else 3
         if "no_shard" in words:
-            t.settings.pop(t.path_of("@sharded.zero"), None)
+            t.settings.pop(path_of("@sharded.zero"), None)
             t.put("@replicated", None, "fsdp")
         elif words:
             t.put("@sharded.zero", zero, "fsdp")
