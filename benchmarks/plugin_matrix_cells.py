@@ -111,6 +111,10 @@ PERMITTED: tuple[Permitted, ...] = (
         r"|zero_bubble_pipeline\W+reshard_",
     ),
     Permitted(
+        row="`fsdp2`: `delay_all_reduce` with `zero` below 3, or without replicas",
+        message=r"delay_all_reduce has no effect",
+    ),
+    Permitted(
         row="`prometheus`, `tensorboard`, `wandb`, `mlflow` where their library is not installed",
         message=r"(wandb|mlflow|prometheus_client|tensorboard) is not installed",
     ),
@@ -169,15 +173,12 @@ PENDING = (
     "mesh.cp",
     "sharding.expert_parallel",
     "mesh.ep",
-    "profiling.csv",
-    "profiling.mlflow",
     "communication.compression",
     "communication.local_sgd",
     "communication.async_tensor_parallel",
     "communication.process_groups",
     "communication.replicas",
     "mesh.replica",
-    "sharding.fsdp2.delay_all_reduce",
     "mesh.island",
 )
 
