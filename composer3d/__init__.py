@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from composer3d.replicas import ReplicaPolicy
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
-    from composer3d.step.gradients import average_whole
+    from composer3d.step.gradients import average_whole, averaging_action
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.rank_numbers import RankNumbers
     from composer3d.step.step_state import StepState
@@ -160,7 +160,7 @@ _MODULES = {
     "step.evaluation": ("EvaluatedWeights", "Evaluation"),
     "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
-    "step.gradients": ("average_whole",),
+    "step.gradients": ("average_whole", "averaging_action"),
     "step.units.own_meshes": ("own_meshes",),
     "step.units.unit_dtypes": ("divide_by_dtype",),
     "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
@@ -293,6 +293,7 @@ __all__ = [
     "VerifyResult",
     "all_gather_json",
     "average_whole",
+    "averaging_action",
     "block_codec",
     "broadcast_json",
     "caller_of",

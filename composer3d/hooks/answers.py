@@ -207,9 +207,11 @@ def _hints(annotated: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from composer3d.communication import GroupOptions
+
     known = {**vars(interfaces), **vars(transform), **vars(mesh)}
     known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Optimizer": torch.optim.Optimizer}
-    known["ReplicaPolicy"] = ReplicaPolicy
+    known |= {"ReplicaPolicy": ReplicaPolicy, "GroupOptions": GroupOptions}
     return typing.get_type_hints(annotated, localns={**known, "DeviceMesh": DeviceMesh, "RunContext": object})
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.torch_compat import local_of as local
+from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
+    from composer3d.step.step_state import StepState
 
 __all__ = [
     "Apart",
@@ -21,6 +23,7 @@ __all__ = [
     "apart",
     "average_whole",
     "averaged_dims",
+    "averaging_action",
     "local",
     "refuse_none",
     "settle_partial",
@@ -90,6 +93,28 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
             groups.setdefault(of_experts.get(id(parameter), ()), []).append(parameter)
     for experts, trained in groups.items():
         _average(trained, averaged_dims(axes, experts, context), context)
+
+
+def averaging_action(name: str, average: Callable[[StepState], None], context: RunContext) -> StepAction:
+    """Return the action of a data-parallel plugin that averages what no unit reduces.
+
+    It runs when the last backward of a batch ends, so that a loop which reads gradients, or updates by them itself, has
+    averages. A pipeline's last micro-batch ends before backwards of others, and gradients that are in host memory then
+    come back later: there it runs when the gradients are first used.
+
+    Args:
+        name: Of the action.
+        average: Leaves averages as they are.
+        context: Configured.
+    """
+    if context.layout.degree(Role.STAGE) > 1 or context.claimants("moved_gradients"):
+        return StepAction(name=name, point=StepPoint.GRADIENTS_LOCAL, run=average)
+
+    def average_last(state: StepState) -> None:
+        if state.is_last:
+            average(state)
+
+    return StepAction(name=name, point=StepPoint.AFTER_MICROBATCH, run=average_last)
 
 
 def averaged_dims(axes: Sequence[str], experts: Sequence[str], context: RunContext) -> list[tuple[str, Any]]:

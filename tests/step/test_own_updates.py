@@ -21,9 +21,20 @@ LAYOUTS = {
 }
 
 
+class Temperature(nn.Module):
+    """A parameter without dims, which no unit holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.factor
+
+
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4), Temperature())
 
 
 def cleared(model, how):

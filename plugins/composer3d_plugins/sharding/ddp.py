@@ -24,6 +24,7 @@ from composer3d import (
     StepState,
     Transform,
     average_whole,
+    averaging_action,
     divide_by_dtype,
     hookimpl,
     make_unit,
@@ -185,7 +186,7 @@ class DDP:
         """Reduce after the last micro-batch only."""
         actions = [StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
         if self.reducer == "unit" and any(self._whole_parameters(part.module, context) for part in context.parts):
-            actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=self._average_whole))
+            actions.append(averaging_action("ddp.whole", self._average_whole, context))
         if self.reducer == "bucketed" and not (self.find_unused_parameters or self.static_graph):
             actions.append(StepAction(name="ddp.unused", point=StepPoint.AFTER_MICROBATCH, run=self._refuse_unused))
         if self.reducer == "bucketed":

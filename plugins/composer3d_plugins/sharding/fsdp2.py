@@ -20,6 +20,7 @@ from composer3d import (
     StepState,
     Transform,
     average_whole,
+    averaging_action,
     divide_by_dtype,
     hookimpl,
     make_unit,
@@ -178,7 +179,7 @@ class FSDP2:
         actions = [StepAction(name="fsdp2", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
         # Without them, nothing reads gradients after the backward.
         if any(self._ignored_parameters(part.module, context) for part in context.parts):
-            actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
+            actions.append(averaging_action("fsdp2.ignored", self._average_ignored, context))
         if self.gather_early:
             actions.append(StepAction(name="fsdp2.early", point=StepPoint.END, run=self._gather_early, gradients=False))
         return actions

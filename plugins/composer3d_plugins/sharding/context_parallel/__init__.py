@@ -19,10 +19,10 @@ from composer3d import (
     Role,
     RunContext,
     StepAction,
-    StepPoint,
     StepState,
     Transform,
     average_whole,
+    averaging_action,
     hookimpl,
     plugin,
     select_fqns,
@@ -125,7 +125,7 @@ class ContextParallel:
         """Average gradients over cp where no data-parallel plugin does."""
         if not self._averages(context):
             return []
-        return [StepAction(name="context_parallel", point=StepPoint.GRADIENTS_LOCAL, run=_average)]
+        return [averaging_action("context_parallel", _average, context)]
 
     def _averages(self, context: RunContext) -> bool:
         """Return whether nobody else averages: an owner of an axis of samples does, over those of positions too."""
