@@ -370,7 +370,7 @@ class StepEngine:
     def parameters_loaded(self) -> None:
         """Run the actions that depend on final parameters, after a load or another change between steps."""
         self._between("parameters_changed")
-        self.loop.writes.forget()
+        self.loop.forget_writes()
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         try:
             self._at(StepPoint.PARAMETERS_FINAL)

@@ -14,7 +14,7 @@ LAYOUTS = {
     "buckets": (2, '[sharding.ddp]\nreducer = "bucketed"\n'),
     "zero 3": (2, "[sharding.fsdp2]\n"),
     "zero 2": (2, "[sharding.fsdp2]\nzero = 2\n"),
-    "zero 1, empty shards": (4, "[sharding.fsdp2]\nzero = 1\n"),
+    "zero 1": (4, "[sharding.fsdp2]\nzero = 1\n"),
 }
 FQN = "layers.0.up.bias"
 
@@ -87,3 +87,52 @@ def test_gradients_that_all_ranks_change_are_the_loops_own_choice_and_add_no_col
     world_size, text = LAYOUTS[layout]
     for write, is_clipped in ((scale, False), (replace, True)):
         assert run_ranks(said, world_size, text, write, range(world_size), is_clipped) == [True] * world_size
+
+
+def nudge(parameter):
+    with torch.no_grad():
+        parameter.add_(0.01)
+
+
+def overwrite(parameter):
+    with torch.no_grad():
+        parameter.copy_(torch.full(parameter.shape, 0.5))
+
+
+def nudge_shard(parameter):
+    getattr(parameter, "_local_tensor", parameter).detach().mul_(1.5)
+
+
+def told(text, write, ranks):
+    """Train steps, between two of which some ranks write into a weight; return what is said."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(8))
+    try:
+        for number in range(8):
+            run.backward(mean_loss(run.model(tokens), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 4 and run.context.rank in ranks:
+                write(dict(run.named_parameters())[FQN])
+    except StepError as error:
+        return str(error)
+    finally:
+        run.close()
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "zero 2"])
+@pytest.mark.parametrize("write", [nudge, nudge_shard])
+def test_a_weight_whose_shard_one_rank_writes_is_named_in_the_next_step(layout, write):
+    world_size, text = LAYOUTS[layout]
+    for message in run_ranks(told, world_size, text, write, (1,)):
+        assert "decided something else than that of rank 0 before step 5: " in message
+        assert f'writes between steps into the shards of "{FQN}": 1, not 0' in message
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "zero 1"])
+def test_a_weight_that_all_ranks_write_is_the_loops_own_choice(layout):
+    world_size, text = LAYOUTS[layout]
+    for write in (nudge, overwrite):
+        assert run_ranks(told, world_size, text, write, range(world_size)) == [""] * world_size

@@ -1,11 +1,12 @@
-"""Writes of a loop into gradients between a backward and the optimizer's step, counted.
+"""Writes of a loop into gradients before the optimizer's step, and into shards of parameters after it, counted.
 
-A gradient that one rank scales is another one than on the others, and of shards nobody else has the value.
+A gradient that one rank scales is another one than on the others, and of shards nobody else has the value. What some
+rank has an empty shard of is not counted: a write there may leave it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from composer3d.step.gradients import local
@@ -13,7 +14,7 @@ from composer3d.step.gradients import local
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["GradientWrites"]
+__all__ = ["GradientWrites", "ShardWrites"]
 
 
 class GradientWrites:
@@ -60,7 +61,7 @@ class GradientWrites:
         changes = iter([one != two for one, two in zip(versions, self._versions, strict=True)])
         for place, (gradient, before) in enumerate(zip(now, self._gradients, strict=True)):
             is_written = before is not None and any([next(changes), next(changes)])
-            if is_written or gradient is not before:
+            if (is_written or gradient is not before) and _is_on_all_ranks(self._parameters[place]):
                 self._found[place] = self._found.get(place, 0) + 1
                 self._names[place] = id(self._parameters[place])
 
@@ -80,3 +81,55 @@ class GradientWrites:
             f'writes into the gradient of "{fqn}" after its last backward': counts.get(id(parameter), 0)
             for fqn, parameter in self._named()
         }
+
+
+class ShardWrites:
+    """Counts the parameters into whose shards a loop writes between steps. Memory: references. Collectives: none."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Take what is written before the next step as not the loop's: a checkpoint that is loaded."""
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._counts: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def stepped(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the values of sharded parameters, by FQN, as results of the optimizer."""
+        import torch
+
+        with torch.no_grad():
+            self._counts = [each for parameter in parameters.values() for each in (parameter, local(parameter))]
+        self._parameters, self._versions = parameters, [each._version for each in self._counts]
+
+    def number(self) -> int:
+        """Return a number that is alike where ranks have written alike; 0 where nothing is written."""
+        versions = [each._version for each in self._counts]
+        return 0 if versions == self._versions else hash(tuple(self._written().values()))
+
+    def described(self) -> dict[str, int]:
+        """Return the parameters that were written into."""
+        return {f'writes between steps into the shards of "{fqn}"': int(yes) for fqn, yes in self._written().items()}
+
+    def _written(self) -> dict[str, bool]:
+        changes = iter([each._version != before for each, before in zip(self._counts, self._versions, strict=True)])
+        return {
+            fqn: any([next(changes), next(changes)]) and _is_on_all_ranks(parameter)
+            for fqn, parameter in self._parameters.items()
+        }
+
+
+def _is_on_all_ranks(parameter: Tensor) -> bool:
+    """Return whether no rank has an empty shard."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(parameter, DTensor):
+        return True
+    for dim, placement in enumerate(parameter.placements):
+        ranks = parameter.device_mesh.size(dim)
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] <= (ranks - 1) * -(
+            -parameter.shape[placement.dim] // ranks
+        ):
+            return False
+    return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from composer3d.mesh import Layout, Role
 from composer3d.step.gradients import local
-from composer3d.step.loops.gradient_writes import GradientWrites
+from composer3d.step.loops.gradient_writes import GradientWrites, ShardWrites
 from composer3d.step.loops.optimizer_writes import OptimizerWrites
 from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
 from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared, words_of
@@ -74,7 +74,8 @@ class LoopState:
         self._sample: list[nn.Parameter] = []
         self._plain: list[nn.Parameter] = []
         self._version, self._is_written, self._has_experts = 0, False, False
-        self.writes = OptimizerWrites(context.named_parameters)
+        self.writes, self._shards = OptimizerWrites(context.named_parameters), ShardWrites()
+        self._sharded: dict[str, nn.Parameter] = {}
         self.gradients = GradientWrites(lambda: self._parameters.items(), compares=is_compared(context))
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
@@ -87,6 +88,11 @@ class LoopState:
             described=lambda compared: self.described(optimizer, compared),
         )
 
+    def forget_writes(self) -> None:
+        """Take what was written since the last step as not the loop's: a checkpoint that was loaded."""
+        self.writes.forget()
+        self._shards.forget()
+
     def replicated(self) -> Decided:
         """Return the digests of this rank's parameters outside of steps."""
         return Decided(weights=self.weights(), described=lambda compared: self.described(None, compared))
@@ -96,6 +102,7 @@ class LoopState:
         if self._modules is not None:
             self._version = self._versions()
             self.gradients.stepped()
+            self._shards.stepped(self._sharded)
             if not self._has_experts:  # of which a rank has its own, and as many states as it has called
                 self.writes.stepped(optimizer)
 
@@ -115,7 +122,17 @@ class LoopState:
         frozen = joined([not parameter.requires_grad for parameter in parameters])
         left, steps = self._has_gradients(), self._steps(optimizer)
         # Numbers alone: the hashes of texts, and of None, are another process's own.
-        numbers = (self.clip_norm, groups, modes, frozen, left, steps, self.writes.number(), self.gradients.number())
+        numbers = (
+            self.clip_norm,
+            groups,
+            modes,
+            frozen,
+            left,
+            steps,
+            self.writes.number(),
+            self.gradients.number(),
+            self._shards.number(),
+        )
         return (hash(numbers) & _BITS) or 1
 
     def weights(self, step: int = 0) -> int:
@@ -151,7 +168,7 @@ class LoopState:
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
         found["steps that the optimizer's state counts"] = self._steps(optimizer)
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
-        found |= self.writes.described() | self.gradients.described()
+        found |= self.writes.described() | self.gradients.described() | self._shards.described()
         for part in self._context.parts:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
         for fqn, parameter in self._parameters.items():
@@ -185,6 +202,8 @@ class LoopState:
             named = self._context.named_parameters()
             self._parameters = {fqn: cast("nn.Parameter", sharded.get(fqn, each)) for fqn, each in named}
             everything = list(self._parameters.values())
+            if is_compared(self._context):
+                self._sharded = {fqn: self._parameters[fqn] for fqn in self._parameters if fqn in sharded}
             self._plain = [parameter for fqn, parameter in self._parameters.items() if fqn not in sharded]
             self._version = self._versions()
             self._has_experts = any(self._context.parameter_mesh(fqn) is not None for fqn in self._parameters)
