@@ -70,6 +70,10 @@ def nudged(run, optimizer):
         run.model.norm.weight.add_(1e-6)
 
 
+def nudged_data(run, optimizer):
+    local(run.model.norm.weight.detach()).data.add_(1e-6)  # which counts no write
+
+
 def nudged_norm(run, optimizer):
     with torch.no_grad():
         local(run.model.layers[0].norm.weight).add_(1e-6)
@@ -135,12 +139,18 @@ def test_another_clipping_norm_is_named_in_the_next_step():
     assert run_ranks(faulty, 2, FSDP, nothing, 2, 4, (1.0, 2.0)) == [(3, message)] * 2
 
 
-def test_a_nudged_replica_is_named():
+def test_a_nudged_weight_is_named_at_once():
+    written = 'writes between steps into the shards of "norm.weight": 1, not 0'
+    for step, message in run_ranks(faulty, 2, DDP, nudged, EVERY - 1, EVERY + 1):
+        assert step == EVERY - 1 and f"before step {EVERY - 1}: {written}" in message
+
+
+def test_a_replica_whose_write_is_not_counted_is_named_by_its_values():
     message = (
         f"rank 1 (dp_replicate 1) holds other values than rank 0, its replica, at step {EVERY}: "
         'parameter "norm.weight"; something changed parameters on some ranks alone'
     )
-    assert run_ranks(faulty, 2, DDP, nudged, EVERY - 1, EVERY + 1) == [(EVERY, message)] * 2
+    assert run_ranks(faulty, 2, DDP, nudged_data, EVERY - 1, EVERY + 1) == [(EVERY, message)] * 2
 
 
 HYBRID = FSDP + "[mesh]\ndp_replicate = 2\n"
