@@ -18,6 +18,7 @@ from composer3d.testing import run_ranks
 DDP = "[sharding.ddp]\n[mesh]\ndp_replicate = 2\n"
 N = 6
 LABELS = torch.arange(N)
+ORDER = torch.tensor([1, 0, 3, 2, 5, 4])
 QUEUE = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
 PRODUCT, BESIDE, DISTANCES = "a product of values", "values of samples beside those of each", "distances between"
 RELATED = {
@@ -38,6 +39,13 @@ RELATED = {
     "centred": ("Mean over the samples", lambda x: (x - x.mean(0)).pow(2).mean()),
     "deviations": ("Std over the samples", lambda x: F.relu(1 - x.std(0)).mean()),
     "softmax over samples": ("LogSoftmax over the samples", lambda x: -x.log_softmax(0).mean()),
+    "hardest": ("Topk over the samples", lambda x: x.pow(2).mean(1).topk(2).values.mean()),
+    "hardest elements": ("Topk over the samples", lambda x: x.pow(2).flatten().topk(4).values.mean()),
+    "sorted": ("Sort over the samples", lambda x: x.pow(2).mean(1).sort().values[-2:].mean()),
+    "sums so far": ("Cumsum over the samples", lambda x: x.cumsum(0).mean()),
+    "of losses so far": ("Cumsum over the samples", lambda x: x.pow(2).mean(1).cumsum(-1).mean()),
+    "reversed": ("values of samples beside those of others", lambda x: (x * x.flip(0)).mean()),
+    "another order": ("values of samples beside those of others", lambda x: (x - x[ORDER].exp()).pow(2).mean()),
     "neighbours": ("values of samples beside those of the next", lambda x: (x - x.roll(1, 0)).pow(2).mean()),
 }
 PARAMETER = nn.Parameter(torch.ones(()))
@@ -59,6 +67,9 @@ UNRELATED = {
     "weights of samples": lambda x: (x.pow(2).mean(1) * torch.linspace(0, 1, N)).mean(),
     "layer norm": lambda x: F.layer_norm(x, (5,)).abs().mean(),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True).abs().mean(),
+    "classes in order": lambda x: x.topk(2, dim=1).values.mean() + x.sort(-1).values[:, 0].mean() + x.cumsum(1).mean(),
+    "labels' scores": lambda x: x[torch.arange(N), LABELS % 5].mean() + x.gather(1, LABELS[:, None] % 5).mean(),
+    "reversed classes": lambda x: (x * x.flip(1)).mean(),
     "positions first": lambda x: x.view(3, 2, 5).mean(0).pow(2).mean(),
     "one minus a cosine": lambda x: 1 - F.cosine_similarity(x, x.detach().flip(1), dim=1).mean(),
 }

@@ -29,6 +29,7 @@ _NUM_NODES = 2000
 _ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
 # Which bring in samples, so that what is made of them is no weight.
 _OF_DATA = frozenset("Embedding EmbeddingBag Gather Index IndexSelect MaskedSelect NllLoss".split())
+_ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
 _PRODUCTS = frozenset("Addmm Bmm Convolution Mm Mv".split())
 
 
@@ -132,6 +133,10 @@ def _related(node: Any, name: str, operands: list[Any], is_bent: bool, num_sampl
         return "a product of values of samples with one another"
     if name in _ELEMENTWISE and len(operands) == 2 and {_inserted(each) for each in operands} in ({0, 1}, {0, 2}):
         return "values of samples beside those of each other one"
+    if name in _ORDERS and _is_along_samples(node, operands, num_samples):
+        return f"{name} over the samples of a batch"
+    if name in _ELEMENTWISE and len(operands) == 2 and any(_is_exchanged(each, num_samples) for each in operands):
+        return "values of samples beside those of others"
     if name == "Roll" and 0 in tuple(getattr(node, "_saved_dims", ())):
         return "values of samples beside those of the next one"
     if name in REDUCTIONS and (is_bent or name not in ("Mean", "Sum")):
@@ -139,6 +144,37 @@ def _related(node: Any, name: str, operands: list[Any], is_bent: bool, num_sampl
         if dims is not None and 0 in dims[0] and dims[1] > 1 and num_samples in (0, dims[1]):
             return f"{name} over the samples of a batch, and what is computed from it"
     return None
+
+
+def _is_along_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
+    """Return whether an order is that of samples, or of all elements of all samples."""
+    if (found := dims_of(node)) is None:
+        sizes = torch_compat.node_shape(node) or ()
+        dim = getattr(node, "_saved_dim", 0)
+        found = ({(dim - 2**64 if dim >= 2**63 else dim) % len(sizes)}, next(iter(sizes))) if sizes else None
+    if found is None or 0 not in found[0] or found[1] <= 1:
+        return False
+    viewed = getattr(operands[0], "_saved_self_sym_sizes", ()) if operands else ()
+    is_flat = base(operands[0]) in ("View", "UnsafeView", "Reshape", "MaskedSelect", "Index") if operands else False
+    return num_samples in (0, found[1]) or (is_flat and len(viewed) > 1 and viewed[0] == num_samples)
+
+
+def _is_exchanged(node: Any, num_samples: int) -> bool:
+    """Return whether a node gives samples in another order, through what changes its elements one by one."""
+    import torch
+
+    for _ in range(8):
+        name = base(node)
+        if node is None or name not in (*LINEAR, *_ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt"):
+            break
+        node = next(iter(operands_of(node)), None)
+    if name == "Flip":
+        return 0 in tuple(node._saved_dims)
+    index = node._saved_indices[0] if name == "Index" else getattr(node, "_saved_index", None)
+    if name not in ("Index", "IndexSelect") or not isinstance(index, torch.Tensor) or index.dtype is torch.bool:
+        return False
+    is_first = name == "Index" or node._saved_dim == 0
+    return is_first and index.dim() == 1 and len(index) == num_samples == node._saved_self_sym_sizes[0]
 
 
 def _is_product_of_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
