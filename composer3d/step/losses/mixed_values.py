@@ -149,9 +149,9 @@ def _related(node: Any, name: str, operands: list[Any], is_bent: bool, num_sampl
 def _is_along_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
     """Return whether an order is that of samples, or of all elements of all samples."""
     if (found := dims_of(node)) is None:
-        sizes = torch_compat.node_shape(node) or ()
+        sizes = list(torch_compat.node_shape(node) or ())
         dim = getattr(node, "_saved_dim", 0)
-        found = ({(dim - 2**64 if dim >= 2**63 else dim) % len(sizes)}, next(iter(sizes))) if sizes else None
+        found = ({(dim - 2**64 if dim >= 2**63 else dim) % len(sizes)}, sizes[0]) if sizes else None
     if found is None or 0 not in found[0] or found[1] <= 1:
         return False
     viewed = getattr(operands[0], "_saved_self_sym_sizes", ()) if operands else ()
