@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from composer3d.planning.manifest_plan import PlanResult, plan
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
     from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
-    from composer3d.processes.json_exchange import all_gather_json, broadcast_json
+    from composer3d.processes.json_exchange import all_gather_json, broadcast_json, receive_json, send_json
     from composer3d.registry import plugin
     from composer3d.replicas import ReplicaPolicy
     from composer3d.runner.run import RunResult, run
@@ -166,7 +166,7 @@ _MODULES = {
     "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
-    "processes.json_exchange": ("all_gather_json", "broadcast_json"),
+    "processes.json_exchange": ("all_gather_json", "broadcast_json", "receive_json", "send_json"),
     "composition.preparing": ("PlanRow",),
     "composition.experts.expert_contract": (
         "ExpertForm",
@@ -319,10 +319,12 @@ __all__ = [
     "plan",
     "plugin",
     "propagation",
+    "receive_json",
     "resolve_reference",
     "run",
     "seed_of",
     "select_fqns",
+    "send_json",
     "stacked_layers",
     "standing_in",
     "suggest",

@@ -187,6 +187,15 @@ class Catalogue:
         found = ((name, info) for name, _, info in self.classes() if service in info.provides)
         return " or ".join(_stated(name, info, info.provides[service]) for name, info in found) or None
 
+    def option_hint(self, option: str) -> str | None:
+        """Return which table a name that no plugin has is a key of; None of more than one, or none, of them."""
+        found = [
+            f"[{info.family}.{name}]"
+            for name, cls, info in self.classes()
+            if option in options_of(cls).get("properties", ())
+        ]
+        return f"it is a key of {found[0]}; write {option} there" if len(found) == 1 else None
+
     def origin(self, name: str) -> str:
         """Return the distribution and object behind a name, for people."""
         return " and ".join(

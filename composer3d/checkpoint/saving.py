@@ -12,19 +12,25 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from composer3d import torch_compat
 from composer3d.checkpoint.checkpoint_folder import STATE, prepare, publish, require_name
 from composer3d.checkpoint.checksums import Checksums, DigestedFile, Part
 from composer3d.checkpoint.joint_failure import rank_of, together
 from composer3d.checkpoint.staging import Staging
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
-from composer3d.processes.json_exchange import gather_json
+from composer3d.processes.json_exchange import gather_json, scatter_json
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
 
 __all__ = ["AFTER_ERROR_S", "AsyncSaver", "save"]
 
@@ -48,8 +54,8 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
     Raises:
         CheckpointError: On all ranks alike, if any rank fails; earlier checkpoints are intact.
 
-    Memory: one tensor's copy on the host at a time. Collectives: those of torch's `save` (a gather and a scatter of
-    plans, a gather of results), a gather of the files' digests, and four all-gathers of small objects.
+    Memory: one tensor's copy on the host at a time. Collectives: a gather and a scatter of plans, gathers of where
+    chunks are and of the files' digests, and eight all-gathers of small objects.
     """
     _write(_request(path, tensors, state), None)
 
@@ -214,7 +220,7 @@ def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
             raise CheckpointError("this rank does not see the folder that rank 0 made; all ranks must share it")
 
     def fill() -> dict[str, list[Part]]:
-        parts = _write_tensors(beside, request.tensors, group)
+        parts = _write_tensors(path, beside, request.tensors, group)
         return parts | ({STATE: write_state(beside, request.text)} if is_first else {})
 
     def finish() -> None:
@@ -237,11 +243,13 @@ def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
     log.info("saved %s", path)
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[Part]]:
+def _write_tensors(
+    path: Path, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, list[Part]]:
     """Write this rank's shards, and on the first rank the index; return the parts of the files that this rank wrote."""
     written: dict[str, list[Part]] = {}
     with _without_crc32():
-        _write_shards(folder, tensors, group, written)
+        _write_shards(path, tensors, group, _writer_to(folder, written))
     return written
 
 
@@ -259,14 +267,11 @@ def _without_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _write_shards(
-    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, written: dict[str, list[Part]]
-) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+def _writer_to(folder: Path, written: dict[str, list[Part]]) -> FileSystemWriter:
+    """Return torch's writer, which notes the parts of every file that it writes, with their digests."""
     from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+    from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
@@ -293,19 +298,48 @@ def _write_shards(
 
     writer = Writer(folder)
     writer.fs = DigestingFileSystem()
+    return writer
+
+
+def _write_shards(
+    path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, writer: FileSystemWriter
+) -> None:
+    """Take the steps of torch's `save`, which sends plans and results as pickles; here they are JSON.
+
+    The first rank decides who writes what several ranks hold, and writes the index.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if dist.is_initialized():
-        save_sharded(tensors, storage_writer=writer, planner=planner, process_group=group)
-        return
-    # The steps of torch's save for one process. It warns there that one process is one process, and a warnings filter
-    # set in a thread would change those of the whole program.
-    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
+    rank = rank_of(group)
+
+    def begin() -> SavePlan:
+        planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def share() -> tuple[Metadata, list[Any]] | None:
+        if everyones is None:
+            return None
+        plans, metadata = planner.create_global_plan([torch_compat.plan_of_items(items) for items in everyones])
+        return metadata, [torch_compat.planned_items(*pair) for pair in zip(plans, everyones, strict=True)]
+
+    def write() -> list[Any]:
+        mine = torch_compat.with_items(plan, kept)
+        # The writer names files by the plan's place in its list, and looks at no other one.
+        mine = planner.finish_plan(writer.prepare_global_plan([mine] * (rank + 1))[rank])
+        return torch_compat.write_items(writer.write_data(mine, planner).wait())
+
+    def finish() -> None:
+        if shared is not None and results is not None:
+            writer.finish(shared[0], [torch_compat.results_of_items(each) for each in results])
+
+    plan = together(group, path, begin)
+    everyones = gather_json(torch_compat.plan_items(plan), group=group)
+    shared = together(group, path, share)
+    kept = scatter_json(None if shared is None else shared[1], group=group)
+    results = gather_json(together(group, path, write), group=group)
+    together(group, path, finish)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from composer3d.cli.options import Subparsers, positive
+from composer3d.cli.options import Subparsers, path, positive
 from composer3d.cli.output import say, write_output
 
 __all__ = ["add", "execute"]
@@ -24,7 +24,7 @@ def add(subparsers: Subparsers) -> None:
         "hardware file. On CPU it starts the ranks itself; on GPUs of one or several nodes start it under torchrun.",
     )
     parser.add_argument(
-        "--output", "-o", type=Path, default=Path("hardware.toml"), metavar="FILE", help="default: hardware.toml"
+        "--output", "-o", type=path, default=Path("hardware.toml"), metavar="FILE", help="default: hardware.toml"
     )
     parser.add_argument(
         "--minutes", type=_minutes, default=MINUTES, metavar="M", help=f"at most, about; up to 5; default: {MINUTES:g}"

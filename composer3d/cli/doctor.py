@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import MappingProxyType
 
-from composer3d.cli.options import Subparsers, add_json, positive
+from composer3d.cli.options import Subparsers, add_json, path, positive
 from composer3d.cli.output import coloured, complain, say, say_json
 from composer3d.errors import ComposerError
 
@@ -26,7 +25,7 @@ def add(subparsers: Subparsers) -> None:
         description="Read what a run left, or ask the ranks of one that hangs, and say who was first, what the others "
         "waited for, and what to try.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder; with --network, or a manifest")
+    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder; with --network, or a manifest")
     parser.add_argument(
         "--replay",
         action="store_true",

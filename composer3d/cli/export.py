@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, add_overrides, positive, size
+from composer3d.cli.options import Subparsers, add_json, add_overrides, path, positive, size
 from composer3d.cli.output import coloured, complain, print_problems, say, say_json
 
 __all__ = ["add", "execute"]
@@ -28,7 +28,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        type=Path,
+        type=path,
         help="a run's folder (its newest checkpoint), or a checkpoint; or a manifest",
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def add(subparsers: Subparsers) -> None:
     group.add_argument(
         "--allow", metavar="KEY", action="append", default=[], help="go on without a key that is refused; repeatable"
     )
-    group.add_argument("--output", metavar="FILE", type=Path, help="where to write the file; default: printed")
+    group.add_argument("--output", metavar="FILE", type=path, help="where to write the file; default: printed")
     add_overrides(group)
     add_json(group)
     parser.set_defaults(execute=execute)

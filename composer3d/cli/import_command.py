@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, positive
+from composer3d.cli.options import Subparsers, add_json, path, positive
 from composer3d.cli.output import coloured, complain, print_problems, say, say_json
 
 __all__ = ["NAME", "add", "execute"]
@@ -38,7 +38,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--training-args",
         metavar="FILE",
-        type=Path,
+        type=path,
         help='arguments of transformers\' Trainer, as JSON, YAML or a command line: they fill in "auto"',
     )
     parser.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run, where the file is silent")
@@ -56,7 +56,7 @@ def add(subparsers: Subparsers) -> None:
         default=[],
         help="value of a variable that a launch script takes from outside, or of its argument 1, 2, ...; repeatable",
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write the manifest; default: printed")
+    parser.add_argument("--output", metavar="FILE", type=path, help="where to write the manifest; default: printed")
     _add_checkpoints(parser)
     add_json(parser)
     parser.set_defaults(execute=execute)
@@ -64,7 +64,7 @@ def add(subparsers: Subparsers) -> None:
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints", "FILE is a checkpoint's folder: weights and optimizer state")
-    group.add_argument("--to", metavar="FOLDER", type=Path, help="where to write the folder step-N of a checkpoint")
+    group.add_argument("--to", metavar="FOLDER", type=path, help="where to write the folder step-N of a checkpoint")
     group.add_argument("--step", type=int, metavar="N", help="steps that were done, where the checkpoint is silent")
     group.add_argument("--optimizer", metavar="CLASS", help="of the run that goes on; default: AdamW or SGD, by names")
     group.add_argument("--dtype", metavar="DTYPE", help="of weights and moments; default: as the checkpoint has them")

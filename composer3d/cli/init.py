@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from composer3d.cli.options import Subparsers
+from composer3d.cli.options import Subparsers, path
 from composer3d.cli.output import complain, print_table, say
 from composer3d.cli.schema import schema_text
 from composer3d.errors import did_you_mean
@@ -28,7 +28,7 @@ def add(subparsers: Subparsers) -> None:
         "with --list, list what is shipped.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the shipped manifest or example")
-    parser.add_argument("--to", metavar="PATH", type=Path, help="where to; default: ./NAME.toml, or the folder ./NAME")
+    parser.add_argument("--to", metavar="PATH", type=path, help="where to; default: ./NAME.toml, or the folder ./NAME")
     parser.add_argument("--list", action="store_true", help="list shipped manifests and examples, and ask nothing")
     parser.set_defaults(execute=execute)
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, positive
+from composer3d.cli.options import Subparsers, add_json, add_manifest, path, positive
 from composer3d.cli.output import complain, print_problems, say, say_json
 from composer3d.errors import ComposerError
 
@@ -31,7 +31,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--image", metavar="I", help="container image, for Kubernetes, or Slurm with pyxis")
     parser.add_argument("--partition", metavar="P", help="of Slurm")
     parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit of a Slurm job")
-    parser.add_argument("--hosts", type=Path, metavar="FILE", help="addresses of the machines, one a line, for ssh")
+    parser.add_argument("--hosts", type=path, metavar="FILE", help="addresses of the machines, one a line, for ssh")
     parser.add_argument("--kind", choices=("jobset", "trainjob"), default="jobset", help="of Kubernetes' objects")
     parser.add_argument("--volume", metavar="CLAIM", default="composer3d", help="that Kubernetes' pods write to")
     parser.add_argument("--submit", action="store_true", help="write NAME.sh, .yaml or .py and hand it to the cluster")

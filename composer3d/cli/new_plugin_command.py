@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from composer3d.cli.options import Subparsers
+from composer3d.cli.options import Subparsers, path
 from composer3d.cli.output import say
 
 __all__ = ["NAME", "add", "execute"]
@@ -24,7 +23,7 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("name", metavar="NAME", help="of its table in manifests: lower case with underscores")
     parser.add_argument("--family", choices=FAMILIES, required=True, help="whose hooks it answers")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="the folder that is made; default: ./NAME")
+    parser.add_argument("--to", metavar="FOLDER", type=path, help="the folder that is made; default: ./NAME")
     parser.set_defaults(execute=execute)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
+from pathlib import Path
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -15,6 +18,7 @@ __all__ = [
     "amount",
     "memory",
     "natural",
+    "path",
     "positive",
     "price",
     "size",
@@ -23,6 +27,7 @@ __all__ = [
 Subparsers: TypeAlias = Any  # argparse keeps the type of its subparsers to itself
 
 _SMALLEST = 1 << 20  # bytes of a device that are taken for bytes without a unit
+_LARGEST = 1 << 63  # bytes, above every size
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
@@ -91,9 +96,25 @@ def size(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]?i?B?)", text)
     unit = match[2].upper().replace("I", "i") if match else None
-    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+    if match is None or unit not in _UNITS or not 1 <= float(match[1]) * _UNITS[unit] < _LARGEST:
         raise argparse.ArgumentTypeError(f'"{text}" is not a size; write for example 5GiB or 500MB')
     return int(float(match[1]) * _UNITS[unit])
+
+
+def path(text: str) -> Path:
+    """Read a path, as an argument's type; whether something is there is left to the command.
+
+    Raises:
+        argparse.ArgumentTypeError: No file system takes such a name.
+    """
+    try:
+        os.lstat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("a path holds no character NUL") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f'"{text[:40]}..." is longer than a path can be') from None
+    return Path(text)
 
 
 def memory(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer3d.cli.options import (
@@ -13,6 +12,7 @@ from composer3d.cli.options import (
     amount,
     memory,
     natural,
+    path,
     positive,
     price,
     size,
@@ -60,7 +60,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
     _add_questions(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
+    parser.add_argument("--html", type=path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
         "--routing-skew",
         type=amount,

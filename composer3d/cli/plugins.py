@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from pathlib import Path
 from typing import Any
 
-from composer3d.cli.options import Subparsers, add_json, amount
+from composer3d.cli.options import Subparsers, add_json, amount, path
 from composer3d.cli.output import complain, print_table, say, say_json
 from composer3d.cli.plugin_conformance import test_plugin
 from composer3d.errors import did_you_mean
@@ -39,7 +38,7 @@ def add(subparsers: Subparsers) -> None:
         help="with --conformance: its table, 'limit = 0.1' for example; may be repeated; default: its defaults",
     )
     parser.add_argument(
-        "--beside", metavar="FILE", type=Path, help="with --conformance: TOML of other tables that it needs"
+        "--beside", metavar="FILE", type=path, help="with --conformance: TOML of other tables that it needs"
     )
     parser.add_argument(
         "--minutes", metavar="M", type=amount, help="with --conformance: for proofs beside other plugins; default: 1"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, positive
+from composer3d.cli.options import Subparsers, add_json, add_manifest, path, positive
 from composer3d.cli.output import say, say_json, write_output
 
 __all__ = ["add", "execute"]
@@ -38,7 +37,7 @@ def add(subparsers: Subparsers) -> None:
             f"--{name}-cost", type=float, default=default, metavar="TIME", help=f"time {what}; default: {default:g}"
         )
     parser.add_argument("--width", type=positive, default=160, metavar="COLUMNS", help="of the text; default: 160")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing as SVG")
+    parser.add_argument("--svg", type=path, metavar="FILE", help="also write the drawing as SVG")
     add_json(parser)
     parser.set_defaults(execute=execute)
 

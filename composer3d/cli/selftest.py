@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from composer3d.cli.options import Subparsers, add_json, amount
+from composer3d.cli.options import Subparsers, add_json, amount, path
 from composer3d.cli.output import coloured, complain, say, say_json
 from composer3d.errors import ComposerError
 
@@ -30,7 +30,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--minutes", metavar="M", type=amount, default=_MINUTES, help=f"time for all of it; default: {_MINUTES:g}"
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the report as JSON to a file, to be shared")
+    parser.add_argument("--output", metavar="FILE", type=path, help="write the report as JSON to a file, to be shared")
     parser.add_argument("--with-host", action="store_true", help="put the machine's name into the report")
     add_json(parser)
     parser.set_defaults(execute=execute)

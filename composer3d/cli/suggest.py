@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, positive
+from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ManifestError
 
@@ -34,7 +33,7 @@ def add(subparsers: Subparsers) -> None:
         metavar="KEY[=VALUE]",
         help='pin a choice: tp=8, "tp<=8", recompute=full; a key alone keeps the manifest\'s; may be repeated',
     )
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write each as a manifest that extends this")
+    parser.add_argument("--write", type=path, metavar="FOLDER", help="also write each as a manifest that extends this")
     add_json(parser)
     parser.set_defaults(execute=execute)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.options import Subparsers, add_json, positive
+from composer3d.cli.options import Subparsers, add_json, path, positive
 from composer3d.cli.output import say, say_json, write_output
 from composer3d.errors import ComposerError
 
@@ -24,9 +23,9 @@ def add(subparsers: Subparsers) -> None:
         description="Read the trace files that a profiling plugin wrote of a run; write a page that shows ranks by "
         "time, and say where the time went: bubble, exposed communication, straggler.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page; default: timeline.html in the folder")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
+    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--html", type=path, metavar="FILE", help="the page; default: timeline.html in the folder")
+    parser.add_argument("--svg", type=path, metavar="FILE", help="also write the picture as SVG")
     parser.add_argument("--steps", type=positive, default=2, metavar="N", help="last steps that are drawn; default: 2")
     add_json(parser)
     parser.set_defaults(execute=execute)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, positive
+from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
 from composer3d.cli.output import complain, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
@@ -40,7 +39,7 @@ def add(subparsers: Subparsers) -> None:
         metavar="N",
         help="timed in the first round; default: 4; then twice as many",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the best as a manifest that extends this")
+    parser.add_argument("--output", type=path, metavar="FILE", help="write the best as a manifest that extends this")
     add_json(parser)
     parser.set_defaults(execute=execute)
 

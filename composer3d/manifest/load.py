@@ -229,7 +229,8 @@ def _plugin(
     try:
         cls = _from_reference(reference, document) if reference is not None else catalogue.load(name)
     except PluginError as error:
-        hint = catalogue.owner_hint(name) if reference is None and name not in catalogue.names() else None
+        is_unknown = reference is None and name not in catalogue.names()
+        hint = (catalogue.owner_hint(name) or catalogue.option_hint(name)) if is_unknown else None
         problems.append(document.problem(path, error.message, hint=hint or error.hint, whole_table=True))
         return None
     except ReferenceFailure as error:

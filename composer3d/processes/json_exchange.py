@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Json", "all_gather_json", "broadcast_json", "gather_json", "require_json"]
+__all__ = [
+    "Json",
+    "all_gather_json",
+    "broadcast_json",
+    "gather_json",
+    "receive_json",
+    "require_json",
+    "scatter_json",
+    "send_json",
+]
 
 Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json] | None"
 _SCALARS = (str, int, float, bool, type(None))
@@ -96,6 +105,86 @@ def broadcast_json(value: Json, *, group: ProcessGroup | None = None) -> Any:
     text = own if dist.get_rank(group) == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(text, group_src=0, group=group)
     return _decoded(text, int(length))
+
+
+def scatter_json(values: Sequence[Json] | None, *, group: ProcessGroup | None = None) -> Any:
+    """Return on every rank its own of the values that the group's first rank gives.
+
+    Args:
+        values: On the first rank one for each rank, in the order of the group's ranks; elsewhere it is not looked at,
+            but on a fake process group, where this rank's is the answer.
+        group: Its ranks take part, and all of them call this; None is the world, or this process where there is none.
+
+    Raises:
+        TypeError: A value that JSON does not carry, with the keys that lead to it.
+
+    Memory: on the first rank the longest text, once for each rank; elsewhere once. Collectives: a broadcast of lengths
+    and a scatter of texts; none on a fake process group or without one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not _has_peers(group):
+        return json.loads(_encoded((values or [None])[_rank(group)]))
+    is_first, device = dist.get_rank(group) == 0, _device(group)
+    texts = [_encoded(value) for value in values or ()] if is_first else []
+    lengths = torch.tensor([len(text) for text in texts] or [0] * _size(group), dtype=torch.int64, device=device)
+    dist.broadcast(lengths, group_src=0, group=group)
+    longest = int(lengths.max())
+    own = torch.empty(longest, dtype=torch.uint8, device=device)
+    padded = [_tensor(text.ljust(longest), device) for text in texts]
+    dist.scatter(own, padded if is_first else None, group_src=0, group=group)
+    return _decoded(own, int(lengths[dist.get_rank(group)]))
+
+
+def send_json(value: Json, *, to: int, group: ProcessGroup | None = None) -> None:
+    """Send a value to another rank of the group, which calls `receive_json`.
+
+    Args:
+        value: What JSON carries without loss; tuples arrive as lists.
+        to: Its rank in the group.
+        group: Of both; None is the world.
+
+    Raises:
+        TypeError: A value that JSON does not carry, with the keys that lead to it.
+
+    Memory: the text. Collectives: two messages, of the length and of the text.
+    """
+    import torch
+    import torch.distributed as dist
+
+    text, device = _encoded(value), _device(group)
+    for message in (torch.tensor([len(text)], dtype=torch.int64, device=device), _tensor(text, device)):
+        # In a batch: with NCCL the communicator is then the group's, and not one of each pair of ranks.
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, group=group, group_peer=to)]):
+            work.wait()
+
+
+def receive_json(*, source: int, group: ProcessGroup | None = None) -> Any:
+    """Return a value that another rank of the group gives to `send_json`.
+
+    Args:
+        source: Its rank in the group.
+        group: Of both; None is the world.
+
+    Memory: the text. Collectives: two messages, of the length and of the text.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device, length = _device(group), 1
+    for dtype in (torch.int64, torch.uint8):
+        message = torch.zeros(length, dtype=dtype, device=device)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, message, group=group, group_peer=source)]):
+            work.wait()
+        length = int(message[0]) if dtype is torch.int64 else length
+    return _decoded(message, length)
+
+
+def _rank(group: ProcessGroup | None) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def _size(group: ProcessGroup | None) -> int:

@@ -13,6 +13,14 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
+from composer3d.torch_compat.checkpoint_plans import (
+    plan_items,
+    plan_of_items,
+    planned_items,
+    results_of_items,
+    with_items,
+    write_items,
+)
 from composer3d.torch_compat.collectives.buckets import watch_buckets
 from composer3d.torch_compat.collectives.group_calls import watch_group_collectives
 from composer3d.torch_compat.collectives.group_overrides import backend_of, group_override, nccl_fields, nccl_options
@@ -147,6 +155,7 @@ from composer3d.torch_compat.operators import (
 )
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
+    described_stage,
     held_graph,
     inferring_from_zeros,
     pipeline_orders,
@@ -315,7 +324,14 @@ __all__ = [
     "orthogonalised",
     "outside_function_modes",
     "outside_transforms",
+    "described_stage",
     "pipeline_orders",
+    "plan_items",
+    "plan_of_items",
+    "planned_items",
+    "results_of_items",
+    "with_items",
+    "write_items",
     "pipeline_schedule",
     "plain_tensors",
     "process_group",

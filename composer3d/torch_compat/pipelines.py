@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from composer3d.errors import StepError
 
 __all__ = [
     "custom_pipeline_schedule",
+    "described_stage",
     "held_graph",
     "inferring_from_zeros",
     "pipeline_orders",
@@ -64,6 +68,100 @@ def pipeline_orders(
         ]
         for order in orders
     ]
+
+
+@functools.cache
+def described_stage() -> type:
+    """Return a class of pipeline stages that tell their neighbours shapes in values which JSON carries.
+
+    torch's own sends objects before the first step, which are unpickled on arrival. The class takes, beside torch's
+    arguments, `send(value, rank)` and `receive(rank)`, of ranks of the stage's group; `receive_description(rank)` calls
+    the latter. What describes a tensor is
+    private, and torch 2.11, where only a forward describes, sends tuples of meta tensors (torch 2.11-2.15).
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    class DescribedStage(PipelineStage):
+        def __init__(
+            self, *args: Any, send: Callable[[Any, int], None], receive: Callable[[int], Any], **kwargs: Any
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            self._send_value, self._receive_value = send, receive
+
+        def receive_description(self, rank: int) -> Any:
+            return self._receive_value(rank)
+
+        if hasattr(PipelineStage, "_recv_meta"):
+
+            def _send_meta(self, meta: Any, dst_stage: int) -> None:
+                self._send_value(_described(meta), self.stage_index_to_group_rank[dst_stage])
+
+            def _recv_meta(self, src_stage: int) -> Any:
+                return _description(self.receive_description(self.stage_index_to_group_rank[src_stage]))
+
+        else:
+
+            def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+                import torch.distributed as dist
+
+                module = cast(Any, dist)
+
+                def send(objects: list[Any], dst: int, **_: Any) -> None:
+                    self._send_value(_described(objects[0]), dist.get_group_rank(cast(Any, self.group), dst))
+
+                def receive(objects: list[Any], src: int, **_: Any) -> None:
+                    objects[0] = _description(self.receive_description(dist.get_group_rank(cast(Any, self.group), src)))
+
+                originals = module.send_object_list, module.recv_object_list
+                module.send_object_list, module.recv_object_list = send, receive
+                try:
+                    return cast(Any, super())._shape_inference(*args, **kwargs)
+                finally:
+                    module.send_object_list, module.recv_object_list = originals
+
+    return DescribedStage
+
+
+def _described(meta: Any) -> list[Any]:
+    """Return the kind and the tensors of a description; a gradient that does not come is None."""
+    fields = ("forward_metas", "backward_metas")
+    field = next((name for name in fields if hasattr(meta, name)), None)
+    return [field, [_form(tensor) for tensor in (meta if field is None else getattr(meta, field))]]
+
+
+def _form(tensor: Any) -> list[Any] | None:
+    if tensor is None:
+        return None
+    if hasattr(tensor, "placements"):
+        raise StepError("a stage ends in a DTensor, which cannot be sent; let blocks return plain tensors")
+    stride = tensor.stride() if callable(tensor.stride) else tensor.stride
+    return [list(tensor.shape), list(stride), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad]
+
+
+def _description(value: Any) -> Any:
+    """Return the description of which `_described` made this."""
+    import torch
+
+    field, forms = value
+    if field is None:
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta", requires_grad=requires_grad)
+            for shape, stride, dtype, requires_grad in forms
+        )
+    from torch.distributed.pipelining import stage as stages
+    from torch.distributed.pipelining._utils import _TensorMeta
+
+    tensors = tuple(
+        None
+        if form is None
+        else _TensorMeta(
+            shape=torch.Size(form[0]), stride=tuple(form[1]), dtype=getattr(torch, form[2]), requires_grad=form[3]
+        )
+        for form in forms
+    )
+    module = cast(Any, stages)
+    kind = module._StageForwardMeta if field == "forward_metas" else module._StageBackwardMeta
+    return kind(**{field: tensors})
 
 
 def without_own_messages(stage: Any) -> Any:

@@ -34,6 +34,11 @@ CASES = {
         ("[sharding.fsdp2]", "[sharding.fspd2]"),
         '15:11: [sharding.fspd2] no plugin "fspd2" is installed; did you mean "fsdp2"?',
     ),
+    "an option of a plugin as a table": (
+        ("[sharding.fsdp2]", "[sharding.sequence_parallel]"),
+        '15:11: [sharding.sequence_parallel] no plugin "sequence_parallel" is installed; it is a key of '
+        "[sharding.tensor_parallel]; write sequence_parallel there",
+    ),
     "a plugin of another family": (
         ("[sharding.fsdp2]", "[scheduling.fsdp2]"),
         '15:13: [scheduling.fsdp2] "fsdp2" is a sharding plugin, not a scheduling one; write [sharding.fsdp2]',
@@ -241,3 +246,20 @@ def test_a_manifest_that_is_not_there(folder, command):
         assert err.startswith(
             'there is no file "rnu.toml" and no shipped manifest of that name; did you mean "run.toml"? shipped '
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("doctor", "9" * 5000), f'argument RUN: "{"9" * 40}..." is longer than a path can be'),
+        (
+            ("import", "a.json", "--output", "a" * 300),
+            f'argument --output: "{"a" * 40}..." is longer than a path can be',
+        ),
+        (("timeline", "a\0b"), "argument RUN: a path holds no character NUL"),
+        (("plan", "run.toml", "--storage", "9" * 400), f'"{"9" * 400}" is not a size; write for example 5GiB or 500MB'),
+    ],
+)
+def test_arguments_that_are_none(arguments, told, command):
+    code, _, err = command(*arguments)
+    assert code == 2 and err.strip().endswith(told)

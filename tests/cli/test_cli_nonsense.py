@@ -27,6 +27,9 @@ ALONE = {
     'data.use = "pipe"': '3:6: [data] use = "pipe" is a FIFO; give "python_docs", "synthetic", a file or folder, or '
     '"module:callable"',
     f'data.use = "{"a" * 300}"': f'3:6: [data] use = "{"a" * 300}" cannot be read: file name too long',
+    'data.use = "/"': '3:6: [data] use = "/" is the root of the file system; give ',
+    f'data.use = "{"b" * 300}"\nmodel = "composer3d.models:llama"': f'3:6: [data] use = "{"b" * 300}" cannot be read: '
+    "file name too long",
     'data.tokenizer = "~nobody/x"': '3:6: [data] there is no "~nobody/x"; one of: bpe, bytes',
     'model.hf = "~nobody/x"': '3:7: [model] there is no folder "~nobody/x" beside the manifest, and no model of that '
     "name in the Hugging Face cache; nothing is downloaded; hf download ~nobody/x does that",

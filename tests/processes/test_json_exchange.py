@@ -21,7 +21,7 @@ PICKLING = {
 }
 # Stand-ins, in plans and replays, for what torch's own pipeline stages call.
 STAND_INS = {
-    "composer3d/verification/evidence/expected_collectives.py",
+    "composer3d/torch_compat/pipelines.py",
     "composer3d/torch_compat/fakes/fake_tensors.py",
 }
 

@@ -97,6 +97,30 @@ def test_pipeline_orders_are_those_of_the_schedule():
         assert sum(kind in "BW" for _, kind, _ in order) == 2 * 4
 
 
+def test_a_described_stage_sends_what_json_carries():
+    import json
+
+    from torch.distributed.pipelining import _utils
+
+    sent, expected = [], []
+
+    def send(value, rank):
+        sent.append((json.loads(json.dumps(value)), rank))
+
+    with fake_world(4, rank=1):
+        stage = torch_compat.described_stage()(
+            torch.nn.Linear(2, 2), 1, 4, torch.device("cpu"), send=send, receive=lambda rank: sent[-1][0]
+        )
+        tensors = (torch.ones(3, 2, requires_grad=True), torch.ones(4, dtype=torch.int64))
+        forms = tuple(_utils._TensorMeta.from_tensor(tensor) for tensor in tensors)
+        for meta, other in ((_utils._StageForwardMeta(forms), 2), (_utils._StageBackwardMeta((forms[0], None)), 0)):
+            stage._send_meta(meta, other)
+            expected.append(stage._recv_meta(other) == meta)
+        stage.receive_description = lambda rank: ["forward_metas", [[[1], [1], "int32", False]]]
+        assert stage._recv_meta(0).forward_metas[0].dtype is torch.int32
+    assert expected == [True, True] and [rank for _, rank in sent] == [2, 0]
+
+
 def operators():
     """Reduce a DTensor in an operator, watched; return what was opened, and what torch is after it."""
     from contextlib import nullcontext

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation
-from composer3d.checkpoint.joint_failure import together
+from composer3d.checkpoint.joint_failure import rank_of, together
 from composer3d.composition.run_state.deferred_copies import DeferredCopies
 from composer3d.composition.run_state.full_states import full, full_state_of
+from composer3d.composition.run_state.nested_tensors import blank, take_out
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.interfaces import Exports, Stateful
 from composer3d.mesh import Role
+from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.gradients import local
 
@@ -106,10 +111,10 @@ class Persistence:
                 tensors |= checkpoint.optimizer_tensors(optimizer, parameters)[0]
             stateful, present = self._stateful(), dict[str, "Tensor"]()
             for prefix, thing in stateful.items():
-                _take_out(thing.state_dict(), prefix, present)
-            filled = {name: _blank(state["states"][name], name, _OTHER_GROUP, present, known) for name in stateful}
+                take_out(thing.state_dict(), prefix, present)
+            filled = {name: blank(state["states"][name], name, _OTHER_GROUP, present, known) for name in stateful}
             for prefix, value in filled.items():
-                _take_out(value, prefix, tensors)
+                take_out(value, prefix, tensors)
             read(tensors)
             if optimizer is not None:
                 checkpoint.load_optimizer_json(optimizer, parameters, saved)
@@ -127,7 +132,7 @@ class Persistence:
         stateful = self._stateful()
         state["dispensable"] = _dispensable(stateful)
         for prefix, thing in stateful.items():
-            state["states"][prefix] = _take_out(thing.state_dict(), prefix, tensors)
+            state["states"][prefix] = take_out(thing.state_dict(), prefix, tensors)
         return tensors, state
 
     def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool, deferred: bool) -> None:
@@ -147,11 +152,13 @@ class Persistence:
         """Return the whole model's tensors; see `Composition.full_state_dict`."""
         return full_state_of(self._assembled.context, self._assembled.group)
 
-    def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
-        """Load everything; see `Composition.load`."""
+    def load(self, source: Path, optimizer: torch.optim.Optimizer | None) -> None:
+        """Load everything; see `Composition.load`. What one rank finds fault with ends the load on all of them."""
         self.wait()
         self.copies.settle()
-        state = checkpoint.validated_composition(path, checkpoint.read_state(path))
+        path = _found(source)
+        state = together(None, path, lambda: checkpoint.validated_composition(path, checkpoint.read_state(path)))
+        _refuse_other_states(path, state)
         tensors: dict[str, Tensor] = self._model_tensors()
         saved: Mapping[str, Any] = state.get("optimizer") or {}
         if optimizer is not None and not saved and not state.get("imported"):
@@ -170,16 +177,10 @@ class Persistence:
         saved: Mapping[str, Any] = state.get("optimizer") or {}
         if optimizer is not None:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
-        stateful = self._stateful()
-        left_behind = self._left_behind(path, stateful, state)
-        stateful = {prefix: thing for prefix, thing in stateful.items() if prefix in state["states"]}
-        present: dict[str, Tensor] = {}
-        for prefix, thing in stateful.items():
-            _take_out(thing.state_dict(), prefix, present)
         known = together(None, path, lambda: checkpoint.contents(path))
-        filled = {prefix: _blank(state["states"][prefix], prefix, path, present, known) for prefix in stateful}
+        left_behind, stateful, filled = together(None, path, lambda: self._states_to_fill(path, state, known))
         for prefix, value in filled.items():
-            _take_out(value, prefix, tensors)
+            take_out(value, prefix, tensors)
         reordered = self._reordered(tensors)
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
         left_behind += _dispensable(stateful)  # what they hold of other shards
@@ -190,10 +191,27 @@ class Persistence:
             checkpoint.load(path, tensors={apart + key: t for key, t in tensors.items()}, allow_extra=extra)
         for key, tensor, order in reordered:
             initialisation.place(tensor, order.stored(full(tensors[key])))
-        if optimizer is not None:
-            checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
+
+        def hand_over() -> None:
+            if optimizer is not None:
+                checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
+            for prefix, thing in stateful.items():
+                _hand_over(thing, filled[prefix], prefix, path)
+
+        together(None, path, hand_over)
+
+    def _states_to_fill(
+        self, path: Path, state: Mapping[str, Any], known: Mapping[str, checkpoint.TensorInfo]
+    ) -> tuple[list[str], dict[str, Stateful], dict[str, Any]]:
+        """Return the saved states that nothing loads, what loads the others, and those with tensors to be filled."""
+        stateful = self._stateful()
+        left_behind = self._left_behind(path, stateful, state)
+        stateful = {prefix: thing for prefix, thing in stateful.items() if prefix in state["states"]}
+        present: dict[str, Tensor] = {}
         for prefix, thing in stateful.items():
-            _hand_over(thing, filled[prefix], prefix, path)
+            take_out(thing.state_dict(), prefix, present)
+        filled = {prefix: blank(state["states"][prefix], prefix, path, present, known) for prefix in stateful}
+        return left_behind, stateful, filled
 
     @functools.cached_property
     def _apart(self) -> str:
@@ -296,6 +314,38 @@ class Persistence:
         return extra
 
 
+def _found(source: Path) -> Path:
+    """Return the checkpoint that a path means, as the first rank sees it: others may not see yet what is the newest.
+
+    Collectives: a broadcast of a path.
+    """
+
+    def look() -> tuple[str | None, str]:
+        try:
+            return os.path.relpath(checkpoint.find_checkpoint(source), source), ""
+        except (CheckpointError, ValueError) as error:
+            return None, str(error)
+
+    found, problem = broadcast_json(look() if rank_of(None) == 0 else None)
+    if found is None:
+        raise CheckpointError(problem)
+    return source / found
+
+
+def _refuse_other_states(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise on all ranks where they do not see one checkpoint: each would go on with another one's steps and rates.
+
+    Collectives: one `all_gather_json`.
+    """
+    digests = all_gather_json(hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest())
+    others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"{path}: rank {others[0]} sees another state.json here than rank 0; all ranks must see one folder, or "
+            "whole copies of it"
+        )
+
+
 def _hand_over(thing: Stateful, state: Any, prefix: str, path: Path) -> None:
     try:
         thing.load_state_dict(state)
@@ -328,65 +378,3 @@ def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:
     result = torch.empty_like(tensor)
     initialisation.place(result, rewrite(full(tensor)))
     return result
-
-
-TENSOR = "__tensor__"
-
-
-def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """Move tensors from nested state into `tensors`, leaving their shape and dtype behind."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        tensors[key] = checkpoint.unwrapped(value.detach())
-        return {TENSOR: [list(value.shape), str(value.dtype).removeprefix("torch.")]}
-    if isinstance(value, Mapping):
-        return {name: _take_out(item, f"{key}/{name}", tensors) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_take_out(item, f"{key}/{index}", tensors) for index, item in enumerate(value)]
-    return value
-
-
-def _blank(
-    value: Any, key: str, path: Path, present: Mapping[str, Tensor], known: Mapping[str, checkpoint.TensorInfo]
-) -> Any:
-    """Restore nested state with tensors, to be filled by the load, where `_take_out` took them from.
-
-    Where the state has such a tensor now it is that one, so that what is sharded stays sharded; otherwise an empty one.
-    The checkpoint's JSON names the tensors of its first rank: where the state has tensors now, those of this rank are
-    filled, which on another stage of a pipeline are others.
-    """
-    if isinstance(value, Mapping) and value.keys() == {TENSOR}:
-        info = known.get(key)
-        if info is None or value[TENSOR] != [list(info.shape), str(info.dtype).removeprefix("torch.")]:
-            held = "none" if info is None else f"one of {list(info.shape)} in {info.dtype}".replace("torch.", "")
-            raise CheckpointError(f'{path}: "{key}" is a tensor {value[TENSOR]!r:.80}, and the checkpoint holds {held}')
-        return _like(present.get(key), info)
-    if isinstance(value, Mapping):
-        own_names = _names_in(key, present)
-        names = [name for name, item in value.items() if not (own_names and _is_tensor(item) and name not in own_names)]
-        filled = {name: _blank(value[name], f"{key}/{name}", path, present, known) for name in names}
-        own = {name: f"{key}/{name}" for name in own_names if name not in value}
-        return filled | {
-            name: _like(present[at], known[at]) for name, at in own.items() if at in present and at in known
-        }
-    if isinstance(value, list):
-        return [_blank(item, f"{key}/{index}", path, present, known) for index, item in enumerate(value)]
-    return value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {TENSOR}
-
-
-def _names_in(key: str, present: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that a state has now right under a key; an FQN has no slash."""
-    return [at.removeprefix(f"{key}/") for at in present if at.rpartition("/")[0] == key]
-
-
-def _like(own: Tensor | None, info: checkpoint.TensorInfo) -> Tensor:
-    """Return a tensor of this state that a saved one can be read into, or an empty one of its shape."""
-    import torch
-
-    fits = own is not None and own.shape == info.shape and own.dtype is info.dtype
-    return own if fits and own is not None else torch.empty(info.shape, dtype=info.dtype)

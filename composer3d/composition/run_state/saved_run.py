@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d import checkpoint
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.rank_state import RankState
@@ -67,7 +66,7 @@ class SavedRun:
         """
         with self.explaining("load"):
             with self._engine.bypassed():
-                self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
+                self._persistence.load(Path(path), self._optimizer)
             self.parameters_changed()
 
     def _compare_replicas(self) -> None:

@@ -90,8 +90,11 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
 
 def _of_prefix(path: Path) -> Path:
     """Return the .bin file of Megatron-LM's PREFIX, of which .bin and .idx lie there; any other path as it is."""
+    if not path.name:
+        return path
     tokens = path.with_name(f"{path.name}.bin")
-    return tokens if path.name and not path.exists() and tokens.is_file() and index_of(tokens) else path
+    is_prefix = not os.path.exists(path) and os.path.isfile(tokens)  # False of names that are too long
+    return tokens if is_prefix and index_of(tokens) else path
 
 
 def _files_below(folder: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from composer3d.torch_compat.fakes.assumed_sizes import assumed_size_of
 from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.modes import start_autograd
+from composer3d.torch_compat.pipelines import described_stage
 
 __all__ = [
     "active_fake_mode",
@@ -231,9 +232,9 @@ def _heard(sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], A
     from torch.distributed.pipelining import stage as stages
 
     module: Any = stages
-    cls: Any = stages.PipelineStage
-    if not hasattr(cls, "_recv_meta"):
-        return _heard_forward(cls, sent, wanted)
+    if not hasattr(stages.PipelineStage, "_recv_meta"):
+        return _heard_forward(stages.PipelineStage, sent, wanted)
+    cls: Any = described_stage()
 
     def receive(self: Any, source: int) -> Any:
         if source < self.stage_index:

@@ -226,26 +226,24 @@ def silent_axes(happened: Sequence[Counted], layout: Layout) -> list[str]:
 
 @contextlib.contextmanager
 def _received(messages: Sequence[Any], *, replay: bool) -> Iterator[None]:
-    """Record every received object list, or replay recorded ones instead of receiving.
+    """Record every description of tensors that a pipeline's stages receive, or replay recorded ones instead.
 
-    torch's pipeline stages exchange shapes in this way, before their first step.
+    They exchange them before their first step.
     """
-    import torch.distributed as dist
+    from composer3d import torch_compat
 
-    receive, left = dist.recv_object_list, list(messages)
+    stage: Any = torch_compat.described_stage()
+    receive, left = stage.receive_description, list(messages)
 
-    def noted(objects: list[Any], *args: Any, **kwargs: Any) -> Any:
-        sender = receive(objects, *args, **kwargs)
-        messages.append(list(objects))  # type: ignore[attr-defined]
-        return sender
+    def noted(self: Any, rank: int) -> Any:
+        messages.append(receive(self, rank))  # type: ignore[attr-defined]
+        return messages[-1]
 
-    def replayed(objects: list[Any], *args: Any, **kwargs: Any) -> int:
-        objects[:] = left.pop(0)
-        return 0
+    def replayed(self: Any, rank: int) -> Any:
+        return left.pop(0)
 
-    standing_in: Any = replayed if replay else noted
-    dist.recv_object_list = standing_in
+    stage.receive_description = replayed if replay else noted
     try:
         yield
     finally:
-        dist.recv_object_list = receive
+        stage.receive_description = receive

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Batch, ComposerError, PluginError, RunContext, StepError, torch_compat
+from composer3d import (
+    Batch,
+    ComposerError,
+    PluginError,
+    RunContext,
+    StepError,
+    receive_json,
+    send_json,
+    torch_compat,
+)
 from composer3d_plugins.scheduling.pipeline.csv_schedule import CustomSchedule
 from composer3d_plugins.scheduling.pipeline.schedule_rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.surgery import runner_of
@@ -126,8 +135,6 @@ class PipelineRuntime:
         return [(parameter, grad) for parameter, grad in held if grad is not None]
 
     def _make(self, num_microbatches: int) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-
         num_stages = self._parts[0].num_stages
         reason = self._order.refusal(num_microbatches)
         if reason is not None:
@@ -137,9 +144,10 @@ class PipelineRuntime:
             )
         # torch infers shapes by a real forward before the first one; its changes to buffers are undone.
         self._buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.module.buffers()]
+        stage, messages = torch_compat.described_stage(), {"send": self._send_value, "receive": self._receive_value}
         stages = [
             self._watched(
-                PipelineStage(part.module, part.index, num_stages, self._context.device, group=self._group),
+                stage(part.module, part.index, num_stages, self._context.device, group=self._group, **messages),
                 num_microbatches,
             )
             for part in self._parts
@@ -153,6 +161,12 @@ class PipelineRuntime:
             return torch_compat.custom_pipeline_schedule(stages, self._order.orders, **options)
         schedule = torch_compat.pipeline_schedule(self._order.name)
         return schedule(stages[0] if self._order.has_one_stage else stages, **options)
+
+    def _send_value(self, value: Any, rank: int) -> None:
+        send_json(value, to=rank, group=self._group)
+
+    def _receive_value(self, rank: int) -> Any:
+        return receive_json(source=rank, group=self._group)
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap a stage's forward and backward of a micro-batch in random streams, step actions and spans."""
