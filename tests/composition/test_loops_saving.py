@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from support.models import Net, composed, mine, seeded, unpadded
+from torch import nn
 
 from composer3d import StepError
 from composer3d.testing import run_ranks
@@ -66,3 +69,70 @@ def test_one_ranks_state_of_an_optimizer_is_not_saved_for_all(layout, tmp_path):
 def test_state_that_every_rank_has_is_saved(tmp_path):
     assert run_ranks(saved_optimizers, 2, "[sharding.ddp]\n", tmp_path) == [len(list(seeded().parameters()))] * 2
     assert run_ranks(saved_optimizers, 1, FSDP, tmp_path) == [len(list(seeded().parameters()))]
+
+
+def loss_of(run, part):
+    """Return the sum over one of two unequal parts of the batch, and what it counts."""
+    x, targets = torch.arange(8.0).reshape(4, 2)[part] / 8, torch.ones(4, 2)[part]
+    return ((run.model(x) - targets) ** 2).sum(), targets.shape[0]
+
+
+def accumulating(folder):
+    """Save between micro-batches of a step and after it; return how often that warned, and gradients' errors."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 2), torch.arange(8.0).reshape(4, 2) / 8
+    losses = [((model(x) - torch.ones(4, 2)) ** 2).sum() / size for size in (4, 4, 8)]
+    expected = [torch.autograd.grad(loss, model.weight)[0] for loss in losses]
+    run = composed(FSDP, model)
+    optimizer, warned, gradients = run.optimizer(torch.optim.SGD, lr=0.0), [], []
+    log = logging.getLogger("composer3d")
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append("gradients are not saved" in record.getMessage())
+    log.addHandler(handler)
+
+    def save():
+        warned.clear()
+        run.save(folder / "step-1")
+        return sum(warned)
+
+    def own(number):
+        run.backward(loss_of(run, slice(3 * number, 3 + number)), last=bool(number))
+
+    def accumulated(number):
+        with run.accumulate(2):
+            run.backward(loss_of(run, slice(3 * number, 3 + number)))
+
+    def summed(number):
+        run.backward(loss_of(run, slice(3 * number, 3 + number))[0] / 8)
+
+    found = []
+    for backward in (own, accumulated, summed):
+        backward(0)
+        between = save()
+        backward(1)
+        gradients.append(run.full_tensor("weight", run.model.weight.grad).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((between, save()))
+    with run.step(3):
+        run.forward_backward(torch.ones(4, 2), target=torch.ones(4, 2))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((None, save()))
+    run.close()
+    errors = [
+        float((one - other).abs().max() / other.abs().max()) for one, other in zip(gradients, expected, strict=True)
+    ]
+    return found, errors
+
+
+def test_a_save_between_the_micro_batches_of_a_step_warns(tmp_path):
+    ((found, _),) = run_ranks(accumulating, 1, tmp_path)
+    assert found == [(1, 0), (1, 0), (1, 0), (None, 0)]
+
+
+def test_pairs_of_micro_batches_are_weighed_by_their_counts_over_the_whole_accumulation(tmp_path):
+    """Of 3 samples and 1 each weighs the same, as in one batch of 4."""
+    ((_, errors),) = run_ranks(accumulating, 1, tmp_path)
+    assert len(errors) == 3 and max(errors) < 1e-12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from composer3d.step.engine import StepEngine
 
 __all__ = ["SavedRun"]
+
+log = logging.getLogger(__name__)
 
 
 class SavedRun:
@@ -46,14 +49,29 @@ class SavedRun:
             deferred: Copy parameters and the optimizer's state during the next forward and backward instead; the
                 optimizer's step waits for what is left. For loops in which nothing else writes to them.
 
+        A warning says where gradients of an accumulation are pending, which are not saved.
+
         Raises:
             CheckpointError: On all ranks, if any of them could not write.
             StepError: Replicas hold other values; nothing is written.
         """
         with self.explaining("save"):
+            self._warn_of_gradients()
             self._compare_replicas()
             self._average_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
+
+    def _warn_of_gradients(self) -> None:
+        """Warn of gradients that no optimizer step has used: nothing saves them."""
+        engine = self._engine
+        num = max(engine.own_steps.num_backwards * engine.own_steps.is_open, engine.loss_totals.pending)
+        if num and self._assembled.context.rank == 0:
+            log.warning(
+                "run.save was called inside a step, after %d of its backwards and before optimizer.step(): their "
+                "gradients are not saved, and a run that loads this goes on without them; save after the optimizer's "
+                "step (under run.accumulate: if run.sync_gradients)",
+                num,
+            )
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
