@@ -154,7 +154,7 @@ def _is_along_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
         found = ({(dim - 2**64 if dim >= 2**63 else dim) % len(sizes)}, sizes[0]) if sizes else None
     if found is None or 0 not in found[0] or found[1] <= 1:
         return False
-    viewed = getattr(operands[0], "_saved_self_sym_sizes", ()) if operands else ()
+    viewed: tuple[int, ...] = getattr(operands[0], "_saved_self_sym_sizes", ()) if operands else ()
     is_flat = base(operands[0]) in ("View", "UnsafeView", "Reshape", "MaskedSelect", "Index") if operands else False
     return num_samples in (0, found[1]) or (is_flat and len(viewed) > 1 and viewed[0] == num_samples)
 
