@@ -321,21 +321,25 @@ def _write_shards(
     def share() -> tuple[Metadata, list[Any]] | None:
         if everyones is None:
             return None
-        plans, metadata = planner.create_global_plan([torch_compat.plan_of_items(items) for items in everyones])
-        return metadata, [torch_compat.planned_items(*pair) for pair in zip(plans, everyones, strict=True)]
+        plans, metadata = planner.create_global_plan(
+            [torch_compat.checkpoint_plans.plan_of_items(items) for items in everyones]
+        )
+        return metadata, [
+            torch_compat.checkpoint_plans.planned_items(*pair) for pair in zip(plans, everyones, strict=True)
+        ]
 
     def write() -> list[Any]:
-        mine = torch_compat.with_items(plan, kept)
+        mine = torch_compat.checkpoint_plans.with_items(plan, kept)
         # The writer names files by the plan's place in its list, and looks at no other one.
         mine = planner.finish_plan(writer.prepare_global_plan([mine] * (rank + 1))[rank])
-        return torch_compat.write_items(writer.write_data(mine, planner).wait())
+        return torch_compat.checkpoint_plans.write_items(writer.write_data(mine, planner).wait())
 
     def finish() -> None:
         if shared is not None and results is not None:
-            writer.finish(shared[0], [torch_compat.results_of_items(each) for each in results])
+            writer.finish(shared[0], [torch_compat.checkpoint_plans.results_of_items(each) for each in results])
 
     plan = together(group, path, begin)
-    everyones = gather_json(torch_compat.plan_items(plan), group=group)
+    everyones = gather_json(torch_compat.checkpoint_plans.plan_items(plan), group=group)
     shared = together(group, path, share)
     kept = scatter_json(None if shared is None else shared[1], group=group)
     results = gather_json(together(group, path, write), group=group)

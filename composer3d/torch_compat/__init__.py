@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
+from composer3d.torch_compat import checkpoint_plans
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -12,14 +13,6 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_efficient_attention_backward,
     cuda_flash_attention,
     cuda_flash_attention_backward,
-)
-from composer3d.torch_compat.checkpoint_plans import (
-    plan_items,
-    plan_of_items,
-    planned_items,
-    results_of_items,
-    with_items,
-    write_items,
 )
 from composer3d.torch_compat.collectives.buckets import watch_buckets
 from composer3d.torch_compat.collectives.group_calls import watch_group_collectives
@@ -203,6 +196,7 @@ from composer3d.torch_compat.tensors import (
 )
 
 __all__ = [
+    "checkpoint_plans",
     "ModuleFunctions",
     "UnseenGathers",
     "CHECKPOINT_METADATA_GLOBALS",
@@ -326,12 +320,6 @@ __all__ = [
     "outside_transforms",
     "described_stage",
     "pipeline_orders",
-    "plan_items",
-    "plan_of_items",
-    "planned_items",
-    "results_of_items",
-    "with_items",
-    "write_items",
     "pipeline_schedule",
     "plain_tensors",
     "process_group",

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 __all__ = ["plan_items", "plan_of_items", "planned_items", "results_of_items", "with_items", "write_items"]
 
 
@@ -71,6 +69,7 @@ def _item(item: Any) -> list[Any]:
 
 
 def _write_item(item: Sequence[Any]) -> Any:
+    import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -98,6 +97,7 @@ def _index(index: Any) -> list[Any]:
 
 
 def _metadata_index(values: Sequence[Any]) -> Any:
+    import torch
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     fqn, offset, hint = values
