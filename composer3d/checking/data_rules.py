@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from composer3d.manifest import Document, Manifest
     from composer3d.runner.data import DataTable
 
-__all__ = ["data_problems", "vocab_size_of"]
+__all__ = ["UNREAD", "data_problems", "vocab_size_of"]
+
+# The vocabulary of data that are not there: they fit any model.
+UNREAD = 1
 
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
 _READ_BYTES = 1 << 26
@@ -115,8 +118,8 @@ def vocab_size_of(data: DataTable, folder: Path) -> int | None:
 
     try:
         is_text = data.kind in ("python_docs", "chat") or locate(data.use, folder=folder).kind == "text"
-    except DataError:  # `data_problems` tells it; any model fits
-        return 1
+    except DataError:  # `data_problems` tells it
+        return UNREAD
     return 256 if is_text else data.vocab_size
 
 

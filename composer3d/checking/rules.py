@@ -16,7 +16,7 @@ from composer3d.checking.called import (
     schedule_callable_problems,
     uncallable,
 )
-from composer3d.checking.data_rules import vocab_size_of
+from composer3d.checking.data_rules import UNREAD, vocab_size_of
 from composer3d.checking.foreign_problems import problem_of_hook
 from composer3d.composition import is_matrix, stacked_parameters
 from composer3d.errors import (
@@ -68,7 +68,10 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
         return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
     if problem := uncallable(function, table.reference, document, ("model",)):
         return None, [problem]
-    known = {"vocab_size": vocab_size_of(data, document.folder), "max_seq_len": data.seq_len}
+    vocab_size = vocab_size_of(data, document.folder)
+    if vocab_size == UNREAD and "vocab_size" not in table.args:
+        vocab_size = 256  # as bytes have: a head of one row could not be sharded, which would be told as well
+    known = {"vocab_size": vocab_size, "max_seq_len": data.seq_len}
     derived = {key: value for key, value in known.items() if value is not None}
     problems = [
         *argument_problems(function, table.reference, table.args, document, ("model",), derived=derived),

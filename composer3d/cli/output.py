@@ -11,7 +11,6 @@ from textwrap import fill
 from typing import Any, TextIO
 
 from composer3d.errors import ComposerError, Problem
-from composer3d.manifest import redacted
 
 __all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json", "write_output"]
 
@@ -31,6 +30,8 @@ def say_json(content: Mapping[str, Any]) -> None:
 
 
 def _redacted(value: Any) -> Any:
+    from composer3d.manifest import redacted
+
     if isinstance(value, Mapping):
         return {key: _redacted(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +76,9 @@ def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> s
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error, after flushing standard output."""
+    """Write a line to standard error, without secrets, after flushing standard output."""
+    from composer3d.manifest import redacted
+
     sys.stdout.flush()
     sys.stderr.write(f"{redacted(text)}\n")
     sys.stderr.flush()

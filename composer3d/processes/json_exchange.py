@@ -152,11 +152,13 @@ def send_json(value: Json, *, to: int, group: ProcessGroup | None = None) -> Non
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     text, device = _encoded(value), _device(group)
     for message in (torch.tensor([len(text)], dtype=torch.int64, device=device), _tensor(text, device)):
-        # In a batch: with NCCL the communicator is then the group's, and not one of each pair of ranks.
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, group=group, group_peer=to)]):
+        # In a batch: with NCCL the communicator is then the group's, and not one of each pair of ranks. Of the module
+        # where a pipeline bounds how long messages are waited for.
+        for work in distributed_c10d.batch_isend_irecv([dist.P2POp(dist.isend, message, group=group, group_peer=to)]):
             work.wait()
 
 
@@ -171,11 +173,14 @@ def receive_json(*, source: int, group: ProcessGroup | None = None) -> Any:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     device, length = _device(group), 1
     for dtype in (torch.int64, torch.uint8):
         message = torch.zeros(length, dtype=dtype, device=device)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, message, group=group, group_peer=source)]):
+        for work in distributed_c10d.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, message, group=group, group_peer=source)]
+        ):
             work.wait()
         length = int(message[0]) if dtype is torch.int64 else length
     return _decoded(message, length)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from support.other_users import OTHERS, as_nobody
 
@@ -15,8 +18,9 @@ from composer3d.runner.data.paths import locate
 @pytest.fixture
 def open_to_all(tmp_path):
     """A folder that every user may list."""
-    for above in (tmp_path, *list(tmp_path.parents)[:2]):
-        above.chmod(above.stat().st_mode | 0o055)
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above != Path(above.root):
+            above.chmod(above.stat().st_mode | 0o055)
     return tmp_path
 
 

@@ -62,6 +62,8 @@ def test_axolotls_chats_are_carried_and_pass_check(tmp_path):
     [
         (("type: chat_template", "type: alpaca"), "datasets", "changed", "trained", "assistant"),
         (("path: chats.jsonl", "path: someone/chats"), "datasets", "missing", "packing", True),
+        (("type: chat_template", "type: completion\n    field: content"), "datasets", "changed", "trained", "all"),
+        (("field_messages: talk", "roles: {user: [human]}"), "datasets", "changed", "trained", "assistant"),
         (("chat_template: chatml", "chat_template: gemma"), "chat_template", "missing", "template", None),
         (("chat_template: chatml", "train_on_inputs: true"), "train_on_inputs", "carried", "trained", "all"),
         (("excess_length_strategy: truncate\n", ""), "sequence_len", "carried", "too_long", "drop"),

@@ -11,6 +11,11 @@ from composer3d.importing.translation import Translation
 __all__ = ["instructions"]
 
 _CHATS, _ALPACA, _TEXT = ("chat_template", "sharegpt"), ("alpaca",), ("completion",)
+# Keys of a data set that are read; `ds_type` and `name` are those of a hub, or told by the file.
+_READ = frozenset(
+    "data_files ds_type field field_messages message_field_content message_field_role message_property_mappings name "
+    "path roles_to_train shards split train_on_eos type".split()
+)
 _ADDED = "tokens that are added to the tokenizer's"
 
 
@@ -86,6 +91,10 @@ def _differences(sets: list[Mapping[str, Any]], kind: str) -> tuple[str, str]:
             "changed",
             "the assistant's turns are trained with the token that ends each; data.chat.trained has others",
         )
+    if kind in _TEXT and any(each.get("field", "text") != "text" for each in sets):
+        return "changed", 'the text of a row is under the key "text" here: rename the one that field names'
+    if others := sorted({key for each in sets for key, value in each.items() if value is not None} - _READ):
+        return "changed", f"not read here: {', '.join(others)}"
     if kind in _ALPACA:
         return "changed", "Alpaca's own words around an instruction there; the template's user and assistant here"
     if any(each.get("split") not in (None, "train") or each.get("shards") for each in sets):

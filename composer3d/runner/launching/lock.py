@@ -26,6 +26,7 @@ _KINDS = MappingProxyType(
     {"checkpoints": Path.is_dir, **dict.fromkeys((_FILE, *_REPLACED, "metrics.jsonl", "error.json"), Path.is_file)}
 )
 _DYING_S = 10.0  # how long ranks of a launcher that was killed may take to end, with the memory they hold
+_KILLED_S = 1.0  # how long a process that was sent SIGKILL may still look alive
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 log = logging.getLogger(__name__)
@@ -131,22 +132,30 @@ def refuse_held(output: Path) -> None:
     Raises:
         LockError: Another run holds it; the text names both.
     """
-    path = output / _FILE
+    path, deadline = output / _FILE, time.monotonic() + _KILLED_S
+    while _is_held_here(path):
+        if time.monotonic() > deadline:
+            raise LockError(_refusal(output, _holder(path)))
+        time.sleep(0.05)
+
+
+def _is_held_here(path: Path) -> bool:
     holder = _holder(path)
     if holder.get("host") != socket.gethostname() or _is_dead(holder):
-        return
+        return False
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LockError(_refusal(output, holder)) from None
+        return True
     except OSError as error:
         log.debug("%s: %s", path, error)
     finally:
         os.close(descriptor)
+    return False
 
 
 def _refuse_obstacles(output: Path) -> None:
