@@ -1,4 +1,4 @@
-"""Data and folders of other users: what this one may not read or write is said to be that."""
+"""Folders of other users: what this one may not read or write is said to be that."""
 
 from __future__ import annotations
 
