@@ -12,7 +12,7 @@ from composer3d.checkpoint.optimizer_state import (
     match_optimizer_state,
     optimizer_tensors,
 )
-from composer3d.checkpoint.reader import TensorInfo, contents, open_foreign, read_into, read_tensor, read_tensors
+from composer3d.checkpoint.reader import Saved, TensorInfo, contents, open_foreign, read_into, read_tensor, read_tensors
 from composer3d.checkpoint.restricted_pickle import Asked
 from composer3d.checkpoint.saving import AFTER_ERROR_S, AsyncSaver, save
 from composer3d.checkpoint.staging import Staging
@@ -25,6 +25,7 @@ __all__ = [
     "Asked",
     "AsyncSaver",
     "STORAGE_DTYPES",
+    "Saved",
     "Staging",
     "TensorInfo",
     "complete",

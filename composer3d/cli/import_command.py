@@ -75,6 +75,12 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="beginning of the names of weights, and what the model has in its place; repeatable",
     )
+    group.add_argument(
+        "--names",
+        metavar="KIND",
+        help="of the model that Megatron-LM's tensors are named for: llama (composer3d.models:llama), or huggingface; "
+        "--arg num_attention_heads=N says what its checkpoint does not",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -141,10 +147,21 @@ def _import_checkpoint(arguments: argparse.Namespace) -> int:
     if unnamed is not None:
         complain(f"--rename {unnamed}: write OLD=NEW")
         return 2
-    names = dict(each.partition("=")[::2] for each in arguments.rename)
-    options = {"step": arguments.step, "optimizer": arguments.optimizer, "names": names, "dtype": arguments.dtype}
+    wrong = _wrong(arguments.source[0], [], arguments.values)
+    if wrong is not None:
+        complain(wrong)
+        return 2
     try:
-        result = import_checkpoint(arguments.source[0], arguments.to, **options)
+        result = import_checkpoint(
+            arguments.source[0],
+            arguments.to,
+            step=arguments.step,
+            optimizer=arguments.optimizer,
+            names=dict(each.partition("=")[::2] for each in arguments.rename),
+            dtype=arguments.dtype,
+            naming=arguments.names,
+            arguments=dict(each.partition("=")[::2] for each in arguments.values),
+        )
     except CheckpointError as error:
         complain(str(error))
         return 2

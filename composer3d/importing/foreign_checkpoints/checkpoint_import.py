@@ -11,6 +11,8 @@ from composer3d import checkpoint
 from composer3d.errors import CheckpointError
 from composer3d.importing.foreign_checkpoints.distributed_folders import read_distributed_folder
 from composer3d.importing.foreign_checkpoints.found_state import FoundState
+from composer3d.importing.foreign_checkpoints.megatron_folders import read_megatron_folder
+from composer3d.importing.foreign_checkpoints.megatron_names import NAMINGS
 from composer3d.importing.foreign_checkpoints.weight_folders import read_weight_folder
 from composer3d.importing.foreign_checkpoints.zero_files import read_universal_folder, read_zero_folder
 
@@ -63,6 +65,8 @@ def import_checkpoint(
     optimizer: str | None = None,
     names: Mapping[str, str] | None = None,
     dtype: str | None = None,
+    naming: str | None = None,
+    arguments: Mapping[str, str] | None = None,
 ) -> ImportedCheckpoint:
     """Write another system's checkpoint as composer3d's, from which `run --resume` and `run.load` go on.
 
@@ -70,12 +74,15 @@ def import_checkpoint(
 
     Args:
         source: A folder of torch.distributed.checkpoint (FSDP, Accelerate, torchtitan), of DeepSpeed (universal, or of
-            ZeRO 1 to 3), or of weights; or a file of weights.
+            ZeRO 1 to 3), of Megatron-LM (`torch_dist`), or of weights; or a file of weights.
         folder: In which a folder `step-N` is made.
         step: Optimizer steps that were done, where the source does not say, or others.
         optimizer: The class whose state it is; default: by its names, AdamW or SGD.
         names: Beginnings of names in the source, and what stands in their place in the model's.
         dtype: To which weights and moments are converted, as the run keeps its parameters; default: as they are.
+        naming: Of the model whose fused tensors Megatron-LM keeps: "llama", for `composer3d.models:llama`, by default,
+            or "huggingface".
+        arguments: Megatron-LM's arguments by name, before those that the checkpoint says: heads, and how norms count.
 
     Raises:
         CheckpointError: It is of no system that is known, damaged, or there is a checkpoint in the folder's place.
@@ -85,13 +92,17 @@ def import_checkpoint(
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path}: is not there")
-    found: FoundState | None = None
+    if naming is not None and naming not in NAMINGS:
+        raise CheckpointError(f'"{naming}" names no kind of model; one of: {", ".join(NAMINGS)}')
+    found = read_megatron_folder(path, arguments or {}, naming or next(iter(NAMINGS)))
+    if found is None and (naming is not None or arguments):
+        raise CheckpointError(f"{path}: is no checkpoint of Megatron-LM, whose names and arguments were stated")
     for read in _READERS:
         found = found or read(path)
     if found is None:
         raise CheckpointError(
             f"{path}: is no checkpoint of a system that is read: a folder with .metadata "
-            "(torch.distributed.checkpoint), zero/ or *_optim_states.pt (DeepSpeed), or *.safetensors"
+            "(torch.distributed.checkpoint, Megatron-LM), zero/ or *_optim_states.pt (DeepSpeed), or *.safetensors"
         )
     found = _renamed(found, names or {}, path)
     if dtype is not None:
