@@ -92,18 +92,7 @@ def import_checkpoint(
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path}: is not there")
-    if naming is not None and naming not in NAMINGS:
-        raise CheckpointError(f'"{naming}" names no kind of model; one of: {", ".join(NAMINGS)}')
-    found = read_megatron_folder(path, arguments or {}, naming or next(iter(NAMINGS)))
-    if found is None and (naming is not None or arguments):
-        raise CheckpointError(f"{path}: is no checkpoint of Megatron-LM, whose names and arguments were stated")
-    for read in _READERS:
-        found = found or read(path)
-    if found is None:
-        raise CheckpointError(
-            f"{path}: is no checkpoint of a system that is read: a folder with .metadata "
-            "(torch.distributed.checkpoint, Megatron-LM), zero/ or *_optim_states.pt (DeepSpeed), or *.safetensors"
-        )
+    found = _found(path, naming, arguments or {})
     found = _renamed(found, names or {}, path)
     if dtype is not None:
         found.convert(_dtype(dtype))
@@ -125,6 +114,23 @@ def import_checkpoint(
         num_states=len(found.moments),
         skipped=tuple(found.skipped),
     )
+
+
+def _found(path: Path, naming: str | None, arguments: Mapping[str, str]) -> FoundState:
+    """Return what a checkpoint of any system holds."""
+    if naming is not None and naming not in NAMINGS:
+        raise CheckpointError(f'"{naming}" names no kind of model; one of: {", ".join(NAMINGS)}')
+    found = read_megatron_folder(path, arguments, naming or next(iter(NAMINGS)))
+    if found is None and (naming is not None or arguments):
+        raise CheckpointError(f"{path}: is no checkpoint of Megatron-LM, whose names and arguments were stated")
+    for read in _READERS:
+        found = found or read(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: is no checkpoint of a system that is read: a folder with .metadata "
+            "(torch.distributed.checkpoint, Megatron-LM), zero/ or *_optim_states.pt (DeepSpeed), or *.safetensors"
+        )
+    return found
 
 
 def _dtype(name: str) -> torch.dtype:
