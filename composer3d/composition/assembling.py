@@ -25,6 +25,7 @@ from composer3d.composition.closing import close_all
 from composer3d.composition.composed_model import span_hooks
 from composer3d.composition.loop.loop_objects import GivenParameters
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
+from composer3d.composition.watched_forwards import watch_functions, watch_samples
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
 from composer3d.hooks import Bound, Hooks
@@ -42,11 +43,9 @@ from composer3d.step.guard import Guard
 from composer3d.step.loops.loop_state import replica_axes, shared_axes
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_totals import LossTotals
-from composer3d.step.losses.mixed_values import MixedLosses
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_numbers.random_streams import Streams
 from composer3d.step.rank_numbers import RankNumbers
-from composer3d.step.sample_counters import watch_sample_counters
 from composer3d.step.sharded_tensors.whole_operators import compute_whole_operators
 from composer3d.transform import Phase, StepAction, order
 
@@ -156,7 +155,7 @@ def assemble(
         apply_transforms(preparation)
         materialise(preparation)
         arrived("give the model its weights")
-        _watch_samples(criterion, context)
+        watch_samples(criterion, context)
         return freeze(preparation, criterion, release, plan)
     except BaseException as error:
         # Plugins that were configured are closed, whatever errors they raise: the first error counts.
@@ -290,12 +289,6 @@ def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepA
     return order([*actions, *counting_actions(modules, preparation.context)])
 
 
-def _watch_samples(criterion: Criterion, context: RunContext) -> None:
-    """Report what a model counts, and what a loss relates, of a rank's samples alone."""
-    criterion.mixed = MixedLosses(context)
-    watch_sample_counters(context, criterion.given)
-
-
 def _streams(preparation: Preparation) -> Streams:
     """Make the random streams; no mode of torch sees what compiled code draws."""
     context, train = preparation.context, preparation.context.manifest.train
@@ -361,11 +354,11 @@ def freeze(
         microbatches=_microbatches(engine),
         streams=streams,
     )
+    watch_functions(engine, preparation)
     leave_operators = compute_whole_operators(context)
     span_hooks.watch_sharding(context)
     ends = (span_hooks.watch_operators(context, acting), leave_operators, *(() if flight is None else (flight.close,)))
-    loss_fn = streams.of_loss(engine.loss)
-    hooks.acts = acting.named
+    loss_fn, hooks.acts = streams.of_loss(engine.loss), acting.named
     scheduled = hooks.schedule(context, context.parts, loss_fn)
 
     def functions(bound: Sequence[Bound]) -> tuple[Callable[..., Any], ...]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
 from composer3d.hooks.blame import in_turn
-from composer3d.interfaces import Batch
+from composer3d.interfaces import Batch, Loss
 from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
+from composer3d.step.activation_gradients import ActivationGradients
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.guard import Guard
 from composer3d.step.loops.accumulated_steps import AccumulatedSteps
@@ -65,6 +66,7 @@ class StepEngine:
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
         self._moves_gradients = bool(context.claimants("moved_gradients"))
+        self.activations = ActivationGradients(context, loss_totals.averages)
         self._votes = Votes(self.actions[StepPoint.DECIDE], self.scaling, guard)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
@@ -157,7 +159,7 @@ class StepEngine:
         self._scheduled = True
         try:
             span = self._context.span("forward_backward", microbatches=len(microbatches))
-            with self.streams.over(microbatches), span, self.units.trained(), self._hooks_held(is_last=True):
+            with self.streams.over(microbatches), span, self._trained(is_last=True):
                 train(microbatches)
         finally:
             self._scheduled = False
@@ -173,8 +175,8 @@ class StepEngine:
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
             totals = self.guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])
-        self.loss_totals.copy = batch.copy
-        outer, self._equal, self._evaluating = self._equal, totals.equal, True
+        self.loss_totals.copy, outer = batch.copy, self._equal
+        self._equal, self._evaluating = totals.equal, True
         try:
             streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
             with streams, self.explaining(), self._context.span("evaluate"), units:
@@ -187,7 +189,10 @@ class StepEngine:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
         if self._evaluating:
             return self.loss_totals.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
-        return self.scaling.scale(self.loss_totals.scaled(self.criterion.loss(output, target, equal=self._equal)))
+        return self._started(self.criterion.loss(output, target, equal=self._equal))
+
+    def _started(self, loss: Loss) -> Tensor:
+        return self.activations.look(self.scaling.scale(self.loss_totals.scaled(loss)))
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
@@ -209,9 +214,12 @@ class StepEngine:
         self.loop.gradients.begin(parameters)
         return loss
 
-    def _hooks_held(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _trained(self, *, is_last: bool) -> Iterator[None]:
         number, is_stepped = self.own_steps.num_backwards, self.stepper is not None
-        return self.parameter_hooks.held(number, is_last=is_last, is_stepped=is_stepped)
+        held = self.parameter_hooks.held(number, is_last=is_last, is_stepped=is_stepped)
+        with self.units.trained(), self.activations.scaled(), held:
+            yield
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         self.scaling.correct(parameters, 1.0 if self._own and self._own.is_summed else self.loss_totals.correction)
@@ -236,11 +244,7 @@ class StepEngine:
             self._num_forwards += 1
 
     def leave_own_forward(self) -> None:
-        """End a forward that the loop runs itself, inside or outside of a step.
-
-        The loop's next draws come from its own generator. Parameters that were gathered for a backward, which without
-        gradients does not come, are resharded.
-        """
+        """End a forward that the loop runs itself: the next draws are its own, and without gradients units reshard."""
         import torch
 
         if self.is_running:
@@ -255,6 +259,7 @@ class StepEngine:
         self, value: Any, *, last: bool, reduction: Reduction | None = None, retain_graph: bool = False
     ) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
+        self.criterion.mixed.detached.end()
         state = self.begun()
         if self._dropped.are_gone(self._own, self.state):
             self._begin_anew()
@@ -266,10 +271,9 @@ class StepEngine:
         self.criterion.mixed.look(value, number, reduction=reduction)
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
-        state.forward_done, state.loss = True, self.scaling.scale(self.loss_totals.scaled(loss))
+        state.forward_done, state.loss = True, self._started(loss)
         self.begin_microbatch(own.calls - 1, last)
-        held = self._hooks_held(is_last=last)
-        with self._context.span("backward"), self.streams.kept(), self.units.trained(), held:
+        with self._context.span("backward"), self.streams.kept(), self._trained(is_last=last):
             state.loss.backward(retain_graph=retain_graph)
         self.end_microbatch()
         self._gathered, state.forward_done, state.loss = False, False, None
@@ -308,14 +312,10 @@ class StepEngine:
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
-        self._leave_gathered(state)
-        return list(state.parameters()) if self._used else self._finish_gradients(state, call)
-
-    def _leave_gathered(self, state: StepState) -> None:
-        """Reshard units that a forward without a backward has gathered."""
-        if self._gathered:
+        if self._gathered:  # units, by a forward without a backward
             self._gathered = False
             reshard_units(state.parts)
+        return list(state.parameters()) if self._used else self._finish_gradients(state, call)
 
     def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
@@ -323,8 +323,8 @@ class StepEngine:
         self._used = True
         self.loop.gradients.end()
         parameters = list(state.parameters())
-        if self.stepper is not None:  # no gradients are left
-            self.stepper.finish(self.loss_totals.correction)
+        if self.stepper is not None:
+            self.stepper.finish(self.loss_totals.correction)  # no gradients are left
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
         if self._moves_gradients:
@@ -348,11 +348,9 @@ class StepEngine:
         """Run an optimizer step, unless some rank vetoes it."""
         if self._bypassed or not self.accumulated.is_last:
             return inner() if self._bypassed else None
-        state = self.current("optimizer.step")
-        self._leave_gathered(state)
-        if not self._used:
-            self._finish_gradients(state, "optimizer.step")
+        self.gradients_ready("optimizer.step")
         self.settle()
+        state = self.current("optimizer.step")
         state.vetoes = self._votes.vetoes(state)
         self.is_stepping = True
         if not state.vetoes:

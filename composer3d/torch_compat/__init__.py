@@ -14,6 +14,7 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
+from composer3d.torch_compat.backward_hooks import module_gradient_hooks, own_function
 from composer3d.torch_compat.collectives.buckets import watch_buckets
 from composer3d.torch_compat.collectives.group_calls import watch_group_collectives
 from composer3d.torch_compat.collectives.group_overrides import backend_of, group_override, nccl_fields, nccl_options
@@ -128,6 +129,7 @@ from composer3d.torch_compat.modes import (
     import_torchao,
     in_backward,
     is_captured,
+    leave_mode,
     no_torch_function,
     on_state_dict,
     run_backward,
@@ -299,6 +301,7 @@ __all__ = [
     "local_of",
     "lone_buckets",
     "lone_pipeline",
+    "leave_mode",
     "lone_rendezvous",
     "mark_unsharded",
     "mesh_dim",
@@ -306,6 +309,7 @@ __all__ = [
     "mixable_operators",
     "nccl_fields",
     "nccl_options",
+    "module_gradient_hooks",
     "neg_view",
     "no_torch_function",
     "node_shape",
@@ -316,6 +320,7 @@ __all__ = [
     "operator_python",
     "operator_span",
     "orthogonalised",
+    "own_function",
     "outside_function_modes",
     "outside_transforms",
     "described_stage",

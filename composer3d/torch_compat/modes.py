@@ -24,6 +24,7 @@ __all__ = [
     "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
+    "leave_mode",
     "no_torch_function",
     "on_state_dict",
     "run_backward",
@@ -162,6 +163,18 @@ def hidden_from(kind: type) -> Iterator[None]:
             overrides._pop_mode()
         for mode in stack:
             overrides._push_mode(mode)
+
+
+def leave_mode(mode: Any) -> None:
+    """Turn a mode of torch functions off that is not innermost any more, perhaps; the stack of modes is private."""
+    from torch import overrides
+
+    stack = function_modes()
+    if mode in stack:
+        for _ in stack[stack.index(mode) :]:
+            overrides._pop_mode()
+        for inner in stack[stack.index(mode) + 1 :]:
+            overrides._push_mode(inner)
 
 
 def in_backward() -> bool:

@@ -85,7 +85,10 @@ class Criterion:
         Raises:
             LossError: Its normalisation is unknown.
         """
-        value = self._loss_fn(output, target)
+        with self.mixed.detached.over_loss(num_samples((target, output)) or 0):
+            value = self._loss_fn(output, target)
+        if self.mixed.detached.seen is not None and self.told is None:
+            self.mixed.report(self.mixed.detached.seen, loss_fn=self.given or "the model")
         self._learn(value, output, target)
         return self._as_loss(value, output, target, equal)
 

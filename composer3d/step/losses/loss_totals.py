@@ -59,7 +59,7 @@ class LossTotals:
     def __init__(
         self, *, averages: int, contributes: bool, group: Any, device: torch.device, spread: float = 0.0
     ) -> None:
-        self._averages, self._contributes, self._spread = averages, contributes, spread
+        self.averages, self._contributes, self._spread = averages, contributes, spread
         self._group, self._device = group, device
         # This rank's index among those that compute the same losses, and their number; set by every batch.
         self.copy = 0, 1
@@ -96,7 +96,7 @@ class LossTotals:
     def scaled(self, loss: Loss) -> Tensor:
         """Record a micro-batch's loss and return the scaled scalar whose backward runs."""
         assert self.divisor is not None, "announce comes first"
-        return self.record(loss) * (self._averages / self.divisor / self.copy[1])
+        return self.record(loss) * (self.averages / self.divisor / self.copy[1])
 
     def record(self, loss: Loss) -> Tensor:
         """Record a micro-batch's loss and return its objective, not divided by anything."""

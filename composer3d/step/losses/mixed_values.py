@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import torch_compat
 from composer3d.mesh import Role
 from composer3d.step.call_sites import caller
-from composer3d.step.losses.sample_mixing import LINEAR, REDUCTIONS, base, dims_of, operands_of
+from composer3d.step.losses.detached_statistics import DetachedStatistics
+from composer3d.step.losses.sample_mixing import (
+    LINEAR,
+    REDUCTIONS,
+    base,
+    dims_of,
+    is_parameter,
+    is_weight,
+    operands_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,16 +36,16 @@ log = logging.getLogger(__name__)
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
 _NUM_NODES = 2000
 _ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
-# Which bring in samples, so that what is made of them is no weight.
-_OF_DATA = frozenset("Embedding EmbeddingBag Gather Index IndexSelect MaskedSelect NllLoss".split())
 _ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
-_PRODUCTS = frozenset("Addmm Bmm Convolution Mm Mv".split())
 
 
 class MixedLosses:
     """Logs a warning, once, of a loss that relates samples of a rank, in the first backwards of a run.
 
     Batch normalisation is not reported, whose statistics are a rank's in data parallelism by common use.
+
+    Attributes:
+        detached: Follows values without a gradient, which are in no graph.
 
     Memory: none. Collectives: none.
 
@@ -45,7 +54,8 @@ class MixedLosses:
     """
 
     def __init__(self, context: RunContext | None = None) -> None:
-        self._num_left = 0
+        self.detached = DetachedStatistics(context)
+        self._num_left, self._is_told, self._is_first = 0, False, False
         if context is not None and context.purpose == "run" and (num_ranks := context.layout.degree(Role.BATCH)) > 1:
             self._num_left, self._num_ranks = _NUM_LOSSES, num_ranks
             names = context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR)
@@ -71,11 +81,19 @@ class MixedLosses:
         if reduction or not self._num_left or node is None or torch_compat.active_fake_mode() is not None:
             return
         self._num_left -= 1
-        seen = relation(node, num_samples)
-        if seen is None:
-            return
-        self._num_left = 0
-        if self._is_first:
+        seen = relation(node, num_samples) or self.detached.seen
+        if seen is not None:
+            self.report(seen, loss_fn=loss_fn)
+
+    def report(self, seen: str, *, loss_fn: Callable[..., Any] | Literal["the loop", "the model"]) -> None:
+        """Log what was seen, once a run.
+
+        Args:
+            seen: What relates samples.
+            loss_fn: As of `look`.
+        """
+        is_told, self._is_told, self._num_left = self._is_told, True, 0
+        if self._is_first and not is_told:
             stated = "run.backward(loss, reduction" if loss_fn == "the loop" else "compose(loss_reduction"
             log.warning(
                 "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks "
@@ -114,7 +132,7 @@ def relation(node: Any, num_samples: int) -> str | None:
             continue
         seen.add((each, is_bent))
         name, operands = base(each), operands_of(each)
-        weights = [operand for operand in operands if _is_weight(operand)]
+        weights = [operand for operand in operands if is_weight(operand)]
         others = [operand for operand in operands if operand not in weights]
         if weights and name not in _ELEMENTWISE:
             continue  # a layer of the model
@@ -192,7 +210,7 @@ def _is_product_of_samples(node: Any, operands: list[Any], num_samples: int) -> 
     rows, inner, columns = first[-2], first[-1], second[-1]
     if len(operands) < 2:  # with detached values of as many samples
         own = getattr(sizes[1], "_base", None)
-        return rows == columns == num_samples and not _is_parameter(sizes[1] if own is None else own)
+        return rows == columns == num_samples and not is_parameter(sizes[1] if own is None else own)
     return not num_samples or inner == num_samples or rows == columns == num_samples
 
 
@@ -206,30 +224,3 @@ def _inserted(node: Any) -> int | None:
             return None
         node = operands[0]
     return None if node is None or base(node) != "Unsqueeze" else int(node._saved_dim)
-
-
-def _is_weight(node: Any) -> bool:
-    """Return whether a node is a parameter, or computed from parameters, and constants of elementwise operations."""
-    pending, seen = [node], set()
-    while pending:
-        each = pending.pop()
-        name = base(each)
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        if len(seen) > 64 or name in _OF_DATA:
-            return False
-        if name == "AccumulateGrad":
-            if not _is_parameter(each.variable):
-                return False
-            continue
-        if name in _PRODUCTS and any(operand is None for operand, _ in each.next_functions):
-            return False
-        pending += operands_of(each)
-    return True
-
-
-def _is_parameter(variable: Any) -> bool:
-    from torch import nn
-
-    return isinstance(variable, nn.Parameter)

@@ -10,7 +10,18 @@ from typing import Any, Literal
 
 from composer3d import torch_compat
 
-__all__ = ["LINEAR", "REDUCTIONS", "Summands", "base", "dims_of", "means_groups", "operands_of", "summands"]
+__all__ = [
+    "LINEAR",
+    "REDUCTIONS",
+    "Summands",
+    "base",
+    "dims_of",
+    "is_parameter",
+    "is_weight",
+    "means_groups",
+    "operands_of",
+    "summands",
+]
 
 Summands = Literal["samples", "means", "mixed"]
 
@@ -26,6 +37,9 @@ _NONLINEAR = frozenset(
     "Abs BinaryCrossEntropy Clamp ClampMax ClampMin Cos Div Exp HuberLoss Log LogSigmoid Maximum Minimum MseLoss Mul "
     "Pow Relu Rsqrt Sigmoid Sin SmoothL1Loss Softplus Sqrt Tanh Where Xlogy".split()
 )
+# Which bring in samples, so that what is made of them is no weight.
+_OF_DATA = frozenset("Embedding EmbeddingBag Gather Index IndexSelect MaskedSelect NllLoss".split())
+_PRODUCTS = frozenset("Addmm Bmm Convolution Mm Mv".split())
 _WHOLE = 1e-5  # weights that were normalised in float32 add up to 1 within less
 
 
@@ -130,3 +144,31 @@ def _is_normalised(node: Any) -> bool:
         if abs(float(values.sum()) - 1.0) < _WHOLE and float(values.max()) < 1.0 - _WHOLE:
             return True
     return False
+
+
+def is_weight(node: Any) -> bool:
+    """Return whether a node is a parameter, or computed from parameters, and constants of elementwise operations."""
+    pending, seen = [node], set()
+    while pending:
+        each = pending.pop()
+        name = base(each)
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        if len(seen) > 64 or name in _OF_DATA:
+            return False
+        if name == "AccumulateGrad":
+            if not is_parameter(each.variable):
+                return False
+            continue
+        if name in _PRODUCTS and any(operand is None for operand, _ in each.next_functions):
+            return False
+        pending += operands_of(each)
+    return True
+
+
+def is_parameter(variable: Any) -> bool:
+    """Return whether a leaf of a graph is a parameter."""
+    from torch import nn
+
+    return isinstance(variable, nn.Parameter)

@@ -1,0 +1,243 @@
+"""Gradients of activations as one device has them, for code in a backward that is not linear in them.
+
+Losses are multiplied by what data parallelism averages over, so that a gradient inside of a rank's backward is so many
+times one device's. A hook that clamps or normalises it, and a backward of a model's own that rounds it, would act on
+another number: they are called with the gradient divided, and what they return is multiplied again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.mesh import Role
+from composer3d.step.microbatches import tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["ActivationGradients", "is_suspect"]
+
+_NUM_FORWARDS = 3  # a model that has registered no hook in these registers none later
+_NUM_NODES = 100_000
+_DEPTH = 3  # of functions that a backward calls
+# Names in the code of a backward that is possibly not linear in its gradient. Comparisons are, too.
+_NONLINEAR = frozenset(
+    "abs amax amin bernoulli bernoulli_ ceil clamp clamp_ clamp_max clamp_min clip clip_ copysign floor hardtanh item "
+    "masked_fill masked_fill_ max maximum median min minimum nan_to_num norm normalize pow quantile rand_like "
+    "randn_like round round_ sgn sign softsign sort sqrt square std tanh topk trunc var vector_norm "
+    "where".split()
+)
+
+
+class ActivationGradients:
+    """Passes one device's gradients to hooks on activations, of modules, and to backwards of a model's own.
+
+    Hooks that a model registers in its forward are seen there, in the first forwards, and in all where some are; of
+    its own autograd functions those whose backward does what is not linear, by the names in its code.
+
+    Attributes:
+        found: Whether there is any such code.
+
+    Memory: one gradient of an activation beside another. Collectives: none.
+
+    Args:
+        context: Of the run.
+        factor: By which gradients of activations are larger than one device's in a backward of the run.
+    """
+
+    def __init__(self, context: RunContext, factor: float) -> None:
+        self._context, self._whole, self._factor = context, factor, 1.0
+        is_watched = factor != 1.0 and context.purpose in ("run", "verify")
+        self._num_left = _NUM_FORWARDS if is_watched else 0
+        self._num_graphs = self._num_left
+        self.found = self._has_hooks = self._has_functions = False
+        self._modes: list[Any] = []
+        self._outputs: list[weakref.ref[Tensor]] = []
+
+    @contextlib.contextmanager
+    def scaled(self) -> Iterator[None]:
+        """Run a backward of a loss that data parallelism averages."""
+        self._factor = self._whole
+        try:
+            with self._mode() if self._has_hooks else contextlib.nullcontext():  # what is recomputed registers hooks
+                yield
+        finally:
+            self._factor = 1.0
+
+    def watch(self, module: nn.Module) -> None:
+        """See what a part's forwards register; forwards without gradients are left alone."""
+        import torch
+
+        if not self._num_left:
+            return
+        has_stages = self._context.layout.degree(Role.STAGE) > 1
+
+        def before(owner: nn.Module, *_: Any) -> None:
+            if owner is module:
+                self._modes.append(None)
+                if (self._num_left or self._has_hooks) and torch.is_grad_enabled() and owner.training:
+                    self._num_left = max(0, self._num_left - 1)
+                    self._wrap_module_hooks(owner)
+                    self._modes[-1] = self._mode()
+                    self._modes[-1].__enter__()
+
+        def after(owner: nn.Module, _: Any, output: Any) -> None:
+            if owner is module and self._modes:
+                torch_compat.leave_mode(self._modes.pop())
+                if self._whole != 1.0:
+                    self._outputs += [weakref.ref(value) for value in tensors(output) if value.grad_fn is not None]
+                for value in tensors(output) if has_stages else ():
+                    self.look(value)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True, prepend=True)
+
+    def look(self, root: Tensor) -> Tensor:
+        """Scale around what is not linear in its gradient: hooks on a forward's output, a model's own functions.
+
+        Args:
+            root: A loss, or the output of a stage.
+
+        Returns:
+            The same.
+        """
+        outputs, self._outputs = [each() for each in self._outputs], []
+        for output in outputs:  # on which a loop, or a loss_fn, may have registered hooks
+            self._wrap_table(None if output is None else torch_compat.gradient_hooks(output)[0], self._one_device)
+        if not (self._num_graphs or self._has_functions) or root.grad_fn is None:
+            return root
+        self._num_graphs = max(0, self._num_graphs - 1)
+        pending, seen = [root.grad_fn], {root.grad_fn}
+        while pending and len(seen) < _NUM_NODES:
+            node: Any = pending.pop()
+            function = torch_compat.own_function(node)
+            if function is not None and is_suspect(function) and "composer3d" not in node.metadata:
+                self.found = self._has_functions = True
+                node.metadata["composer3d"] = "scaled"  # a last stage's graph is looked at twice
+                node.register_prehook(lambda given: _times(given, 1.0 / self._factor))
+                node.register_hook(lambda found, _: _times(found, self._factor))
+            for operand, _ in node.next_functions:
+                if operand is not None and operand not in seen:
+                    seen.add(operand)
+                    pending.append(operand)
+        return root
+
+    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+        return torch_compat.function_mode(self._call)
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(function, "__name__", "") == "register_hook" and len(args) == 2 and not args[0].is_leaf:
+            if not _is_foreign(args[1]):
+                return function(args[0], self._one_device(args[1]))
+        return function(*args, **kwargs)
+
+    def _wrap_module_hooks(self, root: nn.Module) -> None:
+        for module in root.modules():
+            after, before = torch_compat.module_gradient_hooks(module)
+            self._wrap_table(after, self._of_module)
+            self._wrap_table(before, self._of_module)
+
+    def _wrap_table(self, table: Any, wrap: Callable[[Any], Any]) -> None:
+        for key, hook in list(table.items()) if table else ():
+            if not _is_foreign(hook):
+                table[key] = wrap(hook)
+
+    def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        self.found = self._has_hooks = True
+
+        @_named(hook)
+        def scaled(gradient: Tensor) -> Any:
+            if self._factor == 1.0:
+                return hook(gradient)
+            given = gradient / self._factor
+            version = given._version
+            returned = hook(given)
+            if returned is None and given._version == version:
+                return None
+            return (given if returned is None else returned) * self._factor
+
+        return scaled
+
+    def _of_module(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        self.found = True
+
+        @_named(hook)
+        def scaled(module: nn.Module, *gradients: Any) -> Any:
+            if self._factor == 1.0:
+                return hook(module, *gradients)
+            returned = hook(module, *(_times(each, 1.0 / self._factor) for each in gradients))
+            return None if returned is None else _times(returned, self._factor)
+
+        return scaled
+
+
+def _named(hook: Any) -> Callable[[Any], Any]:
+    """Return a decorator that gives a function the hook's name, where it has one, and this module."""
+
+    def named(function: Any) -> Any:
+        if hasattr(hook, "__name__"):
+            functools.update_wrapper(function, hook, updated=())
+        function.__module__ = __name__
+        return function
+
+    return named
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Return whether a hook is torch's, a plugin's or wrapped already."""
+    module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+    return _is_ours(module)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "torch" or module.startswith("composer3d")
+
+
+def _times(values: Any, factor: float) -> Any:
+    import torch
+
+    if factor == 1.0:
+        return values
+    if isinstance(values, torch.Tensor):
+        return values * factor
+    return tuple(None if each is None else each * factor for each in values)
+
+
+@functools.cache
+def is_suspect(function: type) -> bool:
+    """Return whether the backward of an autograd function has names, or comparisons, of what is not linear."""
+    backward: Any = inspect.unwrap(getattr(function, "backward", None) or function)
+    if _is_ours(function.__module__):
+        return False
+    return isinstance(backward, FunctionType) and any(_is_nonlinear(code) for code in _codes(backward, _DEPTH))
+
+
+def _codes(function: FunctionType, depth: int) -> Iterator[CodeType]:
+    """Yield the code of a function, of those inside of it, and of those of its module's names that it calls."""
+    pending: list[CodeType] = [function.__code__]
+    while pending:
+        code = pending.pop()
+        yield code
+        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for name in code.co_names if depth else ():
+            called = function.__globals__.get(name)
+            if isinstance(called, FunctionType) and called.__module__.partition(".")[0] != "torch":
+                yield from _codes(called, depth - 1)
+
+
+def _is_nonlinear(code: CodeType) -> bool:
+    import dis
+
+    names: Sequence[str] = code.co_names
+    return bool(_NONLINEAR.intersection(names)) or any(
+        instruction.opname == "COMPARE_OP" for instruction in dis.get_instructions(code)
+    )

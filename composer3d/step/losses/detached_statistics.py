@@ -1,0 +1,187 @@
+"""Statistics of a rank's samples that enter a forward or a loss without a gradient: no autograd graph shows them.
+
+`x / x.detach().mean()`, losses weighted by `w / w.mean()` of detached losses, and running normalisers depend on which
+samples a rank has. In the first forwards the values that a model or a loop detaches are followed through torch's
+functions: from samples to what is reduced over them, and on to where it meets a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.mesh import Role
+from composer3d.step.call_sites import caller
+from composer3d.step.losses.sample_mixing import is_weight
+from composer3d.step.microbatches import num_samples, tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["DetachedStatistics"]
+
+_NUM_FORWARDS = 3
+# Reductions and orders over all dims, or over those at a place among the arguments, or over the last.
+_OVER_ALL = {
+    name: 1
+    for name in "amax amin aminmax argmax argmin logsumexp max mean median min nanmean nansum prod std std_mean sum "
+    "var var_mean".split()
+} | {"norm": 2, "quantile": 2, "nanquantile": 2, "vector_norm": 2}
+_OVER_LAST = {"argsort": 1, "kthvalue": 2, "log_softmax": 1, "softmax": 1, "sort": 1, "topk": 2} | {
+    name: 1 for name in ("cumprod", "cumsum", "logcumsumexp")
+}
+_SHIFTS = frozenset("add sub __add__ __sub__ __radd__ __rsub__ rsub".split())
+_UNKNOWN: tuple[Callable[[], None], str, str] = (lambda: None), "", ""
+
+
+class DetachedStatistics:
+    """Follows values without a gradient in the first forwards that train, and the losses after them.
+
+    Attributes:
+        seen: What was found, with its line; None where nothing is.
+
+    Memory: none. Collectives: none.
+
+    Args:
+        context: Of the run; None, or one in which no rank has other samples: nothing is followed.
+    """
+
+    def __init__(self, context: RunContext | None = None) -> None:
+        is_watched = context is not None and context.purpose == "run" and context.layout.degree(Role.BATCH) > 1
+        self._num_left = _NUM_FORWARDS if is_watched else 0
+        self._num_samples = 0
+        self._found: dict[int, tuple[Callable[[], Tensor | None], str, str]] = {}
+        self._mode: Any = None
+        self.seen: str | None = None
+
+    def watch(self, module: nn.Module, *, is_scheduled: Callable[[], bool], report: Callable[[str], None]) -> None:
+        """Follow what a part's forwards compute.
+
+        Args:
+            module: The part's.
+            is_scheduled: Returns whether a forward is the engine's; after others the loop computes a loss.
+            report: Called with what is found in a forward that is the engine's.
+        """
+        import torch
+
+        def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if owner is module:
+                self.end()
+                if self._num_left and owner.training and torch.is_grad_enabled():
+                    self._num_left -= 1
+                    self._num_samples = num_samples((args, kwargs)) or 0
+                    self._begin()
+
+        def after(owner: nn.Module, *_: Any) -> None:
+            if owner is module and is_scheduled():
+                self.end()
+                if self.seen is not None:
+                    report(self.seen)
+
+        if self._num_left:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after, always_call=True)
+
+    @contextlib.contextmanager
+    def over_loss(self, num_samples: int) -> Iterator[None]:
+        """Follow what a loss function computes, after a forward that was followed."""
+        if not self._num_samples or self._mode is not None:
+            yield
+            return
+        self._num_samples = num_samples
+        self._begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _begin(self) -> None:
+        if self._num_samples > 1:
+            self._mode = torch_compat.function_mode(self._call)
+            self._mode.__enter__()
+
+    def end(self) -> None:
+        """Follow nothing until the next forward."""
+        if self._mode is not None:
+            torch_compat.leave_mode(self._mode)
+            self._mode = None
+        if not self._num_left:
+            self._found.clear()
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        if self.seen is None and self._mode is not None:
+            self._follow(getattr(function, "__name__", ""), args, kwargs, result)
+        return result
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = list(tensors((args, kwargs)))
+        returned = list(tensors(args[0] if name == "__setitem__" else result))
+        if not given or not returned:
+            return
+        statistic = next((tag for each in given if (tag := self._tag(each))), None)
+        if returned[0].requires_grad:
+            if statistic and self._matters(name, given):
+                self.seen = statistic
+            return
+        if statistic is None and any(self._is_sample(each) for each in given):
+            is_reduced = any(self._is_over_samples(name, args, kwargs, each) for each in given)
+            is_loss = not given[0].dim() and given[0].requires_grad
+            if is_reduced or is_loss:
+                statistic = f"{name.strip('_')} of detached values in {caller(())[1] or 'the forward'}"
+            elif not any(each.is_floating_point() and self._is_of_samples(each) for each in returned):
+                return
+        elif statistic is None:
+            return
+        for each in returned:
+            self._found[id(each)] = weakref.ref(each), _value(each) if statistic else "", statistic or ""
+
+    def _matters(self, name: str, given: list[Tensor]) -> bool:
+        """Return whether a gradient depends on a statistic that an operation combines with what has one."""
+        bent = [each for each in given if each.requires_grad and each.grad_fn is not None]
+        if any(self._is_of_samples(each) for each in bent):
+            return True
+        return bool(bent) and not bent[0].dim() and name.strip("_") not in _SHIFTS
+
+    def _tag(self, tensor: Tensor) -> str:
+        """Return the statistic that a tensor is, or is made of; empty where it is none."""
+        if tensor.requires_grad:
+            return ""
+        reference, value, tag = self._found.get(id(tensor), _UNKNOWN)
+        # What no function of torch's has written is a collective's: a statistic of all ranks' samples.
+        return tag if reference() is tensor and value == (_value(tensor) if tag else "") else ""
+
+    def _is_sample(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is computed from samples, with a gradient that is about to be left, or without."""
+        if tensor.requires_grad:
+            return tensor.grad_fn is not None and not is_weight(tensor.grad_fn)
+        return self._found.get(id(tensor), _UNKNOWN)[0]() is tensor
+
+    def _is_of_samples(self, tensor: Tensor) -> bool:
+        return bool(tensor.dim()) and tensor.shape[0] > 0 and tensor.shape[0] % self._num_samples == 0
+
+    def _is_over_samples(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
+        """Return whether a function reduces or orders a tensor along its samples."""
+        if not self._is_of_samples(tensor) or not (tensor.is_floating_point()):
+            return False
+        place = _OVER_ALL.get(name, _OVER_LAST.get(name))
+        if place is None:
+            return False
+        dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+        if hasattr(dims, "shape"):
+            return False  # of two tensors
+        if dims is None:
+            dims = tuple(range(tensor.dim())) if name in _OVER_ALL else -1
+        return 0 in {dim % tensor.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
+
+
+def _value(tensor: Tensor) -> str:
+    """Return the sum of a tensor's elements as text, in which NaNs are equal; a device is waited for."""
+    import torch
+
+    return str(tensor.detach().sum(dtype=torch.float64 if tensor.is_floating_point() else None).item())

@@ -1,0 +1,112 @@
+"""Statistics of a rank's samples that are detached: named with their line, in a forward and in a loss."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.models import composed
+from torch import nn
+
+from composer3d.testing import run_ranks
+
+
+def running(model, h):
+    model.kept.mul_(0.9).add_(0.1 * h.detach().abs().mean())
+    return h / model.kept
+
+
+def gathered(model, h):
+    size = h.detach().abs().mean()
+    dist.all_reduce(size)
+    return h / size
+
+
+@torch.no_grad()
+def centre(h):
+    return h.mean(0)
+
+
+def hardest(losses):
+    weights = torch.zeros_like(losses)
+    weights[losses.detach().topk(2).indices] = 1.0
+    return losses * weights
+
+
+def confident(losses):
+    mask = (losses.detach() < 1.0).float()
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+FORWARDS = {
+    "a mean": ("mean", lambda model, h: h / h.detach().abs().mean()),
+    "a running mean": ("mean", running),
+    "without gradients": ("mean", lambda model, h: (h - centre(h)).pow(2)),
+    "data": ("std", lambda model, h: h / h.data.std()),
+    "of all ranks": ("", gathered),
+    "of each sample": ("", lambda model, h: h / h.detach().abs().amax(-1, keepdim=True)),
+    "of a weight": ("", lambda model, h: h * model.up.weight.detach().norm()),
+    "straight through": ("", lambda model, h: h + (h.round() - h).detach()),
+}
+LOSSES = {
+    "weights": ("mean", lambda losses: losses * (losses.detach() / losses.detach().mean())),
+    "hardest": ("topk", hardest),
+    "its own size": ("detach", lambda losses: losses.mean() / losses.mean().detach()),
+    "focal": ("", lambda losses: losses * (1 - torch.exp(-losses.detach())) ** 2),
+    "confident": ("", confident),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.up, self.down, self.change = nn.Linear(4, 8), nn.Linear(8, 3), change
+        self.register_buffer("kept", torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.change(self, torch.tanh(self.up(x))))
+
+
+def said(names):
+    """Return what is warned of each, in scheduled forwards and in a loop's own."""
+    records, found = [], {}
+    logging.getLogger("composer3d.step.losses.mixed_values").addFilter(
+        lambda record: records.append(record.getMessage())
+    )
+    for name in names:
+        change = FORWARDS[name][1] if name in FORWARDS else lambda model, h: h
+        weigh = LOSSES[name][1] if name in LOSSES else lambda losses: losses
+
+        def loss_fn(output, target, weigh=weigh):
+            losses = weigh(F.cross_entropy(output, target, reduction="none"))
+            return losses.mean() if losses.dim() else losses
+
+        for own in (False, True) if name != "its own size" else (False,):
+            torch.manual_seed(0)
+            run = composed("[sharding.fsdp2]\n", Model(change), loss_fn=loss_fn)
+            optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+            for _ in range(3):
+                x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+                _ = run.backward(loss_fn(run.model(x), y)) if own else run.forward_backward(x, target=y)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not torch.overrides._get_current_function_mode_stack()
+            run.close()
+            found[name, own] = list(records)
+            records.clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", [FORWARDS, LOSSES], ids=["forwards", "losses"])
+def test_detached_statistics_of_a_ranks_samples_are_named_with_their_line(kind):
+    first, second = run_ranks(said, 2, list(kind))
+    assert not any(second.values())
+    for (name, _), messages in first.items():
+        if kind[name][0]:
+            (message,) = messages
+            assert f"({kind[name][0]} of detached values in test_detached_statistics.py:" in message
+        else:
+            assert messages == [], name
