@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -104,6 +105,13 @@ def _misspelt(argv: Sequence[str]) -> str | None:
     return f'there is no command "{argv[0]}"; {did_you_mean(argv[0], names)}'
 
 
+def _empty(argv: Sequence[str]) -> str | None:
+    """Return the message for an option that is given `--` as its value, which argparse drops without a word."""
+    options = argv[: argv.index("--")] if "--" in argv else argv
+    found = next((word for word in options if re.fullmatch(r"--\w[\w-]*=--", word)), None)
+    return None if found is None else f'{found}: "--" is no value; {found.removesuffix("=--")} expects one'
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -112,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name; default: this process's.
     """
-    if (wrong := _misspelt(sys.argv[1:] if argv is None else argv)) is not None:
+    words = sys.argv[1:] if argv is None else argv
+    if (wrong := _misspelt(words) or _empty(words)) is not None:
         complain(wrong)
         return WRONG
     try:

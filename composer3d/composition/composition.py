@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class Composition(SavedRun, OwnLoop):
 
     def __init__(self, assembled: Assembled) -> None:
         self._assembled, self._engine = assembled, assembled.engine
-        self._closed, self._evaluations = False, 0
+        self._closed, self._evaluations, self._compared = False, 0, 0
         # What a forward changes is another one on every data-parallel rank, and one of them is read or saved.
         self.averages_buffers = True
         self._persistence = Persistence(assembled)
@@ -292,10 +293,14 @@ class Composition(SavedRun, OwnLoop):
 
         Args:
             error: Error that ended the run, for the plugins.
+
+        Raises:
+            StepError: Replicas hold other values after the last step; the run is closed all the same.
         """
         if self._closed:
             return
         self._closed = True
+        failed = error is not None or sys.exc_info()[1] is not None
         self._engine.own_steps.abandon()
         self._engine.accumulated.close()
         stepper = self._engine.stepper
@@ -305,6 +310,7 @@ class Composition(SavedRun, OwnLoop):
         arguments: Any = {"context": self.context, "error": error}
         close_all(
             (
+                *(() if failed else (self._compare_at_the_end,)),
                 self._unwatch,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),

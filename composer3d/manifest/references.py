@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
-from composer3d.processes.foreign_code import running
+from composer3d.processes.foreign_code import own_attribute, running
 
 __all__ = ["FILL_IN", "resolve_reference"]
 
@@ -77,7 +77,7 @@ def _import(name: str, folder: Path) -> ModuleType:
 
 def _near_modules(name: str, folder: Path) -> str | None:
     parent, _, last = name.rpartition(".")
-    paths = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [str(folder)]
+    paths = list(own_attribute(sys.modules.get(parent), "__path__") or []) if parent else [str(folder)]
     return did_you_mean(last, [module.name for module in pkgutil.iter_modules(paths)])
 
 
@@ -118,7 +118,7 @@ def _check_origin(name: str, folder: Path) -> None:
     """
     if name == __name__.partition(".")[0]:
         return
-    origin = getattr(sys.modules[name], "__file__", None)
+    origin = own_attribute(sys.modules[name], "__file__")
     here = _files(name, folder)
     if here and (origin is None or Path(origin).resolve() not in [candidate.resolve() for candidate in here]):
         raise ReferenceFailure(

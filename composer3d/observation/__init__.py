@@ -8,14 +8,14 @@ from composer3d.processes.late_imports import late_imports
 
 if TYPE_CHECKING:
     from composer3d.observation.collectives import Collective, Collectives, count_collectives
-    from composer3d.observation.flight_recorder import lost_a_peer
     from composer3d.observation.hang_report import Account, Fault, RecordedCollective, find_fault, told_act
+    from composer3d.observation.lost_peers import lost_a_peer
     from composer3d.observation.mismatch_ending import aborting
 
 _MODULES = {
     "collectives": ("Collective", "Collectives", "count_collectives"),
-    "flight_recorder": ("lost_a_peer",),
     "hang_report": ("Account", "Fault", "RecordedCollective", "find_fault", "told_act"),
+    "lost_peers": ("lost_a_peer",),
     "mismatch_ending": ("aborting",),
 }
 

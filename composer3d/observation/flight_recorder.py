@@ -24,30 +24,15 @@ from types import MappingProxyType
 from typing import Any
 
 from composer3d import torch_compat
-from composer3d.errors import StepError
+from composer3d.errors import ComposerError, StepError
 from composer3d.mesh import Layout
 from composer3d.observation.hang_report import Account, RecordedCollective, diagnose
-from composer3d.observation.mismatch_ending import end_rank
+from composer3d.observation.lost_peers import chain_of, lost_a_peer
+from composer3d.observation.mismatch_ending import end_rank, notice
 from composer3d.observation.rank_questions import RankQuestions
 
-__all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
+__all__ = ["Flight", "Groups", "collectives"]
 
-# Messages of torch's backends for a lost or late peer; a rank that raises one did not start the failure.
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "connection refused",
-    "broken pipe",
-    "failed to recv, got 0 bytes",
-    "socket timeout",
-    "timed out waiting",
-    "wait timeout",
-    "remote process exited",
-    "communicator was aborted",
-    "application timeout caused pair closure",
-    "watchdog caught collective operation timeout",
-)
 _LOOK_S = 0.5  # how often a rank looks for an alarm
 _MISMATCH = "a rank was sent another number of bytes than its collective expects"
 _ANSWER_S = 2.0  # how long the first one waits for answers
@@ -73,22 +58,6 @@ log = logging.getLogger(__name__)
 
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # by a process group's name: its axis and its ranks
 _Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and when it began
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """Return whether the origin of an exception is torch's error for a lost or late rank."""
-    first = _chain(error)[-1]
-    return isinstance(first, RuntimeError) and any(sign in str(first).lower() for sign in _LOST)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes, the origin last: stages wrap exceptions raised inside of them."""
-    chain = [error]
-    while True:
-        before = chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
-        if before is None or before in chain:
-            return chain
-        chain.append(before)
 
 
 def _frames(errors: Sequence[BaseException]) -> list[Any]:
@@ -173,7 +142,7 @@ class Flight:
             kept: Most collectives per group.
         """
         if error is not None:
-            frames = _frames(_chain(error))
+            frames = _frames(chain_of(error))
         else:
             frames = _stack(sys._current_frames().get(self._main or 0))
         return {
@@ -194,7 +163,8 @@ class Flight:
             activity: Name of this rank's activity for the report: saving, loading, and so on.
 
         Raises:
-            StepError: On every rank the same text, made by the one that failed first.
+            StepError: On every rank the same text, made by the one that failed first; what a rank that is gone was
+                refused, in this step, is that text.
         """
         span = self.begin(activity, {}) if activity else None
         try:
@@ -203,20 +173,39 @@ class Flight:
             if not lost_a_peer(error):
                 raise
             raise StepError(self._explain(error)) from error
+        except ComposerError as error:
+            self._refused(error)
+            raise
         finally:
             if span is not None:
                 self.end(span)
 
+    def _refused(self, error: ComposerError) -> None:
+        """Leave why this rank ends, for those that wait for it: a stage alone knows what is wrong with a loss."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it
+            if not lost_a_peer(error):
+                self._store.set(f"{self._prefix}/refused/{self._rank}", json.dumps([self._step, str(error)]))
+
+    def _refusal(self) -> str | None:
+        """Return what another rank was refused in this step."""
+        for rank in range(self._layout.world_size):
+            key = f"{self._prefix}/refused/{rank}"
+            if self._store.check([key]) and (found := json.loads(self._store.get(key)))[0] == self._step:
+                return str(found[1])
+        return None
+
     def _explain(self, error: BaseException) -> str:
-        chain = _chain(error)
+        notice()
+        chain = chain_of(error)
         # The exception may have come no further than a call of the loop's, whose own line is further out.
         own, error = self._account([*_stack(sys._getframe()), *_frames(chain)]), chain[-1]
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        wait_s = _ANSWER_S if late else _GONE_S
+        wait_s = _ANSWER_S if "timed out" in str(error).lower() or "timeout" in str(error).lower() else _GONE_S
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # advice for everybody
         if self._questions.message is not None:  # it is why the peer is gone
             return self._questions.message
         try:
+            if (refusal := self._refusal()) is not None:
+                return refusal
             if self._store.add(f"{self._prefix}/alarm", 1) > 1:
                 self._answer(own)
                 published = f"{self._prefix}/message"
@@ -230,7 +219,7 @@ class Flight:
 
     def _mismatched(self) -> None:
         """Publish what every rank did, and end this one before gloo does, which gives no reason."""
-        others = [rank for rank in range(self._layout.world_size) if rank != self._rank]
+        notice()
         try:
             if self._store.add(f"{self._prefix}/alarm", 1) > 1:
                 self._answer(self._now())
@@ -239,7 +228,7 @@ class Flight:
             else:
                 accounts = self._gather(self._now(), _ANSWER_S)
                 text = diagnose(accounts, layout=self._layout, owners=self._owners, reason=_MISMATCH)
-                self._questions.tell(text, others)
+                self._questions.tell(text, [rank for rank in range(self._layout.world_size) if rank != self._rank])
         except RuntimeError:  # the store went with the rank that held it
             text = diagnose([self._now()], layout=self._layout, owners=self._owners, reason=_MISMATCH)
         end_rank(text)

@@ -1,26 +1,39 @@
-"""End of a rank whose collective received a message of another size: its main thread can raise nothing any more."""
+"""What a rank's launcher knows of a failed collective: that a rank looks for its cause, and where one has to abort.
+
+The main thread of a rank whose collective received a message of another size can raise nothing any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-__all__ = ["aborting", "end_rank"]
+__all__ = ["aborting", "end_rank", "notice"]
 
-_aborts = False
+_aborts: Callable[[], object] | None = None
 
 
 @contextlib.contextmanager
-def aborting() -> Iterator[None]:
-    """Let ranks abort inside, where a launcher reports their place and what the others saw."""
+def aborting(noticed: Callable[[], object]) -> Iterator[None]:
+    """Let ranks abort inside, where a launcher reports their place and what the others saw.
+
+    Args:
+        noticed: Called when a collective has failed and this rank looks for the cause, which it is going to report.
+    """
     global _aborts
-    outer, _aborts = _aborts, True
+    outer, _aborts = _aborts, noticed
     try:
         yield
     finally:
         _aborts = outer
+
+
+def notice() -> None:
+    """Let the launcher know that this rank is going to report why a collective failed."""
+    if _aborts is not None:
+        _aborts()
 
 
 def end_rank(text: str) -> None:
@@ -29,7 +42,7 @@ def end_rank(text: str) -> None:
     Args:
         text: What every rank did.
     """
-    if _aborts:
+    if _aborts is not None:
         return
     sys.stdout.flush()
     sys.stderr.write(f"composer3d.errors.StepError: {text}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composer3d.processes.child import Child, ChildError, ForeignCodeError
 from composer3d.processes.fake_process_group import fake_world
-from composer3d.processes.foreign_code import running
+from composer3d.processes.foreign_code import own_attribute, running
 from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.processes.garbage import scanning_new_objects_only
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
@@ -48,6 +48,7 @@ __all__ = [
     "limit_ranks",
     "machine_error",
     "note_round",
+    "own_attribute",
     "prewarm",
     "private_attempt",
     "private_folder_in",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Running", "listen", "running"]
+__all__ = ["Running", "listen", "own_attribute", "running"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,11 @@ _LIMIT_S = 60.0
 def listen(listener: Listener) -> None:
     """Have every beginning and end noted from now on, None where nothing of others runs; for a process of its own."""
     _LISTENER.set(listener)
+
+
+def own_attribute(module: object, name: str) -> Any:
+    """Return what a loaded module has under a name, else None: a `__getattr__` of it, which may raise, is not asked."""
+    return getattr(module, "__dict__", {}).get(name)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 
-__all__ = [
-    "RunState",
-    "choose_checkpoint",
-    "clear_for",
-    "record_of",
-    "refuse_changes",
-    "schedule_change",
-    "step_of",
-]
+__all__ = ["Origin", "RunState", "choose_checkpoint", "clear_for", "record_of", "refuse_changes", "schedule_change"]
 
 MAX_SHOWN = 4
 
@@ -67,21 +59,42 @@ class RunState:
         self.num_steps, self.num_tokens = int(state["steps"]), int(state["tokens"])
 
 
-def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The checkpoint that a run goes on from, as the first rank has read it.
+
+    Args:
+        path: Of the checkpoint.
+        run: State of the run that wrote it, see `RunState`.
+        is_imported: Whether another system wrote it.
+    """
+
+    path: Path
+    run: Mapping[str, Any]
+    is_imported: bool
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that it has done."""
+        return int(self.run["steps"])
+
+
+def choose_checkpoint(run: Composition, output: Path, how: str) -> Origin | None:
     """Return the checkpoint to start from, the same on all ranks; None starts at step 0.
 
     Args:
-        run: Composed; rank 0 looks, and all ranks agree.
+        run: Composed; rank 0 looks and reads, and all ranks agree.
         output: The run's folder.
         how: `auto` takes the newest complete one of the run's own, `never` none, anything else is a path: a checkpoint,
             or the folder of a run.
 
     Raises:
-        CheckpointError: There is no complete checkpoint at the path, or the newest is damaged; on all ranks.
+        CheckpointError: There is no complete checkpoint at the path, the newest is damaged or cannot be read, or it was
+            not written by a run; on all ranks.
 
-    Collectives: one broadcast of a path.
+    Collectives: one broadcast of what was found.
     """
-    # One rank looks: on a network disk, others may not see yet what was just written.
+    # One rank looks: on a network disk, others may not see yet what was just written, or see what was there before.
     found, problem = broadcast_json(_searched(output, how) if run.context.rank == 0 else None)
     if problem is not None:
         raise CheckpointError(problem)
@@ -89,56 +102,53 @@ def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
         raise CheckpointError(
             f"--resume {how}: there is no complete checkpoint here; give a checkpoint or a run's folder"
         )
-    return None if found is None else Path(found)
+    return None if found is None else Origin(**found | {"path": Path(found["path"])})
 
 
-def _searched(output: Path, how: str) -> tuple[str | None, str | None]:
-    """Return the checkpoint to resume from, or the reason why there is none."""
+def _searched(output: Path, how: str) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the fields of an `Origin`, None where there is none, or the reason why none can be told."""
     try:
-        return _find(output, how), None
+        path = _find(output, how)
+        if path is None:
+            return None, None
+        state = checkpoint.read_state(path)
+        saved = checkpoint.validated_run(path, state)
+        if saved is None:
+            raise CheckpointError(f"{path}: was not written by `composer3d run`, so there is no run to go on with")
+        return {"path": str(path), "run": saved, "is_imported": bool(state.get("imported"))}, None
     except CheckpointError as error:
         return None, str(error)
+    except OSError as error:
+        return None, f"{output if how == 'auto' else how}: cannot be read ({type(error).__name__}: {error})"
 
 
-def _find(output: Path, how: str) -> str | None:
+def _find(output: Path, how: str) -> Path | None:
     own = checkpoint.latest(output / "checkpoints")
     if own is not None and attempt_before(output) is not None:
-        return str(own)  # ranks that were started again after a crash go on with what this run has saved itself
+        return own  # ranks that were started again after a crash go on with what this run has saved itself
     if how == "never":
         return None
     if how == "auto":
-        found = own
-    elif checkpoint.complete(Path(how)):
-        found = Path(how)
-    else:
-        found = checkpoint.latest(Path(how) / "checkpoints") or checkpoint.latest(Path(how))
-    return None if found is None else str(found)
+        return own
+    if checkpoint.complete(Path(how)):
+        return Path(how)
+    return checkpoint.latest(Path(how) / "checkpoints") or checkpoint.latest(Path(how))
 
 
-def step_of(path: Path | None) -> int:
-    """Return the steps that a checkpoint of a run has done; 0 for None.
-
-    Raises:
-        CheckpointError: It was not written by a run.
-    """
-    return 0 if path is None else int(_saved(path)["steps"])
-
-
-def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> None:
+def refuse_changes(origin: Origin, run_state: RunState, batch_size: BatchSize) -> None:
     """Compare a checkpoint with the run that is about to load it.
 
     Raises:
         CheckpointError: The model, the optimizer, the data or the batches are others, with the differences.
     """
-    saved = _saved(path)
-    if checkpoint.read_state(path).get("imported"):
+    if origin.is_imported:
         return  # another system knows nothing of this run's tables; names and shapes are compared as tensors are read
-    differences = list(_differences(saved["record"], run_state.record, ""))
+    path, steps, sequences = origin.path, origin.num_steps, int(origin.run["sequences"])
+    differences = list(_differences(origin.run["record"], run_state.record, ""))
     advice = "; go on with the manifest as it was, or start anew with another run.output or --resume never"
     if differences:
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise CheckpointError(f"{path}: of another run: {'; '.join(differences[:MAX_SHOWN])}{more}{advice}")
-    steps, sequences = int(saved["steps"]), int(saved["sequences"])
     now = batch_size.position_of(steps)
     if now != sequences:
         raise CheckpointError(
@@ -147,23 +157,17 @@ def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> No
         )
 
 
-def _planned_steps_of(path: Path) -> int | None:
-    """Return how many steps the run was to have that wrote a checkpoint; None where it does not say."""
-    planned = _saved(path).get("planned_steps")
-    return planned if isinstance(planned, int) else None
-
-
-def schedule_change(path: Path, table: LRScheduleTable, *, num_steps: int, folder: Path) -> str | None:
+def schedule_change(origin: Origin, table: LRScheduleTable, *, num_steps: int, folder: Path) -> str | None:
     """Describe the learning rates of a run that goes on with another length; None where they are the same.
 
     Args:
-        path: The checkpoint that it goes on from.
+        origin: The checkpoint that it goes on from.
         table: `[lr_schedule]`.
         num_steps: Of the whole run now.
         folder: Of the manifest.
     """
-    planned, start = _planned_steps_of(path), step_of(path)
-    if planned in (None, num_steps):
+    planned, start = origin.run.get("planned_steps"), origin.num_steps
+    if not isinstance(planned, int) or planned == num_steps:
         return None
     before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
     after = multiplier_of(table, num_steps=num_steps, folder=folder)(start)
@@ -190,13 +194,6 @@ def record_of(tables: Mapping[str, Any], factory: ModelFactory, source: Source |
         "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
         "data": {**source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
     }
-
-
-def _saved(path: Path) -> Mapping[str, Any]:
-    saved = checkpoint.validated_run(path, checkpoint.read_state(path))
-    if saved is None:
-        raise CheckpointError(f"{path}: was not written by `composer3d run`, so there is no run to go on with")
-    return saved
 
 
 def _differences(saved: Any, now: Any, name: str) -> Iterator[str]:

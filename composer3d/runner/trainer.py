@@ -36,13 +36,13 @@ from composer3d.runner.reporting.progress import Progress, RunPhase
 from composer3d.runner.reporting.shared_writing import SharedWriting
 from composer3d.runner.reporting.step_times import StepClock
 from composer3d.runner.resume import (
+    Origin,
     RunState,
     choose_checkpoint,
     clear_for,
     record_of,
     refuse_changes,
     schedule_change,
-    step_of,
 )
 from composer3d.runner.tokenizer import with_tokenizer
 from composer3d.runner.weights.ema import EMA
@@ -207,10 +207,10 @@ class Trainer:
             with Preemption() as preemption:
                 replicas.begin(0)
                 return self._run(preemption)
-        path = choose_checkpoint(self.run, self.output, resume)
-        start = step_of(path)
+        origin = choose_checkpoint(self.run, self.output, resume)
+        start = 0 if origin is None else origin.num_steps
         kept = None if self.local is None else self.local.later_than(start, resume=resume)
-        if start >= self.num_steps and path is not None and path.is_relative_to(self.output):
+        if start >= self.num_steps and origin is not None and origin.path.is_relative_to(self.output):
             done = f"{start} steps are done, train.steps = {self.num_steps}"
             advice = "raise train.steps to go on, or start anew with --resume never"
             self.writing.message(f"{self.output} is finished: {done}; {advice}")
@@ -221,9 +221,9 @@ class Trainer:
                 self.progress.update(kept, RunPhase.LOADING)
                 self.local.load(kept)
                 start, where = kept, f"step {kept} in the memory of its nodes"
-            elif path is not None:
-                self._load(path)
-                where = str(path)
+            elif origin is not None:
+                self._load(origin)
+                where = str(origin.path)
                 if self.best is not None and self.best.is_over:
                     self.writing.message(f"{self.output} is finished: {self.best}; raise evaluation.patience to go on")
                     return self._outcome("already finished", step=start)
@@ -238,15 +238,15 @@ class Trainer:
         with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption):
             return self._loop(preemption, garbage)
 
-    def _load(self, path: Path) -> None:
-        refuse_changes(path, self.state, self.batch_size)
+    def _load(self, origin: Origin) -> None:
+        refuse_changes(origin, self.state, self.batch_size)
         table, folder = self.manifest.tables["lr_schedule"], self.manifest.document.folder
-        told = schedule_change(path, table, num_steps=self.num_steps, folder=folder)
+        told = schedule_change(origin, table, num_steps=self.num_steps, folder=folder)
         if told is not None:
             self.writing.message(told)
-        self.progress.update(step_of(path), RunPhase.LOADING)
-        self.run.load(path)
-        if path.is_relative_to(self.output):
+        self.progress.update(origin.num_steps, RunPhase.LOADING)
+        self.run.load(origin.path)
+        if origin.path.is_relative_to(self.output):
             self._saved = self.state.num_steps
 
     def _begin_output(self, start: int, source: str | None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
@@ -29,7 +30,7 @@ __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
 # Instead of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
-_SAVE = 0xFFFE  # where no step is
+_OUTSIDE = MappingProxyType({"run.save": 0xFFFE, "run.full_state_dict": 0xFFFD, "run.close": 0xFFFC})  # of steps
 _PLAN_BITS = 40
 _SHOWN = 4
 
@@ -217,12 +218,13 @@ class Guard:
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)
 
-    def compare_replicas(self, step: int, decided: Callable[[], Decided]) -> None:
-        """Compare replicated parameters before a save.
+    def compare_replicas(self, step: int, decided: Callable[[], Decided], *, at: str) -> None:
+        """Compare replicated parameters outside of steps.
 
         Args:
             step: Number of the next step.
             decided: Returns the digests of this rank's parameters.
+            at: The call that compares them, such as `run.save`.
 
         Raises:
             StepError: Replicas differ, or another rank is elsewhere: the all-reduce is that of a step.
@@ -230,7 +232,7 @@ class Guard:
         Collectives: one all-reduce, if there are replicas.
         """
         if self.compares and (self._alike["replicas"] or self._alike["shared"]):
-            self.agree(step=step, call=_SAVE - 1, counts=(), decided=decided())
+            self.agree(step=step, call=_OUTSIDE[at] - 1, counts=(), decided=decided())
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
         """Return, for each vote, whether any rank cast it. Collectives: one all-reduce."""
@@ -346,7 +348,8 @@ class Guard:
 def _place(slot: int) -> str:
     if slot & 0xFFFF == _EVALUATION:
         return f"evaluation {slot >> 16}"
-    if slot & 0xFFFF == _SAVE:
-        return f"run.save before step {slot >> 16}"
+    for outside, number in _OUTSIDE.items():
+        if slot & 0xFFFF == number:
+            return f"{outside} before step {slot >> 16}"
     call = (slot & 0xFFFF) - 1
     return f"step {slot >> 16}" + (f", batch {call + 1}" if call else "")

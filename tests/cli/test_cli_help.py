@@ -62,6 +62,8 @@ def test_every_command_has_help_and_is_listed():
     [
         ([], "composer3d: error: the following arguments are required: COMMAND"),
         (["chekc", "x"], 'there is no command "chekc"; did you mean "check"?'),
+        (["run", "x", "--resume=--"], '--resume=--: "--" is no value; --resume expects one'),
+        (["check", "x", "--set=--"], '--set=--: "--" is no value; --set expects one'),
         (["check"], "composer3d check: error: the following arguments are required: MANIFEST"),
         (
             ["check", "x", "--world-size", "0"],

@@ -21,7 +21,7 @@ from support.pipeline_models import (
 )
 from torch import nn
 
-from composer3d import ManifestError, RankError, StepError
+from composer3d import ComposerError, ManifestError, RankError, StepError
 from composer3d.testing import run_ranks
 
 PP = "[mesh]\npp = 2\n"
@@ -366,6 +366,31 @@ def refusing():
     run = composed(ONE + "[train]\nmicrobatch = 3\n", model)
     with run.step(0):
         run.forward_backward(tokens, target=targets)
+
+
+def refused(loss_fn):
+    """Run a step that one stage alone refuses; return what each rank ends with."""
+    with pytest.raises(ComposerError) as caught:
+        if loss_fn is None:
+            refusing()
+        tokens, targets = padded()
+        run = composed(ONE + "[train]\nmicrobatch = 3\n", seeded(), loss_fn=loss_fn)
+        with run.step(0):
+            run.forward_backward(tokens, target=targets)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (None, "the last block refuses"),
+        (lambda output, target: output, "the loss is a Tensor of shape [3, 5, 11], not a scalar; "),
+    ],
+    ids=["block", "loss"],
+)
+def test_what_one_stage_refuses_is_the_message_of_all_ranks(loss_fn, message):
+    first, last = run_ranks(refused, 2, loss_fn)
+    assert first == last and first.startswith(message)
 
 
 def test_a_refusal_inside_a_stage_arrives_as_it_was_raised():

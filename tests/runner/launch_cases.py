@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from composer3d.errors import DataError, ManifestError, Problem
+from composer3d.errors import DataError, ManifestError, Problem, StepError
 from composer3d.runner.launching.launcher import is_rank, launch_local, rank_main
 from composer3d.runner.launching.signals import Preemption
 from composer3d.runner.reporting.progress import Progress, RunPhase
@@ -105,6 +105,21 @@ def case_mismatch(output):
     _, step = composed(output)
     step(0)
     step(1, mismatched)
+
+
+def case_slow_report(output):
+    """Lose a rank, and take longer to report that than ranks may take that have noticed nothing."""
+    from composer3d.runner.launching.watch import _PEERS_S
+
+    run, step = composed(output)
+    step(0)
+    if run.context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        step(1)
+    except StepError:
+        threading.Event().wait(2 * _PEERS_S)
+        raise
 
 
 def case_skip(output):

@@ -33,7 +33,7 @@ LOCAL = (
     "mismatch",
 )
 # What waits for a timeout, in a process beside the others'.
-WAITING = ("stubborn", "stuck:0:5", "linger:0:30:1")
+WAITING = ("stubborn", "slow_report", "stuck:0:5", "linger:0:30:1")
 
 
 @dataclass
@@ -205,6 +205,15 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_another_failed(told):
     assert case.out == ["failed 3"]
     matches(
         rf"run failed: rank 1 of 2 {WHO} raised ValueError at step 0: only rank 1\nTraceback .*\n" + where(case.output),
+        case.err,
+    )
+
+
+def test_a_rank_that_is_slow_to_report_whom_it_lost_is_waited_for(told):
+    case = told["slow_report"]
+    matches(
+        rf"run failed: rank 1 of 2 {WHO} was killed by SIGKILL at step 0\nalso ended: rank 0 \(connection lost\)\n"
+        + where(case.output),
         case.err,
     )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
+import torch.distributed as dist
 from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
-from composer3d.errors import RankError
+from composer3d.errors import CheckpointError, RankError
 from composer3d.runner.reporting.metrics import read_metrics
+from composer3d.runner.resume import choose_checkpoint
+from composer3d.testing import run_ranks
 
 
 def test_a_run_that_was_cut_in_two_is_the_same_to_the_last_bit(tmp_path):
@@ -119,3 +123,24 @@ def test_a_changed_run_is_not_gone_on_with(finished, override, message):
 def test_a_path_without_a_checkpoint_is_refused(finished):
     with pytest.raises(RankError, match="CheckpointError: --resume /nowhere: there is no complete checkpoint here"):
         start(finished, 1, "train.steps=2", resume="/nowhere")
+
+
+def chosen(folders):
+    """Choose a checkpoint, each rank in a folder of its own; return its name and steps, or what is said."""
+    from types import SimpleNamespace
+
+    rank = dist.get_rank()
+    try:
+        found = choose_checkpoint(SimpleNamespace(context=SimpleNamespace(rank=rank)), folders[rank], "auto")
+    except CheckpointError as error:
+        return str(error)
+    return found.path.name, found.num_steps
+
+
+def test_the_first_rank_reads_for_all(finished, tmp_path):
+    out = finished.parent / "out"
+    assert run_ranks(chosen, 2, [out, tmp_path / "not_here"]) == [("step-1", 1)] * 2
+    shutil.copytree(out, tmp_path / "damaged")
+    (tmp_path / "damaged" / "checkpoints" / "step-1" / "state.json").write_text("{}")
+    first, second = run_ranks(chosen, 2, [tmp_path / "damaged", out])
+    assert first == second and "state.json" in first

@@ -171,7 +171,10 @@ def written_on_one(text, call, folder, fault=True):
             optimizer.zero_grad()
         if call != "step":
             write_on_one(run, fault)
-        run.save(folder / "saved")
+        if call == "run.full_state_dict":
+            run.full_state_dict()
+        elif call != "run.close":
+            run.save(folder / "saved")
         run.close()
     except StepError as error:
         told = str(error)
@@ -185,10 +188,15 @@ def write_on_one(run, fault):
 
 @pytest.mark.parametrize(
     ("call", "at"),
-    [("step", "step 2"), ("run.save", "run.save before step 6")],
+    [
+        ("step", "step 2"),
+        ("run.save", "run.save before step 6"),
+        ("run.full_state_dict", "run.full_state_dict before step 6"),
+        ("run.close", "run.close before step 6"),
+    ],
 )
 @pytest.mark.parametrize("text", [DDP, HYBRID])
-def test_a_weight_that_one_replica_writes_is_named_in_the_first_steps_and_before_a_save(text, call, at, tmp_path):
+def test_a_weight_that_one_replica_writes_is_named_in_the_first_steps_and_before_it_is_kept(text, call, at, tmp_path):
     message = (
         f"rank 1 (dp_replicate 1) holds other values than rank 0, its replica, at {at}: "
         'parameter "norm.weight"; something changed parameters on some ranks alone'

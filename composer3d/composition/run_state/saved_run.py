@@ -10,6 +10,7 @@ from composer3d.composition.assembling import Assembled
 from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.rank_state import RankState
 from composer3d.errors import StepError
+from composer3d.observation.lost_peers import lost_a_peer
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import reshard_units
 
@@ -31,6 +32,7 @@ class SavedRun:
     """The part of a composition that keeps its state; `Composition` is one."""
 
     averages_buffers: bool
+    _compared: int  # the step before which replicas were last compared outside of steps
     _assembled: Assembled
     _engine: StepEngine
     _persistence: Persistence
@@ -57,7 +59,7 @@ class SavedRun:
         """
         with self.explaining("save"):
             self._warn_of_gradients()
-            self._compare_replicas()
+            self._compare_replicas("run.save")
             self._average_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
 
@@ -85,15 +87,30 @@ class SavedRun:
         with self.explaining("load"):
             with self._engine.bypassed():
                 self._persistence.load(Path(path), self._optimizer)
+            self._compared = self._engine.own_steps.next
             self.parameters_changed()
 
-    def _compare_replicas(self) -> None:
+    def _compare_replicas(self, at: str) -> None:
         """Compare replicated parameters; `verify` lets a fault run on, and reports its effects."""
-        context = self._assembled.context
+        context, engine = self._assembled.context, self._engine
         if context.purpose == "run":
             reshard_units(context.parts)
-            engine = self._engine
-            engine.guard.compare_replicas(engine.own_steps.next, engine.loop.replicated)
+            engine.guard.compare_replicas(engine.own_steps.next, engine.loop.replicated, at=at)
+        self._compared = engine.own_steps.next
+
+    def _compare_at_the_end(self) -> None:
+        """Compare replicated parameters, if there were steps since: what a loop saves by itself is one replica's.
+
+        A peer that is gone is no fault of this rank's, which has come to its end.
+        """
+        if self._engine.own_steps.next == self._compared:
+            return
+        try:
+            self._compare_replicas("run.close")
+        except RuntimeError as error:
+            if not lost_a_peer(error):
+                raise
+            log.debug("replicas are not compared at the end: %s", error)
 
     @property
     def rank_state(self) -> RankState:
@@ -121,11 +138,12 @@ class SavedRun:
         Memory: there the whole model, elsewhere one gathered tensor. Collectives: an all-gather a sharded tensor.
 
         Raises:
-            StepError: A pipeline's ranks hold other tensors each.
+            StepError: A pipeline's ranks hold other tensors each, or replicas other values.
         """
         if self._assembled.has_schedule:
             raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
         with self.explaining("full_state_dict"):
+            self._compare_replicas("run.full_state_dict")
             self._average_buffers()
             return self._persistence.full_state_dict()
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from composer3d.processes import own_attribute
+
 __all__ = ["folder_state", "installed_state", "own_modules", "package_folders", "state_of"]
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of packages that do not change while they are used
@@ -20,7 +22,7 @@ def package_folders(modules: Iterable[str]) -> list[str]:
     """Return the folders of the packages that modules belong to, but torch's, whose version says as much."""
     names = {name.split(".")[0] for name in modules} - {"torch"}
     packages = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [folder for package in packages for folder in getattr(package, "__path__", ())]
+    return [folder for package in packages for folder in own_attribute(package, "__path__") or ()]
 
 
 def own_modules(folders: Iterable[str]) -> Iterator[tuple[str, Path]]:
@@ -31,8 +33,8 @@ def own_modules(folders: Iterable[str]) -> Iterator[tuple[str, Path]]:
     """
     known = tuple(os.path.join(folder, "") for folder in (*folders, *sysconfig.get_paths().values()))
     for name, module in list(sys.modules.items()):
-        file = None if name.startswith("torch.") else getattr(module, "__file__", None)  # torch.ops has none that is
-        if file and not file.startswith(known) and _INSTALLED.isdisjoint(Path(file).parts):
+        file = None if name.startswith("torch.") else own_attribute(module, "__file__")  # torch.ops has none that is
+        if isinstance(file, str) and not file.startswith(known) and _INSTALLED.isdisjoint(Path(file).parts):
             yield name, Path(file)
 
 

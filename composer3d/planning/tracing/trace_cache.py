@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.planning.tracing.code_state import folder_state, own_modules, package_folders, state_of
 from composer3d.planning.tracing.kept_entries import Entries
 from composer3d.planning.tracing.traced import RankTrace
+from composer3d.processes import own_attribute
 
 if TYPE_CHECKING:
     from composer3d.planning.tracing.fake_composition import Job
@@ -81,8 +82,8 @@ def _code(classes: Iterable[type], callables: Iterable[Any]) -> Iterator[str]:
     yield from (f"{folder_state(folder, suffix='.py')}" for folder in folders)
     # Of packages that were digested as wholes it does not matter what was imported so far.
     for name in names:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file:
+        file = own_attribute(sys.modules.get(name), "__file__")
+        if isinstance(file, str):
             yield state_of(Path(file))
     for name, path in own_modules(folders):
         with suppress(OSError):

@@ -10,13 +10,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from composer3d.observation import aborting
 from composer3d.processes import find_launch, user_folder
 from composer3d.runner.reporting.failures import Ending, FailureReport, read_failures, root_cause
-from composer3d.runner.reporting.progress import LastSeen, Progress, attempt_before, attempt_folder
+from composer3d.runner.reporting.progress import (
+    NOTICE,
+    LastSeen,
+    Progress,
+    attempt_before,
+    attempt_folder,
+    leave_notice,
+)
 
 __all__ = ["is_rank", "rank_main"]
 
@@ -57,7 +65,7 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _refuse_restart(output)
     folder = attempt_folder(output)
-    for stale in ("json", "finished"):  # of a world before under the same name, where torchrun did not count it
+    for stale in ("json", "finished", NOTICE):  # of a world before under the same name, where torchrun did not count it
         (folder / f"rank-{rank}.{stale}").unlink(missing_ok=True)
     progress = None
     with ExitStack() as files:
@@ -66,7 +74,7 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
             stack = files.enter_context((folder / f"rank-{rank}.stack").open("w"))
             # torch ends a rank by abort where collectives do not fit: it leaves its place here.
             faulthandler.enable(stack)
-            files.enter_context(aborting())
+            files.enter_context(aborting(partial(leave_notice, folder, rank)))
             files.callback(faulthandler.disable)
             value = function(*args)
             (folder / f"rank-{rank}.finished").touch()

@@ -16,13 +16,14 @@ from typing import Literal, NoReturn
 from composer3d.runner.launching.node_counts import next_smaller
 from composer3d.runner.launching.signals import ParentSignals, kill
 from composer3d.runner.reporting.failures import Ending, FailureKind, FailureReport, root_cause
-from composer3d.runner.reporting.progress import LastSeen, RunPhase, left_reason
+from composer3d.runner.reporting.progress import NOTICE, LastSeen, RunPhase, left_reason
 
 __all__ = ["POLL_S", "Ended", "Outcome", "Restart", "Watch"]
 
 Outcome = Literal["finished", "preempted", "interrupted", "failed"]
 POLL_S = 0.05
-_PEERS_S = 1.0  # how long ranks that lost another may take to say so
+_PEERS_S = 1.0  # how long ranks that lost another may take to notice it
+_REPORT_S = 15.0  # and from then to report it: they ask all others first, on a machine that may be busy
 _TERM_S = 2.0  # and then to end after SIGTERM
 _INTERRUPT_S = 5.0
 
@@ -181,8 +182,11 @@ class Watch:
 
     def _end_peers(self) -> None:
         """Wait for the ranks that lost another to report it, then end them; later endings mean nothing."""
-        noticed = self._wait(_PEERS_S)
-        if noticed:
+        limit = time.monotonic() + _REPORT_S
+        while not self._wait(_PEERS_S):
+            if not self._reporting() or self.signals.interrupt or time.monotonic() > limit:
+                break
+        else:
             return
         before = dict(self._endings)
         self._send(signal.SIGTERM)
@@ -224,6 +228,10 @@ class Watch:
     def _running(self) -> dict[int, int]:
         """Return the processes that have not ended, by rank."""
         return {rank: pid for rank, pid in self._pids.items() if rank not in self._endings and rank not in self._reaped}
+
+    def _reporting(self) -> bool:
+        files = [(self.folder / f"rank-{rank}.{NOTICE}", self.folder / f"rank-{rank}.json") for rank in self._running()]
+        return any(notice.exists() and not report.exists() for notice, report in files)
 
     def _saving(self) -> bool:
         seen = [LastSeen.read(self.folder, rank) for rank in self._running()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -12,7 +13,18 @@ from types import TracebackType
 
 from composer3d.processes import launch_id, launch_round, private_attempt
 
-__all__ = ["LastSeen", "Progress", "RunPhase", "attempt_before", "attempt_folder", "left_reason"]
+__all__ = [
+    "NOTICE",
+    "LastSeen",
+    "Progress",
+    "RunPhase",
+    "attempt_before",
+    "attempt_folder",
+    "leave_notice",
+    "left_reason",
+]
+
+NOTICE = "notice"  # suffix of a rank's file that is there once it looks for the cause of a failed collective
 
 _LAYOUT = struct.Struct("<qII")  # step, phase, pid: 16 bytes
 _LENGTH = struct.Struct("<Q")  # of the text behind it
@@ -147,6 +159,17 @@ def attempt_before(output: Path) -> Path | None:
     own = attempt_folder(output)
     others = [path for path in (output / "ranks").glob(f"{run_id}-*") if path != own and path.is_dir()]
     return max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def leave_notice(folder: Path, rank: int) -> None:
+    """Note in the attempt's folder that a rank is going to report why a collective of its failed.
+
+    Args:
+        folder: The attempt's folder, see `attempt_folder`.
+        rank: Of the world, from 0.
+    """
+    with suppress(OSError):  # of a full disk: it then has as long as ranks that have noticed nothing
+        (folder / f"rank-{rank}.{NOTICE}").touch()
 
 
 def left_reason(folder: Path, rank: int) -> str:
