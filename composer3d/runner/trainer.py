@@ -234,8 +234,8 @@ class Trainer:
             return self._run(preemption)
 
     def _run(self, preemption: Preemption) -> Outcome:
-        table = self.manifest.tables["run"]
-        with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption):
+        table, folder = self.manifest.tables["run"], self.manifest.document.folder
+        with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption, folder=folder):
             return self._loop(preemption, garbage)
 
     def _load(self, origin: Origin) -> None:

@@ -132,11 +132,12 @@ note = "Authorization: Bearer {FROM_FILE}"
     with limit_ranks(1):
         assert main(["run", "run.toml", "--set", "run.output=out"]) != 0
     told = capfd.readouterr()
-    written = (folder / "out" / "error.json").read_text()
-    for shown in (told.out + told.err, written):
+    names = ("error.json", "accounts/rank-0.json")
+    for shown in (told.out + told.err, *((folder / "out" / name).read_text() for name in names)):
         assert "cannot connect to https://me:" in shown
         assert not [secret for secret in (LITERAL, FROM_ENV, FROM_FILE, PASSWORD) if secret in shown]
-    assert stat.S_IMODE((folder / "out" / "error.json").stat().st_mode) == 0o600
+    for name in names:
+        assert stat.S_IMODE((folder / "out" / name).stat().st_mode) == 0o600
 
 
 def test_overrides_are_shown_without_their_secrets(folder, command):

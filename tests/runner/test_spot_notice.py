@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from support.training import MANIFEST, start, write
@@ -56,7 +57,7 @@ class Cloud:
 def noticed(**options):
     """Wait until a notice is seen, at most for 10 s; return whether one was."""
     seen = threading.Event()
-    notice = Notice(NoticeTable(every_s=0.01, **options), seen.set)
+    notice = Notice(NoticeTable(every_s=0.01, **options), seen.set, folder=Path())
     try:
         return seen.wait(10)
     finally:
@@ -69,16 +70,27 @@ def test_an_address_that_is_not_found_is_no_notice_yet():
         assert len(asked) == 3
 
 
-def test_of_an_address_that_always_answers_a_word_counts():
+def test_of_an_address_that_always_answers_a_word_counts(monkeypatch):
+    monkeypatch.setenv("COMPOSER3D_TEST_FLAVOR", "Google")
     with Cloud((200, "FALSE"), (500, "TRUE"), (200, "TRUE")) as (asked, address):
-        assert noticed(at=address, contains="TRUE", headers={"Metadata-Flavor": "Google"})
+        assert noticed(at=address, contains="TRUE", headers={"Metadata-Flavor": {"env": "COMPOSER3D_TEST_FLAVOR"}})
         assert asked == ["Google"] * 3
+
+
+def test_an_address_that_does_not_answer_is_named_without_its_password(caplog):
+    address, seen = "http://me:word-4711@127.0.0.1:9/taken?token=word-4712", threading.Event()
+    notice = Notice(NoticeTable(at=address, every_s=0.01), seen.set, folder=Path())
+    while not caplog.messages:
+        assert not seen.wait(0.01)
+    notice.close()
+    (message,) = caplog.messages
+    assert "127.0.0.1:9/taken?token=**********" in message and "word-47" not in message
 
 
 def test_a_file_counts_once_it_is_there_and_holds_the_word(tmp_path):
     taken, seen = tmp_path / "taken", threading.Event()
     taken.write_text("FALSE")
-    notice = Notice(NoticeTable(at=str(taken), contains="TRUE", every_s=0.01), seen.set)
+    notice = Notice(NoticeTable(at=str(taken), contains="TRUE", every_s=0.01), seen.set, folder=Path())
     assert not seen.wait(0.05)
     taken.write_text("TRUE")
     assert seen.wait(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from composer3d.manifest import redacted
 from composer3d.observation import aborting
 from composer3d.processes import find_launch, user_folder
 from composer3d.runner.reporting.failures import Ending, FailureReport, read_failures, root_cause
@@ -119,9 +121,20 @@ def _fail(
 
 
 def _record(record: Callable[[BaseException], None], error: BaseException) -> None:
-    """Leave an error for the elastic agent; what stands in the way of that is what the report is about."""
+    """Leave an error, without secrets, for the elastic agent, which prints it under torchrun.
+
+    What stands in the way of that is what the report is about.
+    """
     with suppress(OSError):
         record(error)
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is not None and os.path.isfile(file):
+            told = json.loads(Path(file).read_text(), object_hook=_redacted)
+            Path(file).write_text(json.dumps(told))
+
+
+def _redacted(texts: dict[str, Any]) -> dict[str, Any]:
+    return {key: redacted(text) if isinstance(text, str) else text for key, text in texts.items()}
 
 
 def _await_cause(folder: Path, world_size: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from composer3d.errors import KeyFault
-from composer3d.manifest import table
+from composer3d.manifest import Secret, redacted, table
 from composer3d.runner.launching.signals import Preemption
 
 __all__ = ["Notice", "NoticeTable", "watching"]
@@ -33,13 +33,13 @@ class NoticeTable:
         at: A file, which is a notice once it exists, or an address that begins with http:// or https://, which is one
             once it answers with 200.
         contains: Text that the file or the answer must hold: of clouds whose address always answers.
-        headers: Of the request, such as `{ Metadata-Flavor = "Google" }`.
+        headers: Of the request, such as `{ Metadata-Flavor = "Google" }`; secrets, from a variable or a file too.
         every_s: Seconds between two looks.
     """
 
     at: str = Field(min_length=1)
     contains: str = ""
-    headers: dict[str, str] = Field(default_factory=dict)
+    headers: dict[str, Secret] = Field(default_factory=dict)
     every_s: float = Field(default=5.0, gt=0, le=3600)
 
     @property
@@ -59,18 +59,22 @@ class NoticeTable:
 
 
 @contextmanager
-def watching(stated: str | NoticeTable | None, preemption: Preemption) -> Iterator[None]:
+def watching(stated: str | NoticeTable | None, preemption: Preemption, *, folder: Path) -> Iterator[None]:
     """Ask a run to stop once there is a notice.
 
     Args:
         stated: `[run] notice`; None looks for nothing.
         preemption: Of the run.
+        folder: Of the manifest, for the files of secrets.
+
+    Raises:
+        PluginError: A header's secret is not to be had.
     """
     if stated is None:
         yield
         return
     table = NoticeTable(at=stated) if isinstance(stated, str) else stated
-    notice = Notice(table, preemption.request)
+    notice = Notice(table, preemption.request, folder=folder)
     try:
         yield
     finally:
@@ -86,12 +90,14 @@ class Notice:
     Args:
         table: Where to look.
         noticed: Called once, in the thread.
+        folder: Of the manifest.
 
     Memory: a thread. Collectives: none.
     """
 
-    def __init__(self, table: NoticeTable, noticed: Callable[[], None]) -> None:
+    def __init__(self, table: NoticeTable, noticed: Callable[[], None], *, folder: Path) -> None:
         self._table, self._noticed = table, noticed
+        self._headers = {name: secret.reveal(folder) for name, secret in table.headers.items()}
         self._stop = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._watch, name="composer3d-notice", daemon=True)
@@ -107,7 +113,7 @@ class Notice:
             if self._stop.wait(self._table.every_s):
                 return
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            log.warning("%s: this machine will be taken away; the run saves and stops", self._table.at)
+            log.warning("%s: this machine will be taken away; the run saves and stops", redacted(self._table.at))
         self._noticed()
 
     def _is_there(self) -> bool:
@@ -119,15 +125,14 @@ class Notice:
             except OSError:
                 return False
         try:
-            request = urllib.request.Request(table.at, headers=table.headers)
+            request = urllib.request.Request(table.at, headers=self._headers)
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 return answer.status == 200 and table.contains.encode() in answer.read(_MOST_BYTES)
         except urllib.error.HTTPError:
             return False  # it answers: there is none yet
         except (OSError, ValueError) as error:
             if not self._has_failed:
-                log.warning(
-                    "run.notice: %s does not answer: %s; it is asked every %g s", table.at, error, table.every_s
-                )
+                text = redacted(f"{table.at} does not answer: {error}")
+                log.warning("run.notice: %s; it is asked every %g s", text, table.every_s)
             self._has_failed = True
             return False

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer3d.manifest import redacted
+from composer3d.processes import write_private
 from composer3d.runner.reporting.progress import attempt_folder
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class BlackBox:
             "pid": os.getpid(),
             "time_ns": time.time_ns(),
             "state": state,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "error": None if error is None else redacted(f"{type(error).__name__}: {error}"),
             "device": context.device.type,
             "memory": _memory(context.device),
             **(flight.leave(error, kept=_KEPT) if flight is not None else {}),
@@ -102,7 +104,7 @@ class BlackBox:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-                beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+                write_private(beside, json.dumps(content) + "\n")
                 os.replace(beside, self._path)
             except OSError:  # a full disk may be the failure itself, which ranks that can still write report
                 return
