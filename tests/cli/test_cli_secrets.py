@@ -7,11 +7,13 @@ import stat
 
 import pytest
 from support.collectors import collector
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from composer3d import PluginError, Secret
 from composer3d.manifest.layers import parse
 from composer3d.manifest.secret import HIDDEN, hide
 from composer3d.processes.forking import limit_ranks
+from composer3d.runner.launching.rank import _record
 
 LITERAL, FROM_ENV, FROM_FILE, PASSWORD = "literal-4711", "environment-4712", "file-4713", "password-4714"
 DATA = """
@@ -138,6 +140,16 @@ note = "Authorization: Bearer {FROM_FILE}"
         assert not [secret for secret in (LITERAL, FROM_ENV, FROM_FILE, PASSWORD) if secret in shown]
     for name in names:
         assert stat.S_IMODE((folder / "out" / name).stat().st_mode) == 0o600
+
+
+def test_what_torchrun_prints_of_an_exception_has_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    try:
+        raise ValueError(f"cannot connect to https://me:{PASSWORD}@example.org")
+    except ValueError as error:
+        _record(get_error_handler().record_exception, error)
+    written = (tmp_path / "error.json").read_text()
+    assert f"ValueError: cannot connect to https://me:{HIDDEN}@example.org" in written and PASSWORD not in written
 
 
 def test_overrides_are_shown_without_their_secrets(folder, command):
