@@ -360,7 +360,7 @@ class StepEngine:
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         self.is_stepping = False
-        self.loop.stepped(self.optimizer)
+        self.loop.stepped(self.optimizer, following=self.own_steps.next)
         self.scaling.update(state.vetoes)
         self.own_steps.close()
         return None if state.vetoes else result

@@ -103,7 +103,11 @@ def nudge_shard(parameter):
     getattr(parameter, "_local_tensor", parameter).detach().mul_(1.5)
 
 
-def told(text, write, ranks):
+def nudge_data(parameter):
+    parameter.data.add_(0.01)
+
+
+def told(text, write, ranks, at=4):
     """Train steps, between two of which some ranks write into a weight; return what is said."""
     run = composed(text)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
@@ -113,7 +117,7 @@ def told(text, write, ranks):
             run.backward(mean_loss(run.model(tokens), targets))
             optimizer.step()
             optimizer.zero_grad()
-            if number == 4 and run.context.rank in ranks:
+            if number == at and run.context.rank in ranks:
                 write(dict(run.named_parameters())[FQN])
     except StepError as error:
         return str(error)
@@ -128,6 +132,13 @@ def test_a_weight_whose_shard_one_rank_writes_is_named_in_the_next_step(layout, 
     world_size, text = LAYOUTS[layout]
     for message in run_ranks(told, world_size, text, write, (1,)):
         assert "decided something else than that of rank 0 before step 5: " in message
+        assert f'writes between steps into the shards of "{FQN}": 1, not 0' in message
+
+
+def test_a_shard_that_one_rank_writes_through_data_is_named_where_values_are_compared():
+    world_size, text = LAYOUTS["zero 3"]
+    for message in run_ranks(told, world_size, text, nudge_data, (1,), 2):
+        assert "decided something else than that of rank 0 before step 3: " in message
         assert f'writes between steps into the shards of "{FQN}": 1, not 0' in message
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from composer3d.step.gradients import local
+from composer3d.step.sharded_tensors.written_values import words_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["GradientWrites", "ShardWrites"]
+__all__ = ["GradientWrites", "ShardWrites", "sums_of"]
 
 
 class GradientWrites:
@@ -84,7 +85,11 @@ class GradientWrites:
 
 
 class ShardWrites:
-    """Counts the parameters into whose shards a loop writes between steps. Memory: references. Collectives: none."""
+    """Counts the parameters into whose shards a loop writes between steps. Memory: references. Collectives: none.
+
+    Writes through `.data` move no version: where values are looked at, each shard is summed up twice, after a step and
+    before the next one.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -94,19 +99,28 @@ class ShardWrites:
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._counts: list[Tensor] = []
         self._versions: list[int] = []
+        self._sums: dict[str, int] = {}
 
-    def stepped(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take the values of sharded parameters, by FQN, as results of the optimizer."""
+    def stepped(self, parameters: Mapping[str, nn.Parameter], *, looks: bool) -> None:
+        """Take the values of sharded parameters, by FQN, as results of the optimizer.
+
+        Args:
+            parameters: By FQN.
+            looks: Whether values are looked at before the next step.
+        """
         import torch
 
         with torch.no_grad():
             self._counts = [each for parameter in parameters.values() for each in (parameter, local(parameter))]
         self._parameters, self._versions = parameters, [each._version for each in self._counts]
+        self._sums = sums_of(parameters) if looks else {}
 
     def number(self) -> int:
         """Return a number that is alike where ranks have written alike; 0 where nothing is written."""
         versions = [each._version for each in self._counts]
-        return 0 if versions == self._versions else hash(tuple(self._written().values()))
+        if versions == self._versions and (not self._sums or self._sums == sums_of(self._parameters)):
+            return 0
+        return hash(tuple(self._written().values()))
 
     def described(self) -> dict[str, int]:
         """Return the parameters that were written into."""
@@ -114,10 +128,22 @@ class ShardWrites:
 
     def _written(self) -> dict[str, bool]:
         changes = iter([each._version != before for each, before in zip(self._counts, self._versions, strict=True)])
+        now = sums_of(self._parameters) if self._sums else {}
         return {
-            fqn: any([next(changes), next(changes)]) and _is_on_all_ranks(parameter)
+            fqn: any([next(changes), next(changes), now.get(fqn) != self._sums.get(fqn)])
+            and _is_on_all_ranks(parameter)
             for fqn, parameter in self._parameters.items()
         }
+
+
+def sums_of(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sums of the words of every plain local tensor, by FQN. Collectives: none."""
+    import torch
+
+    plain = {fqn: local(parameter.detach()) for fqn, parameter in parameters.items()}
+    plain = {fqn: tensor for fqn, tensor in plain.items() if type(tensor) is torch.Tensor and tensor.numel()}
+    words = [words_of(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
+    return dict(zip(plain, torch.stack(words).tolist() if words else [], strict=True))
 
 
 def _is_on_all_ranks(parameter: Tensor) -> bool:

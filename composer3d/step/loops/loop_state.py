@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from composer3d.mesh import Layout, Role
-from composer3d.step.gradients import local
-from composer3d.step.loops.gradient_writes import GradientWrites, ShardWrites
+from composer3d.step.loops.gradient_writes import GradientWrites, ShardWrites, sums_of
 from composer3d.step.loops.optimizer_writes import OptimizerWrites
 from composer3d.step.sharded_tensors.run_meshes import sharded_parameters
-from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared, words_of
+from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 
 if TYPE_CHECKING:
     import torch
@@ -97,12 +96,19 @@ class LoopState:
         """Return the digests of this rank's parameters outside of steps."""
         return Decided(weights=self.weights(), described=lambda compared: self.described(None, compared))
 
-    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Treat the current values of plain parameters, and of the optimizer's state, as results of the optimizer."""
+    def stepped(self, optimizer: torch.optim.Optimizer | None, *, following: int) -> None:
+        """Treat the current values of plain parameters, and of the optimizer's state, as results of the optimizer.
+
+        Args:
+            optimizer: Once there is one.
+            following: Number of the next step.
+        """
         if self._modules is not None:
             self._version = self._versions()
             self.gradients.stepped()
-            self._shards.stepped(self._sharded)
+            # Replicas have their values compared themselves.
+            looks = _compares_values(following) and not replica_axes(self._context)
+            self._shards.stepped(self._sharded, looks=looks)
             if not self._has_experts:  # of which a rank has its own, and as many states as it has called
                 self.writes.stepped(optimizer)
 
@@ -140,14 +146,14 @@ class LoopState:
 
         Compared are every `EVERY`-th step, and the steps 0 to 4, 8, 16 and so on, so that a fault shows early.
         """
-        if step % EVERY and step & (step - 1) and step != 3 and not self._is_written:
+        if not _compares_values(step) and not self._is_written:
             return 0
         axes: dict[Compared, tuple[str, ...]] = {
             "replicas": replica_axes(self._context),
             "shared": shared_axes(self._context),
         }
         self._find()
-        sums = self._sums() if any(axes.values()) else {}
+        sums = sums_of(self._parameters) if any(axes.values()) else {}
         replicas, shared = (_digest(self._among(sums, which)) if axes[which] else 0 for which in axes)
         return replicas << 31 | shared
 
@@ -160,7 +166,9 @@ class LoopState:
         """
         self._find()
         if compared != "state":
-            return {f'parameter "{fqn}"': value for fqn, value in self._among(self._sums(), compared).items()}
+            return {
+                f'parameter "{fqn}"': value for fqn, value in self._among(sums_of(self._parameters), compared).items()
+            }
         found: dict[str, Any] = {}
         for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
             for key, value in group.items():
@@ -219,14 +227,9 @@ class LoopState:
             fqn: value for fqn, value in sums.items() if _is_shared(self._context, fqn, self._parameters[fqn], axes)
         }
 
-    def _sums(self) -> dict[str, int]:
-        """Return the sums of the words of every plain local tensor. Collectives: none."""
-        import torch
 
-        plain = {fqn: local(parameter.detach()) for fqn, parameter in self._parameters.items()}
-        plain = {fqn: tensor for fqn, tensor in plain.items() if type(tensor) is torch.Tensor and tensor.numel()}
-        words = [words_of(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
-        return dict(zip(plain, torch.stack(words).tolist() if words else [], strict=True))
+def _compares_values(step: int) -> bool:
+    return not step % EVERY or not step & (step - 1) or step == 3
 
 
 def replica_axes(context: RunContext) -> tuple[str, ...]:
