@@ -18,6 +18,8 @@ _BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+])(.*))?$", re.DOTALL)
 _MOST_PIECES = 5_000  # of a word
 _MOST_EXPANDED = 200_000  # of a script
 _OPEN = re.compile(r"^\$\{?(\w+)")
+_FLAGS_AT_ONCE = re.compile(r"\s*--.* ", re.DOTALL)
+_FLAGS = re.compile(r"\s+--", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,11 @@ class Piece:
 
 
 def split_pieces(pieces: Iterable[Piece]) -> list[tuple[str, int]]:
-    """Return the words of a value, each with its line. What begins with -- is divided at blanks even in quotes."""
+    """Return the words of a value, each with its line. Flags behind blanks divide words even in quotes."""
     words: list[tuple[str, int]] = []
     current, line, is_begun = "", 1, False
     for piece in pieces:
-        if not piece.is_split and not (not is_begun and piece.text.startswith("--") and " " in piece.text):
+        if not piece.is_split and not (_FLAGS if is_begun else _FLAGS_AT_ONCE).match(piece.text):
             line = line if is_begun else piece.line
             current, is_begun = current + piece.text, True
             continue

@@ -62,6 +62,10 @@ def read_script(text: str, file: str, values: Mapping[str, str]) -> SourceTree:
     if _num_flags(words) < 2:
         raise UnreadableSource(Problem(message="no command of this script has flags", file=file))
     _add(builder, words, script)
+    for name, line in script.sourced.items():
+        message = f"{name} is not read, so what it sets is not known here"
+        hint = "--arg NAME=VALUE gives a variable that it sets"
+        builder.problems.append(Problem(message=message, file=file, line=line, severity="warning", hint=hint))
     for reference, line in script.uncertain.items():
         name = re.findall(r"\w+", reference)[0]
         message = f"{reference} depends on {name}, which is not known without running the script"
@@ -102,7 +106,9 @@ def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript 
     if condition is not None:
         message = f"${found[1]} depends on line {condition}, which is not known without running the script"
     hint = f"--arg {found[1]}=VALUE" if condition is None else script.hint_of(condition)
-    severity = "warning" if condition is None else "error"
+    if condition is None and script.sourced:
+        message = f"{word} is not set in this script: {', '.join(script.sourced)} may set it, and is not read"
+    severity = "warning" if condition is None and not script.sourced else "error"
     builder.problems.append(
         Problem(message=message, file=builder.file, line=line, severity=severity, hint=hint)  # type: ignore[arg-type]
     )

@@ -122,7 +122,9 @@ def _listed(entries: list[KeyVerdict]) -> list[str]:
             continue
         named = ", ".join(f"{entry.key} = {_short(entry.value)}" for entry in found)
         arrow = f" -> {to}" if to else ""
-        lines.append((found[0].line, f"  lines {found[0].line} to {found[-1].line}: {named}{arrow}: {note}"))
+        first, last = found[0].line, found[-1].line
+        place = f"line {first}" if first == last else f"lines {first} to {last}"
+        lines.append((first, f"  {place}: {named}{arrow}: {note}"))
     return [line for _, line in sorted(lines, key=lambda line: line[0])]
 
 

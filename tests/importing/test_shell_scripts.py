@@ -26,6 +26,11 @@ SCRIPTS = {
     "cases": "A=seven\ncase $A in six) B=6;; seven|eight) B=7;; *) B=0;; esac\necho $B",
     "document": "cat > /dev/null <<EOF\nA=1 ' unclosed\nEOF\nA=2; echo $A",
     "function": "f() { A=9; }\nA=3\necho $A",
+    "called": "f() { A+=2; local C=7; D=$C; }\nA=1; C=0; f; f\necho $A $C $D",
+    "parameters": 'f() { local B=$1; shift; A="$B $@"; }; set -e\nf 3 "4 5" --q; f $A 6; echo $A',
+    "returned": "f() { if [ $1 -gt 1 ]; then A=0; return 1; A=9; fi; A=1; }\nf 2 || B=1; f 1 && C=1; echo $A $B $C",
+    "function in a function": "function g { A=$1$1; }; f() { g $1; B=$1; }; f 3; echo $A $B",
+    "evaluated": 'A="--x 1"; eval "B=2 C=\\"$A\\""; eval echo $B $C',
     "comments": "A=1 # A=2\n# A=3\necho $A a#b",
     "lists": 'N=1; A=0\n[ "$N" -gt 1 ] && A=1\n[ $N -eq 1 ] || A=2\nfalse && A=3; true || A=4\necho $A',
     "chains": "A=0; C=0; false && A=1 || B=2; true || C=1 && D=2\n! false &&\n E=3; echo $A $B $C $D $E",
@@ -86,7 +91,6 @@ GUARDED = [  # that a flag is there depends on what only a run knows
     "case $X in 1) {};; esac",
     "while read X; do {}; done",
     "for i in 1 2; do {}; done",
-    "f() {{ {}; }}; f",
     "X=$(nproc); [ $X -gt 1 ] && {{ {}; }}",
 ]
 
@@ -99,6 +103,36 @@ def test_a_flag_that_depends_on_the_outside_is_reported_with_its_line(guard, add
     (problem,) = [problem for problem in tree.problems if problem.severity == "error"]
     assert "depends on line 2, which is not known" in problem.message
     assert [leaf.value for leaf in tree.leaves.values()] == [2, True]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        'srun bash -c "python t.py $A"',
+        "eval python t.py $A",
+        'f() { python t.py $A $1; }; f "$B"',
+        'C="python t.py $A"; $C',
+    ],
+)
+def test_flags_are_found_in_commands_of_other_forms(command):
+    tree = read_script(f'A="--lr 1 --heads $H --bf16"; B="--seed 3"\n{command}\n', "train.sh", {"H": "4"})
+    wanted = {"lr": 1, "heads": 4, "bf16": True} | ({"seed": 3} if "$1" in command else {})
+    assert {leaf.path[0]: leaf.value for leaf in tree.leaves.values()} == wanted
+
+
+def test_a_function_that_calls_itself_ends():
+    script = ShellScript(text="f() { A=$((A + 1)); f; }\nA=0; f; echo $A")
+    assert [word for word, _ in script.commands[-1]][0] == "echo"
+
+
+def test_files_that_a_script_sources_are_named():
+    text = 'source ./common.sh\npython train.py --lr 1 --bf16 "${EXTRA_ARGS[@]}"'
+    read, unset = read_script(text, "train.sh", {}).problems[::-1]
+    assert (read.line, read.severity, read.message) == (
+        1, "warning", "./common.sh is not read, so what it sets is not known here",
+    )  # fmt: skip
+    assert (unset.severity, unset.hint) == ("error", "--arg EXTRA_ARGS=VALUE")
+    assert unset.message == "${EXTRA_ARGS[@]} is not set in this script: ./common.sh may set it, and is not read"
 
 
 def test_two_conditions_are_reported_each_and_values_decide_them():

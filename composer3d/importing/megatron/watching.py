@@ -6,6 +6,8 @@ from composer3d.importing.translation import Translation
 
 __all__ = ["saving"]
 
+_LOAD = "begins anew without it: composer3d import CHECKPOINT --to FOLDER, then run --resume"
+
 
 def saving(translation: Translation) -> None:
     """Carry the distances of checkpoints and evaluations, and what is watched."""
@@ -18,7 +20,7 @@ def saving(translation: Translation) -> None:
     for key in ("save_interval", "async_save"):
         t.judge(key, "meaningless", "no checkpoints between")
     t.judge("save", "derived" if t.get("save") else "meaningless", "checkpoints are in the run's folder: run.output")
-    t.judge("load", "missing" if t.get("load") else "meaningless", "checkpoints of Megatron-LM")
+    t.judge("load", "changed" if t.get("load") else "meaningless", _LOAD)
     batches = t.integer("eval_iters", 100)
     if (every := t.integer("eval_interval")) and batches:
         t.carry("eval_interval", "evaluation.every", every)
