@@ -29,7 +29,8 @@ from source_tree import (
 )
 
 import composer3d
-from composer3d.registry import FAMILIES
+from composer3d.mesh import AXES
+from composer3d.registry import FAMILIES, Catalogue, info_of
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
@@ -237,6 +238,22 @@ def test_type_checking_imports_of_plugins_are_public_too():
         if not allowed_in_plugin(Import(node.module or "", alias.name, node.lineno, False), plugin_of(path))
     ]
     assert wrong == []
+
+
+def test_plugins_name_no_axis_that_they_do_not_own():
+    """They ask the context: for the axes of shards and of replicas, for those of a role, for a parameter's mesh."""
+    named: dict[str, dict[str, str]] = {}
+    for path in sources(PLUGINS):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Constant) and node.value in [axis.name for axis in AXES]:
+                named.setdefault(plugin_of(path), {})[node.value] = place(path, node.lineno)
+    catalogue = Catalogue.installed()
+    owned = {plugin: info_of(catalogue.load(plugin.rpartition(".")[2])).owns for plugin in named}
+    assert (
+        named
+        and {where: axis for plugin, axes in named.items() for axis, where in axes.items() if axis not in owned[plugin]}
+        == {}
+    )
 
 
 def test_files_are_short():

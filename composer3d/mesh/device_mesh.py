@@ -126,7 +126,7 @@ class MeshViews:
             carved = torch_compat.unflatten(whole, dims, own_group=axis, override=override)
             for name in dims:
                 self._add(name, carved.get_group(name), (axis, *axes))
-            self._made["carved", axis] = self.beside(self._root["dp_replicate"], carved)
+            self._made["carved", axis] = self.beside(self._root[self._layout.replicas], carved)
         return self._made["carved", axis]
 
     def untimed_groups(self) -> list[Any]:

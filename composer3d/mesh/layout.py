@@ -14,7 +14,6 @@ from composer3d.errors import MeshError
 __all__ = ["AXES", "BESIDE_EXPERTS", "Axis", "Layout", "Role", "arrange", "crossings", "resolve"]
 
 _LARGEST_WORLD = 1 << 20
-_CARVED = ("dp_shard", "cp")  # axes out of which those of experts are carved, and tp where these are not enough
 BESIDE_EXPERTS = "efsdp"  # what is left of them
 
 
@@ -38,21 +37,28 @@ class Axis:
         name: As it stands in `[mesh]`.
         role: What its ranks share.
         inside: The axis that it stands directly inside of, for axes that plugins declare; None is outermost.
+        has_shards: Whether ranks along it may hold shards of the parameters, though each computes with all of them.
     """
 
     name: str
     role: Role
     inside: str | None = None
+    has_shards: bool = False
 
 
 AXES = (
     Axis(name="pp", role=Role.STAGE),
     Axis(name="dp_replicate", role=Role.BATCH),
-    Axis(name="dp_shard", role=Role.BATCH),
+    Axis(name="dp_shard", role=Role.BATCH, has_shards=True),
     Axis(name="cp", role=Role.SEQUENCE),
     Axis(name="tp", role=Role.TENSOR),
     Axis(name="ep", role=Role.EXPERT),
 )
+_REPLICAS, _SHARDS = (
+    next(a.name for a in AXES if a.role is Role.BATCH and a.has_shards is has) for has in (False, True)
+)
+# Axes out of which those of experts are carved, and tp where these are not enough.
+_CARVED = (_SHARDS, *(axis.name for axis in AXES if axis.role is Role.SEQUENCE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,21 @@ class Layout:
         """The number of ranks of a group."""
         return math.prod(self.degrees[axis.name] for axis in self.dense_axes)
 
+    @property
+    def shards(self) -> str:
+        """The axis over which data-parallel plugins shard parameters, or their optimizer state."""
+        return _SHARDS
+
+    @property
+    def replicas(self) -> str:
+        """The axis along which data-parallel plugins replicate parameters."""
+        return _REPLICAS
+
+    @property
+    def beside_experts(self) -> int:
+        """The number of ranks out of which an axis of experts is carved, without those of tensor axes."""
+        return math.prod(self.degrees[name] for name in _CARVED)
+
     def names(self, *roles: Role) -> tuple[str, ...]:
         """Return the names of the axes with one of these roles, outermost first."""
         return tuple(axis.name for axis in self.axes if axis.role in roles)
@@ -111,7 +132,7 @@ class Layout:
 
         dp_shard and cp; tensor axes too where its degree does not divide theirs, for it is then as many whole groups.
         """
-        if math.prod(self.degrees[name] for name in _CARVED) % self.degrees[expert] == 0:
+        if self.beside_experts % self.degrees[expert] == 0:
             return _CARVED
         return (*_CARVED, *self.names(Role.TENSOR))
 
@@ -230,7 +251,7 @@ def resolve(
         raise MeshError(
             f"the degrees multiply to {layout.num_ranks} ranks, and {_LARGEST_WORLD} are the most there can be"
         )
-    carved, inner, ep = filled["dp_shard"] * filled["cp"], layout.degree(Role.TENSOR), filled["ep"]
+    carved, inner, ep = layout.beside_experts, layout.degree(Role.TENSOR), filled["ep"]
     if carved % ep and inner == 1:
         remedy = f"write dp_shard = {ep}, or a multiple of it"
         raise MeshError(f"ep={ep} does not divide dp_shard x cp = {carved}, which it is carved out of; {remedy}")

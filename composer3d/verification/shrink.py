@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int |
         if degree != layout.degrees[name]:
             reduced.append(f"{name}: {layout.degrees[name]} -> {degree} ranks")
     for axis in layout.names(Role.EXPERT):
-        carved = degrees.get("dp_shard", 1) * degrees.get("cp", 1)
+        carved = replace(layout, degrees={**layout.degrees, **degrees}).beside_experts
         degree = layout.degrees[axis]
         if degree > 1 and carved % degree:
             overrides.append(f"mesh.{axis}={carved}")

@@ -73,7 +73,7 @@ def test_options_of_nccl_that_contradict_are_refused(options, axis, said):
     from composer3d_plugins.communication.process_groups.axis_options import AxisOptions
 
     with pytest.raises(PluginError, match=re.escape(said)) as caught:
-        AxisOptions(**options).refuse_contradictions(axis, backend="nccl")
+        AxisOptions(**options).refuse_contradictions(axis, backend="nccl", shards="dp_shard")
     assert caught.value.keys == ("axes", axis, next(iter(options)))
 
 

@@ -13,6 +13,7 @@ from composer3d import (
     Decisions,
     Phase,
     PluginError,
+    Role,
     RunContext,
     SequenceProjections,
     StepAction,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncTensorParallel"]
 
 log = logging.getLogger(__name__)
-AXIS = "tp"
 
 
 @plugin(family="communication")
@@ -69,16 +69,17 @@ class AsyncTensorParallel:
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse what would overlap nothing."""
-        if AXIS not in context.owners:
+        axis = _axis(context)
+        if axis not in context.owners:
             raise PluginError(
-                f"no plugin of this manifest shards over {AXIS}, whose exchanges are what overlaps",
-                hint=f"add a table of the family sharding that owns {AXIS}: composer3d plugins lists them",
+                f"no plugin of this manifest shards over {axis}, whose exchanges are what overlaps",
+                hint=f"add a table of the family sharding that owns {axis}: composer3d plugins lists them",
             )
-        if context.degrees[AXIS] == 1:
+        if context.degrees[axis] == 1:
             raise PluginError(
-                f"{AXIS} = 1: no rank exchanges anything", hint=f"raise mesh.{AXIS}, or remove this table"
+                f"{axis} = 1: no rank exchanges anything", hint=f"raise mesh.{axis}, or remove this table"
             )
-        lacking = torch_compat.lacking_symmetric_memory(context.device, context.degrees[AXIS])
+        lacking = torch_compat.lacking_symmetric_memory(context.device, context.degrees[axis])
         if self.method == "micro_pipelined" and lacking is not None:
             raise PluginError(
                 f'method = "micro_pipelined": {lacking}', hint='write method = "decomposed"', keys=("method",)
@@ -100,7 +101,7 @@ class AsyncTensorParallel:
             phase=Phase.COMMUNICATE,
             select=self._select,
             apply=self._apply,
-            uses=(AXIS,),
+            uses=(_axis(context),),
             rows=self._rows,
         )
 
@@ -121,14 +122,14 @@ class AsyncTensorParallel:
     def _is_decomposed(self, context: RunContext) -> bool:
         if self.method != "auto":
             return self.method == "decomposed"
-        return torch_compat.lacking_symmetric_memory(context.device, context.degrees[AXIS]) is not None
+        return torch_compat.lacking_symmetric_memory(context.device, context.degrees[_axis(context)]) is not None
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        planned = context.stash(SequenceProjections).planned
+        planned, axis = context.stash(SequenceProjections).planned, _axis(context)
         if not planned:
             raise PluginError(
                 "no linear layer gathers or sums a sequence that is sharded: there is nothing to overlap",
-                hint=f"write sequence_parallel = true where {AXIS} is owned; where it stands, remove this table",
+                hint=f"write sequence_parallel = true where {axis} is owned; where it stands, remove this table",
             )
         return [fqn for fqn in context.fqns if fqn in planned]
 
@@ -161,7 +162,8 @@ class AsyncTensorParallel:
             made[fqn].replace(partial(functions[made[fqn].kind], num_chunks=self.chunks or 2))
         left = [fqn for fqn in fqns if fqn not in made]
         if left:
-            context.stash(Decisions).notes.append(f"converted layers keep their exchange of {AXIS}: {', '.join(left)}")
+            noted = f"converted layers keep their exchange of {_axis(context)}: {', '.join(left)}"
+            context.stash(Decisions).notes.append(noted)
         return list(fqns)
 
     def _pipeline(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
@@ -171,7 +173,7 @@ class AsyncTensorParallel:
                 hint='add a table of the family scheduling that compiles blocks, or write method = "decomposed"',
             )
         if self not in context.state:
-            context.state[self] = torch_compat.micro_pipeline([context.mesh.get_group(AXIS).group_name])
+            context.state[self] = torch_compat.micro_pipeline([context.mesh.get_group(_axis(context)).group_name])
         return list(fqns)
 
     def _verify_fused(self, state: StepState) -> None:
@@ -182,8 +184,8 @@ class AsyncTensorParallel:
         fused = context.state[self][0]
         if not fused.gathered + fused.summed:
             raise PluginError(
-                f"the compiler has fused none of {fused.found} exchanges of {AXIS} with their products: its pattern "
-                "does not match what the blocks do",
+                f"the compiler has fused none of {fused.found} exchanges of {_axis(context)} with their products: its "
+                "pattern does not match what the blocks do",
                 hint='write method = "decomposed"',
             )
         if not context.state[self][2:]:
@@ -194,3 +196,9 @@ class AsyncTensorParallel:
                 fused.gathered,
                 fused.summed,
             )
+
+
+def _axis(context: RunContext) -> str:
+    """Return the axis of tensor parallelism; where there are several, one that a plugin owns."""
+    names = context.layout.names(Role.TENSOR)
+    return next((name for name in names if name in context.owners), names[0])

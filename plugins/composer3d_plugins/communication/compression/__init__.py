@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression"]
 
-SHARDS, REPLICAS = "dp_shard", "dp_replicate"
 INTEGERS = ("int8", "int4")
 BIASED = ("powersgd", "topk", "onebit")  # what they lose has to be sent later
 GRADIENTS = ("bf16", "int8", "fp8", "int4", *BIASED)
@@ -95,20 +94,20 @@ class Compression:
         """Refuse what would compress nothing."""
         self._refuse_unknown()
         self._refuse_without_effect()
-        axes = self._axes(context)
-        if self._has_feedback and SHARDS in axes:
+        axes, shards, replicas = self._axes(context), context.layout.shards, context.layout.replicas
+        if self._has_feedback and shards in axes:
             raise PluginError(
-                f"error feedback over {SHARDS}: every rank sends a part of the gradient to all others, so that what it "
+                f"error feedback over {shards}: every rank sends a part of the gradient to all others, so that what it "
                 "loses would be the whole gradient on every rank",
-                hint=f'write axes = ["{REPLICAS}"], or a codec that does without, as gradients = "int8"',
+                hint=f'write axes = ["{replicas}"], or a codec that does without, as gradients = "int8"',
             )
-        if self.gradients == "powersgd" and SHARDS in axes:
+        if self.gradients == "powersgd" and shards in axes:
             raise PluginError(
-                f'gradients = "powersgd" over {SHARDS}: its products are of whole matrices, of which a rank keeps a '
+                f'gradients = "powersgd" over {shards}: its products are of whole matrices, of which a rank keeps a '
                 "shard, so that all of them would be sent to all ranks",
-                hint=f'write axes = ["{REPLICAS}"], or another codec',
+                hint=f'write axes = ["{replicas}"], or another codec',
             )
-        if SHARDS in axes:
+        if shards in axes:
             context.claim("reduce_scatter", by=self)
         if self.weights is not None:
             context.claim("all_gather", by=self)
@@ -129,7 +128,7 @@ class Compression:
             phase=Phase.COMMUNICATE,
             select=lambda model, context: context.units(None),
             apply=self._apply,
-            uses=tuple(dict.fromkeys([*self._axes(context), *((SHARDS,) if self.weights is not None else ())])),
+            uses=tuple(dict.fromkeys([*self._axes(context), *self._gathered(context)])),
         )
 
     @hookimpl
@@ -195,25 +194,29 @@ class Compression:
                 "error_feedback is of gradients, and they are not compressed", hint='write gradients = "int8"'
             )
 
+    def _gathered(self, context: RunContext) -> tuple[str, ...]:
+        """Return the axes over which weights are compressed."""
+        return (context.layout.shards,) if self.weights is not None else ()
+
     def _axes(self, context: RunContext) -> tuple[str, ...]:
         """Return the axes over which gradients are compressed."""
-        is_sharded = SHARDS in context.owners
+        shards, replicas = context.layout.shards, context.layout.replicas
+        is_sharded = shards in context.owners
         positions = context.layout.names(Role.SEQUENCE)
         # Ranks with other positions of the same samples are with the shards, or with the replicas where there are none.
-        beside = {SHARDS: positions if is_sharded else (), REPLICAS: () if is_sharded else positions}
-        sent = [axis for axis in (SHARDS, REPLICAS) if axis in context.owners]
+        beside = {shards: positions if is_sharded else (), replicas: () if is_sharded else positions}
+        sent = [axis for axis in (shards, replicas) if axis in context.owners]
         busy = [axis for axis in sent if any(context.degrees[each] > 1 for each in (axis, *beside[axis]))]
-        gathered = (SHARDS,) if self.weights is not None else ()
         for axis in self.axes or ():
-            if axis not in (SHARDS, REPLICAS):
+            if axis not in (shards, replicas):
                 raise PluginError(
                     f'axes = ["{axis}"]: data parallelism sends nothing over {axis}',
-                    hint=f"gradients are reduced over {SHARDS} and {REPLICAS}",
+                    hint=f"gradients are reduced over {shards} and {replicas}",
                 )
-        for axis in (*(self.axes or ()), *gathered):
+        for axis in (*(self.axes or ()), *self._gathered(context)):
             if axis not in sent:
                 raise PluginError(
-                    f"no plugin of this manifest {'shards' if axis == SHARDS else 'replicates'} parameters over "
+                    f"no plugin of this manifest {'shards' if axis == shards else 'replicates'} parameters over "
                     f"{axis}, whose exchanges are what is compressed",
                     hint="add a table of the family sharding that owns it: composer3d plugins lists them",
                 )
@@ -239,11 +242,11 @@ class Compression:
             unit = context.stash(Units).by_module.get(module)
             if unit is None:
                 continue
-            if SHARDS in axes:
+            if context.layout.shards in axes:
                 unit.set_reduce_scatter(wire.reduce_scatter)
             if self.weights is not None:
                 unit.set_all_gather(wire.all_gather)
-        if REPLICAS in axes:
+        if context.layout.replicas in axes:
             wire.replace_all_reduces()
         return list(fqns)
 

@@ -25,7 +25,7 @@ from composer3d import (
     plugin,
     torch_compat,
 )
-from composer3d_plugins.communication.process_groups.axis_options import SHARDS, AxisOptions
+from composer3d_plugins.communication.process_groups.axis_options import AxisOptions
 from composer3d_plugins.communication.process_groups.exchanged_sums import ExchangedReduceScatter
 from composer3d_plugins.communication.process_groups.networks import NETWORKS, Machine, complaints, read_by_network
 from composer3d_plugins.communication.process_groups.operator_sums import exchange_operator_sums
@@ -87,7 +87,7 @@ class ProcessGroups:
                     hint=f"raise mesh.{axis}, or remove this table",
                     keys=("axes", axis),
                 )
-            options.refuse_contradictions(axis, backend=self._backend(axis, context))
+            options.refuse_contradictions(axis, backend=self._backend(axis, context), shards=context.layout.shards)
         if context.world_size == 1 and self.network is None:
             raise PluginError("one rank communicates with nobody", hint="start several ranks, or remove this table")
         self._refuse_nothing(context)
@@ -145,7 +145,7 @@ class ProcessGroups:
 
     def _scattered(self, context: RunContext) -> list[str]:
         """Return the axes over which reduce-scatters run."""
-        axes = (SHARDS, *context.layout.names(Role.TENSOR, Role.SEQUENCE, Role.EXPERT))
+        axes = (context.layout.shards, *context.layout.names(Role.TENSOR, Role.SEQUENCE, Role.EXPERT))
         return [axis for axis in axes if context.degrees[axis] > 1]
 
     def _backend(self, axis: str, context: RunContext) -> str:

@@ -9,9 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from composer3d import GroupOptions, NCCLOptions, PluginError, torch_compat
 
-__all__ = ["SHARDS", "AxisOptions"]
-
-SHARDS = "dp_shard"  # whose ranks hold shards of units
+__all__ = ["AxisOptions"]
 
 # Options of the group that any backend has; all others are NCCL's.
 _ANY = ("backend", "timeout_s", "own_group")
@@ -81,12 +79,13 @@ class AxisOptions:
             own_group=self.own_group,
         )
 
-    def refuse_contradictions(self, axis: str, *, backend: str) -> None:
+    def refuse_contradictions(self, axis: str, *, backend: str, shards: str) -> None:
         """Refuse what the backend of this axis does not have.
 
         Args:
             axis: Its name.
             backend: Its backend for the run's device.
+            shards: The axis over which units are sharded.
 
         Raises:
             PluginError: At the key.
@@ -109,10 +108,10 @@ class AxisOptions:
                     hint="remove it, or run on GPUs",
                     keys=("axes", axis, name),
                 )
-        if self.registered_buffers and axis != SHARDS:
+        if self.registered_buffers and axis != shards:
             raise PluginError(
-                f"registered_buffers are those of sharded units, which communicate over {SHARDS}, not over {axis}",
-                hint=f"write it in axes.{SHARDS}",
+                f"registered_buffers are those of sharded units, which communicate over {shards}, not over {axis}",
+                hint=f"write it in axes.{shards}",
                 keys=("axes", axis, "registered_buffers"),
             )
         if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +161,7 @@ def _is_list(module: nn.Module, *, named: bool = True) -> bool:
 
 def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) -> None:
     """Refuse lists where ranks of tp hold other experts: their modules are sharded over tp, as any others."""
-    outer = math.prod(context.degrees[name] for name in ("dp_shard", "cp"))
+    outer = context.layout.beside_experts
     for each in found:
         if each.is_list or each.is_sorted:
             kind = (
