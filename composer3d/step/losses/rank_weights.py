@@ -2,15 +2,18 @@
 
 Every rank writes what its loss is into slots of its own of one vector, so that a rank whose samples have no targets,
 and whose loop computes another loss then, takes part like the others.
+
+Shapes: R ranks, S slots of each, T terms of a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RankWeights", "Weighted"]
 
-_SLOTS = 9
 _SAME = 1e-9
 _SHOWN = 8  # terms, and ranks, of a refusal
 _WHAT_TO_WRITE = (
@@ -61,6 +63,45 @@ class _Kind(IntEnum):
     TERMS = 4  # of several divisors, or beside a penalty
     OTHER = 5  # no divisor is known
     REFUSED = 6
+
+
+class _Described(NamedTuple):
+    """Description of a rank's loss, one slot a number.
+
+    Args:
+        kind: A `_Kind`.
+        divisor: By which the mean is divided, or the first of its terms; 0 without any.
+        targets: Number of what the mean adds up; NaN where that is unknown.
+        is_zero: Whether the mean is 0.
+        numel: Elements that the mean adds up; of terms, whether some divisor may be a bound.
+        factor: By which the loop has scaled the loss.
+        divisors: Alike where the divisors of all terms are.
+        is_counted: Whether the divisor is one of the numbers of samples and elements.
+        is_by_tensor: Whether a tensor multiplies the loss.
+    """
+
+    kind: float
+    divisor: float = 0.0
+    targets: float = 0.0
+    is_zero: float = 0.0
+    numel: float = 0.0
+    factor: float = 1.0
+    divisors: float = 0.0
+    is_counted: float = 1.0
+    is_by_tensor: float = 0.0
+
+    def part(self) -> Part:
+        """Return the mean's sum."""
+        return Part(
+            divisor=self.divisor,
+            count=None if math.isnan(self.targets) else self.targets,
+            is_zero=bool(self.is_zero),
+            numel=int(self.numel),
+            is_counted=bool(self.is_counted),
+        )
+
+
+_SLOT = {name: place for place, name in enumerate(_Described._fields)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +161,24 @@ class RankWeights:
         Raises:
             LossError: Ranks cannot be weighed; on all of them.
         """
-        import torch
 
         if self.num_ranks == 1 or not value.requires_grad or value.numel() != 1:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         kind, refusal = self._kind(value, reduction, known)
-        own, divided = self._described(value, kind, factor, None if reduction is not None else (self.num_samples,))
-        vector = torch.zeros(self.num_ranks, _SLOTS, dtype=torch.float64, device=value.device)
-        vector[self._index] = own
-        self._total(vector)
+        own_S, divided = self._described(value, kind, factor, None if reduction is not None else (self.num_samples,))
+        told_RS = own_S.new_zeros(self.num_ranks, len(own_S))
+        told_RS[self._index] = own_S
+        self._total(told_RS)
         if refusal is not None:
             raise refusal
         if torch_compat.active_fake_mode() is not None:
             return Weighted(loss=plain * float(self.num_ranks) if kind is _Kind.SUM else plain, factor=factor)
         if kind is _Kind.MEAN and divided is None and value.device.type != "cpu" and factor <= 1.0:
-            return Weighted(loss=self._by_divisors(value, plain, vector), factor=factor)  # the device is not waited for
-        return self._weighted(value, plain, vector.tolist(), kind, factor)
+            return Weighted(
+                loss=self._by_divisors(value, plain, told_RS[:, _SLOT["divisor"]]), factor=factor
+            )  # the device is not waited for
+        return self._weighted(value, plain, [_Described(*rank) for rank in told_RS.tolist()], kind, factor)
 
     def _kind(
         self, value: Tensor, reduction: Reduction | None, known: Reduction | None
@@ -164,58 +206,61 @@ class RankWeights:
     ) -> tuple[Tensor, DividedSum | None]:
         import torch
 
-        own = torch.zeros(_SLOTS, dtype=torch.float64, device=value.device)
-        own[0], own[5], own[7] = float(kind), factor, 1.0
+        told = _Described(kind=float(kind), factor=factor)
+        like = torch.empty(0, dtype=torch.float64, device=value.device)
         if kind not in (_Kind.MEAN, _Kind.TERMS):
-            return own, None
-        divisors = [
-            torch.as_tensor(each, dtype=torch.float64, device=value.device) for each in divisors_of_terms(value)
-        ]
-        own[1] = own[2] = divisors[0]
-        own[8] = float(is_multiplied_by_tensor(past_views(value.grad_fn)))
-        # Alike where the terms' divisors are: a number that two different lists hardly share.
-        own[6] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
+            return like.new_tensor(told), None
+        told = told._replace(is_by_tensor=float(is_multiplied_by_tensor(past_views(value.grad_fn))))
         if kind is _Kind.TERMS and known is not None:
-            own[4] = float(any(not part.is_exact for part in parts_of_terms(value)[:_SHOWN]))
+            told = told._replace(numel=float(any(not part.is_exact for part in parts_of_terms(value)[:_SHOWN])))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
         if divided is not None:
             part = divided.part()
-            count = float("nan") if part.count is None else part.count
-            own[2:5] = torch.tensor([count, float(part.is_zero), float(part.numel)], dtype=torch.float64)
-            own[7] = float(part.is_counted)
-        return own, divided
+            count = math.nan if part.count is None else part.count
+            told = told._replace(targets=count, is_zero=part.is_zero, numel=part.numel, is_counted=part.is_counted)
+        own_S = like.new_tensor(told)
+        # Tensors, which may be on a device that is not waited for.
+        divisors = [torch.as_tensor(each).to(like) for each in divisors_of_terms(value)]
+        own_S[_SLOT["divisor"]] = divisors[0]
+        if divided is None:
+            own_S[_SLOT["targets"]] = divisors[0]
+        # A number that two different lists of divisors hardly share.
+        own_S[_SLOT["divisors"]] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))
+        return own_S, divided
 
-    def _by_divisors(self, value: Tensor, plain: Tensor, vector: Tensor) -> Tensor:
+    def _by_divisors(self, value: Tensor, plain: Tensor, divisors_R: Tensor) -> Tensor:
         """Weigh a mean of torch's own by its divisor."""
         import torch
 
-        own, whole = vector[self._index, 1], vector[:, 1].sum()
+        own, whole = divisors_R[self._index], divisors_R.sum()
         weight = torch.where(whole == 0, 1.0, own * self.num_ranks / whole.clamp(min=torch.finfo(torch.float64).tiny))
         settled = without_nothing(plain, value, torch.where(whole == 0, 1.0, own))
         return settled * weight.to(plain.dtype)
 
-    def _weighted(self, value: Tensor, plain: Tensor, ranks: list[list[float]], kind: _Kind, factor: float) -> Weighted:
+    def _weighted(
+        self, value: Tensor, plain: Tensor, ranks: Sequence[_Described], kind: _Kind, factor: float
+    ) -> Weighted:
         import torch
 
-        there = [rank for rank in ranks if rank[0] != _Kind.NOTHING]
+        there = [rank for rank in ranks if rank.kind != _Kind.NOTHING]
         if not there:
             return Weighted(loss=plain, factor=factor)
         self._compare(ranks)
-        kinds = {rank[0] for rank in there}
+        kinds = {rank.kind for rank in there}
         if _Kind.TERMS in kinds and (len(there) < self.num_ranks or len(kinds) > 1 or not _are_alike(there)):
             raise LossError(self._uneven(value, kind))
-        if _Kind.TERMS in kinds and any(rank[4] for rank in there):
+        if _Kind.TERMS in kinds and any(rank.numel for rank in there):
             self._refuse_bounds(value)
         total = _multiplied_back(there)
         if kind is _Kind.NOTHING:
-            return Weighted(loss=plain, factor=there[0][5] if total is None else total)
+            return Weighted(loss=plain, factor=there[0].factor if total is None else total)
         if kind is _Kind.SUM:
             return Weighted(loss=plain * float(self.num_ranks), factor=factor)
         if total is not None:
             return Weighted(loss=plain * float(self.num_ranks), factor=total)
         if kind is _Kind.MEAN:
-            whole = total_divisor([_part(rank) for rank in there])
-            own = ranks[self._index][1]
+            whole = total_divisor([rank.part() for rank in there])
+            own = ranks[self._index].divisor
             if whole:
                 plain = without_nothing(plain, value, torch.tensor(own)) * (own * self.num_ranks / whole)
             return Weighted(loss=plain, factor=factor)
@@ -226,11 +271,11 @@ class RankWeights:
         import torch
 
         divisors = [] if kind is _Kind.NOTHING else divisors_of_terms(value)[:_SHOWN]
-        vector = torch.zeros(self.num_ranks, _SHOWN, dtype=torch.float64, device=value.device)
+        divisors_RT = torch.zeros(self.num_ranks, _SHOWN, dtype=torch.float64, device=value.device)
         for place, divisor in enumerate(divisors):
-            vector[self._index, place] = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
-        self._total(vector)
-        terms = vector.T.tolist()
+            divisors_RT[self._index, place] = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
+        self._total(divisors_RT)
+        terms = divisors_RT.T.tolist()
         odd = next((term for term in terms if any(abs(each - term[0]) > _SAME * term[0] for each in term)), terms[0])
         shown = ", ".join(f"{divisor:g}" for divisor in odd[:_SHOWN])
         return (
@@ -246,12 +291,12 @@ class RankWeights:
         """
         import torch
 
-        vector = torch.zeros(self.num_ranks, _SHOWN, 4, dtype=torch.float64, device=value.device)
+        parts_RT4 = torch.zeros(self.num_ranks, _SHOWN, 4, dtype=torch.float64, device=value.device)
         for place, part in enumerate(parts_of_terms(value)[:_SHOWN]):
             count = -1.0 if part.count is None else part.count
-            vector[self._index, place] = torch.tensor([1.0, part.divisor, count, part.numel], dtype=torch.float64)
-        self._total(vector)
-        for term in vector.transpose(0, 1).tolist():
+            parts_RT4[self._index, place] = torch.tensor([1.0, part.divisor, count, part.numel], dtype=torch.float64)
+        self._total(parts_RT4)
+        for term in parts_RT4.transpose(0, 1).tolist():
             if not all(is_there and count >= 0 for is_there, _, count, _ in term):
                 continue
             parts = [Part(divisor=divisor, count=count, numel=int(numel)) for _, divisor, count, numel in term]
@@ -266,9 +311,9 @@ class RankWeights:
                     f"{whole:g}{_WHAT_TO_WRITE}"
                 )
 
-    def _compare(self, ranks: list[list[float]]) -> None:
+    def _compare(self, ranks: Sequence[_Described]) -> None:
         """Raise where ranks' losses are not of one kind."""
-        kinds = [_Kind(int(rank[0])) for rank in ranks]
+        kinds = [_Kind(int(rank.kind)) for rank in ranks]
         if _Kind.REFUSED in kinds:
             where = kinds.index(_Kind.REFUSED)
             raise LossError(f"the loss of data-parallel rank {where} was refused, which says why")
@@ -289,7 +334,7 @@ _NAMES = {
 }
 
 
-def _multiplied_back(ranks: list[list[float]]) -> float | None:
+def _multiplied_back(ranks: Sequence[_Described]) -> float | None:
     """Return the number of all ranks' samples by which means are multiplied, each by its rank's own, and so sums again.
 
     Args:
@@ -301,12 +346,12 @@ def _multiplied_back(ranks: list[list[float]]) -> float | None:
     Raises:
         LossError: Ranks multiply by numbers of their own that their means are not divided by.
     """
-    factors, divisors = [rank[5] for rank in ranks], [rank[1] for rank in ranks]
+    factors, divisors = [rank.factor for rank in ranks], [rank.divisor for rank in ranks]
     is_alike = all(abs(factor - factors[0]) <= _SAME * abs(factor) for factor in factors)
     ratios = [factor / divisor if divisor else factors[0] for factor, divisor in zip(factors, divisors, strict=True)]
-    is_sum = ranks[0][0] == _Kind.MEAN and all(abs(ratio - ratios[0]) <= _SAME * abs(ratio) for ratio in ratios)
+    is_sum = ranks[0].kind == _Kind.MEAN and all(abs(ratio - ratios[0]) <= _SAME * abs(ratio) for ratio in ratios)
     if is_alike:
-        is_counted = all(rank[8] for rank in ranks) and ratios[0] == 1.0
+        is_counted = all(rank.is_by_tensor for rank in ranks) and ratios[0] == 1.0
         return sum(factors) if is_sum and is_counted and factors[0] > 1.0 else None
     if is_sum:
         return sum(factors)
@@ -317,11 +362,6 @@ def _multiplied_back(ranks: list[list[float]]) -> float | None:
     )
 
 
-def _are_alike(ranks: list[list[float]]) -> bool:
+def _are_alike(ranks: Sequence[_Described]) -> bool:
     """Return whether the terms of all ranks' losses have the same divisors."""
-    return all(abs(rank[6] - ranks[0][6]) <= _SAME * abs(rank[6]) for rank in ranks)
-
-
-def _part(rank: list[float]) -> Part:
-    count = None if rank[2] != rank[2] else rank[2]
-    return Part(divisor=rank[1], count=count, is_zero=bool(rank[3]), numel=int(rank[4]), is_counted=bool(rank[7]))
+    return all(abs(rank.divisors - ranks[0].divisors) <= _SAME * abs(rank.divisors) for rank in ranks)

@@ -4,6 +4,8 @@ Few numbers a row are made by mixing (key, row, place) with tensor operations, a
 generator that is seeded for each row. Which of the two depends on a row's size alone, so that rows are the same in
 whatever tensor they stand.
 
+Shapes: N rows, of which each has K numbers, made of L = K or 2 K words.
+
 Source of the mixing: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
@@ -107,14 +109,14 @@ def fill(
         shape = tuple(out.shape) if shard is None else shard.whole(tuple(out.shape))
         is_direct = out.is_contiguous() and shape == tuple(out.shape)
         whole = out if is_direct else torch.empty(shape, dtype=out.dtype, device=out.device)
-        flat = whole.view(rows.count, -1)
-        if flat.shape[1] <= _MOST_MIXED and kind in _MIXED:
-            flat.copy_(_MIXED[kind](_words(flat, kind, key, rows), flat.dtype, *parameters))
+        flat_NK = whole.view(rows.count, -1)
+        if flat_NK.shape[1] <= _MOST_MIXED and kind in _MIXED:
+            flat_NK.copy_(_MIXED[kind](_words(flat_NK, kind, key, rows), flat_NK.dtype, *parameters))
         else:
             generator = torch.Generator(device=out.device)
             for place in range(rows.count):
                 generator.manual_seed(row_seed(key, rows.first + place))
-                getattr(flat[place], kind)(*parameters, generator=generator)
+                getattr(flat_NK[place], kind)(*parameters, generator=generator)
         if not is_direct:
             out.copy_(whole if shard is None or shape == tuple(out.shape) else shard.local(whole))
     return out
@@ -132,46 +134,46 @@ def _mixed(words: Tensor) -> Tensor:
     return words
 
 
-def _words(flat: Tensor, kind: str, key: int, rows: Rows) -> Tensor:
-    """Return random words, of each row as many as its distribution takes."""
+def _words(flat_NK: Tensor, kind: str, key: int, rows: Rows) -> Tensor:
+    """Return random words_NL, of each row as many as its distribution takes."""
     import torch
 
-    number = flat.shape[1] * (2 if kind == "normal_" else 1)
-    seeds = torch.arange(rows.first + 1, rows.first + rows.count + 1, device=flat.device)
-    seeds = _mixed(seeds.mul_(_signed(_STEP)).add_(_signed(key)))
-    places = torch.arange(1, number + 1, device=flat.device).mul_(_signed(_STEP))
-    return _mixed(seeds[:, None] + places)
+    number, device = flat_NK.shape[1] * (2 if kind == "normal_" else 1), flat_NK.device
+    seeds_N = torch.arange(rows.first + 1, rows.first + rows.count + 1, device=device)
+    seeds_N = _mixed(seeds_N.mul_(_signed(_STEP)).add_(_signed(key)))
+    places_L = torch.arange(1, number + 1, device=device).mul_(_signed(_STEP))
+    return _mixed(seeds_N[:, None] + places_L)
 
 
-def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:
+def _unit(words_NL: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers in [0, 1) with as many digits as a dtype has."""
     import torch
 
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
-    return (words >> (64 - digits)).bitwise_and_((1 << digits) - 1).to(dtype).mul_(2.0**-digits)
+    return (words_NL >> (64 - digits)).bitwise_and_((1 << digits) - 1).to(dtype).mul_(2.0**-digits)
 
 
-def _uniform(words: Tensor, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return _unit(words, dtype).mul_(high - low).add_(low)
+def _uniform(words_NK: Tensor, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return _unit(words_NK, dtype).mul_(high - low).add_(low)
 
 
-def _normal(words: Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
+def _normal(words_NL: Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
     import torch
 
-    radius, angle = _unit(words, torch.float64).chunk(2, dim=1)
-    return (-2.0 * torch.log1p(-radius)).sqrt_().mul_((2.0 * math.pi * angle).cos_()).mul_(std).add_(mean)
+    radius_NK, angle_NK = _unit(words_NL, torch.float64).chunk(2, dim=1)
+    return (-2.0 * torch.log1p(-radius_NK)).sqrt_().mul_((2.0 * math.pi * angle_NK).cos_()).mul_(std).add_(mean)
 
 
-def _integers(words: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:
+def _integers(words_NK: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:
     import torch
 
-    return (_unit(words, torch.float64) * (high - low)).floor_().to(torch.int64).add_(low)
+    return (_unit(words_NK, torch.float64) * (high - low)).floor_().to(torch.int64).add_(low)
 
 
-def _bernoulli(words: Tensor, dtype: torch.dtype, p: float) -> Tensor:
+def _bernoulli(words_NK: Tensor, dtype: torch.dtype, p: float) -> Tensor:
     import torch
 
-    return _unit(words, torch.float64) < p
+    return _unit(words_NK, torch.float64) < p
 
 
 _MIXED: dict[str, Any] = {"uniform_": _uniform, "normal_": _normal, "random_": _integers, "bernoulli_": _bernoulli}
