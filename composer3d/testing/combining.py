@@ -56,6 +56,7 @@ def combine(
     *,
     check: Check,
     owners: Mapping[str, Sequence[str]],
+    axes: Sequence[str] | None = None,
     max_ranks: int = 8,
     known: Iterable[Refused] = (),
     begin: Sequence[Row] = (),
@@ -68,6 +69,7 @@ def combine(
         options: From `installed_options`, and others; of each key the neutral value first.
         check: Asked for every row; it should take a fraction of a second.
         owners: From `owners_of`: an axis above 1 needs one of them.
+        axes: From `multiplied_axes`; None: all that the options have.
         max_ranks: Of a row's world.
         known: Refusals that were found before, which saves finding them.
         begin: Rows that were made before, the ones to keep first; of what can no longer be, an option that is to blame
@@ -87,7 +89,7 @@ def combine(
     }
     kept = [{key: row[key] for key in ordered} for row in begin if row.keys() == options.keys()]
     while True:
-        excluded = excluder(options, owners=owners, max_ranks=max_ranks, refused=found)
+        excluded = excluder(options, owners=owners, axes=axes, max_ranks=max_ranks, refused=found)
         rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS, begin=_mended(kept, found))
         new: list[Refused] = []
         for row in rows:
@@ -120,12 +122,13 @@ def excluder(
     options: Options,
     *,
     owners: Mapping[str, Sequence[str]],
+    axes: Sequence[str] | None,
     max_ranks: int,
     refused: Iterable[Refused],
 ) -> Callable[[Mapping[str, Any]], bool]:
     """Return what tells rows, complete or not, that cannot be."""
     conflicts = [refusal.choices for refusal in refused]
-    axes = [key for key in options if key.startswith("mesh.")]
+    multiplied = [key for key in options if key.startswith("mesh.")] if axes is None else axes
     plugins = {key: plugin for key in options if (plugin := plugin_of(key)) is not None}
 
     def excluded(row: Mapping[str, Any]) -> bool:
@@ -137,7 +140,7 @@ def excluder(
             state = OFF if value == OFF else ON
             if plugin is not None and implied.setdefault(plugin, state) != state:
                 return True
-        if math.prod(int(row.get(axis, 1)) for axis in axes) > max_ranks:
+        if math.prod(int(row.get(axis, 1)) for axis in multiplied) > max_ranks:
             return True
         for axis, owning in owners.items():
             if row.get(axis, "1") != "1" and all(implied.get(owner, ON) == OFF for owner in owning):

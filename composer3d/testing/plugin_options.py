@@ -10,10 +10,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from composer3d.mesh import AXES, Axis
+from composer3d.mesh import AXES, Axis, Role
 from composer3d.registry import Catalogue, info_of, options_of
 
-__all__ = ["DEFAULT", "OFF", "ON", "Options", "Row", "installed_options", "owners_of", "plugin_of", "tables_of"]
+__all__ = [
+    "DEFAULT",
+    "OFF",
+    "ON",
+    "Options",
+    "Row",
+    "installed_options",
+    "multiplied_axes",
+    "owners_of",
+    "plugin_of",
+    "tables_of",
+]
 
 OFF, ON, DEFAULT = "off", "on", "default"
 Options: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -64,6 +75,13 @@ def owners_of(options: Options, catalogue: Catalogue | None = None) -> dict[str,
         for axis in info.owns:
             result[f"mesh.{axis}"] = (*result.get(f"mesh.{axis}", ()), f"{info.family}.{name}")
     return {axis: keys for axis, keys in result.items() if axis in options}
+
+
+def multiplied_axes(options: Options, catalogue: Catalogue | None = None) -> tuple[str, ...]:
+    """Return the axes of the options whose degrees multiply to the world: no carved ones, and no groups of ranks."""
+    classes = _importable(Catalogue.installed() if catalogue is None else catalogue)
+    axes = (axis for axis in _axes(classes) if axis.role not in (Role.EXPERT, Role.REPLICA))
+    return tuple(key for axis in axes if (key := f"mesh.{axis.name}") in options)
 
 
 def plugin_of(key: str) -> str | None:
