@@ -13,7 +13,7 @@ from composer3d.errors import OrderError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Phase", "StepAction", "StepPoint", "Transform", "order", "resolve"]
+__all__ = ["Phase", "StepAction", "StepPoint", "Transform", "by_point", "order", "resolve"]
 
 
 class Phase(enum.IntEnum):
@@ -135,6 +135,12 @@ T = TypeVar("T", bound=Ordered)
 
 def _place(item: Any) -> int:
     return int(item.phase if hasattr(item, "phase") else item.point)
+
+
+def by_point(actions: Iterable[StepAction]) -> dict[StepPoint, tuple[StepAction, ...]]:
+    """Return the actions of every point of a step, in the order given."""
+    found = tuple(actions)
+    return {point: tuple(action for action in found if action.point is point) for point in StepPoint}
 
 
 def order(items: Iterable[T]) -> tuple[T, ...]:

@@ -28,7 +28,7 @@ from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.composition.watched_forwards import watch_functions, watch_samples
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
-from composer3d.hooks import Bound, Hooks
+from composer3d.hooks import Bound, Hooks, HooksInTurn
 from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
@@ -71,8 +71,8 @@ class Assembled:
     control_device: torch.device
     place_batch: tuple[Callable[..., Any], ...]
     observe_batch: tuple[Callable[..., Any], ...]
-    measures: tuple[Bound, ...]
-    metric_sinks: tuple[Callable[..., Any], ...]
+    measures: HooksInTurn
+    metric_sinks: HooksInTurn
     states: Mapping[str, Mapping[str, Stateful]]
     acting: span_hooks.Acting
     setup: str
@@ -101,8 +101,7 @@ class Assembled:
 
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Pass a step's metrics to every plugin that takes them, and return them."""
-        for function in self.metric_sinks:
-            function(context=self.context, step=step, metrics=dict(metrics))  # what one changes is its own
+        self.metric_sinks(context=self.context, step=step, metrics=metrics)
         return metrics
 
 
@@ -279,10 +278,9 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     )
 
 
-def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepAction, ...]:
+def _actions(preparation: Preparation, acting: span_hooks.Acting | None) -> tuple[StepAction, ...]:
     """Collect the actions of every step, in their order."""
-    noted = acting if acting.is_watched else None
-    actions = [action for _, action in preparation.hooks.step_actions(preparation.context, noted)]
+    actions = [action for _, action in preparation.hooks.step_actions(preparation.context, acting)]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
     modules = (module for part in preparation.context.parts for module in part.module.modules())
@@ -339,7 +337,7 @@ def freeze(
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
         context=context,
-        actions=_actions(preparation, acting),
+        actions=_actions(preparation, acting.noted),
         guard=_guard(preparation, group, device, plan, make_guard),
         flight=flight,
         loss_totals=_loss_totals(preparation, group, device),
@@ -376,8 +374,8 @@ def freeze(
         control_device=device,
         place_batch=functions(hooks.place_batch()),
         observe_batch=functions(hooks.observe_batch()),
-        measures=tuple((by, acting.named(by.name, function)) for by, function in hooks.measure()),
-        metric_sinks=functions(hooks.metrics()),
+        measures=HooksInTurn([function for _, function in hooks.measure()], acting.noted),
+        metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied="metrics"),
         states=acting.states(states),
         acting=acting,
         setup=f"{plan or 0:x}",

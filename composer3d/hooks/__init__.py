@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.hooks.blame import blamed, blamed_listing
+from composer3d.hooks.blame import HooksInTurn, blamed, blamed_listing
 from composer3d.hooks.typed_calls import Bound, Hooks
 
-__all__ = ["Bound", "Hooks", "blamed", "blamed_listing"]
+__all__ = ["Bound", "Hooks", "HooksInTurn", "blamed", "blamed_listing"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
@@ -17,38 +17,17 @@ if TYPE_CHECKING:
     from composer3d.registry import Registered
     from composer3d.transform import StepAction
 
-__all__ = ["Acting", "BlamedAction", "Returned", "blamed", "blamed_listing", "checked", "in_turn"]
+__all__ = ["Acting", "BlamedAction", "CheckedHook", "HooksInTurn", "Returned", "blamed", "blamed_listing", "in_turn"]
 
 _fits_veto = predicate_of(str | None)
-
-
-def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook implementation: its exceptions and invalid results become a `HookError`.
-
-    A lost peer, exhausted memory and Ctrl-C are not the plugin's fault and are raised unchanged.
-    """
-
-    find_fault = fault_finder(hook)
-
-    @functools.wraps(function)
-    def answer(**arguments: Any) -> Any:
-        try:
-            value = function(**arguments)
-        except BaseException as error:
-            if (found := _hook_error(error, registered, hook)) is None:
-                raise
-            raise found from error
-        if value is not None and (fault := find_fault(value, arguments)) is not None:
-            _refuse(registered, hook, fault)
-        return value
-
-    return answer
 
 
 def blamed(
     registered: Registered, name: str, function: Callable[..., Any], *, returns: Any = Any
 ) -> Callable[..., Any]:
-    """Wrap a function of a plugin as `checked` does.
+    """Wrap a function of a plugin: its exceptions and invalid results become a `HookError`.
+
+    A lost peer, exhausted memory and Ctrl-C are not the plugin's fault and are raised unchanged.
 
     Args:
         registered: Plugin of the function.
@@ -74,8 +53,40 @@ def blamed(
     return call
 
 
-class BlamedAction:
-    """The function of a plugin's step action: exceptions and invalid vetoes become a `HookError`, as in `blamed`.
+class _Blamed:
+    """A function of a plugin, called with one value, whose exceptions and invalid results become a `HookError`.
+
+    A lost peer, exhausted memory and Ctrl-C are not the plugin's fault and are raised unchanged.
+
+    Args:
+        registered: Plugin of the function.
+        name: Name of the function in messages.
+        plain: The function without the handler.
+        acting: Records the plugin while the function runs; None records nothing.
+    """
+
+    def __init__(
+        self, registered: Registered, name: str, plain: Callable[[Any], Any], acting: Acting | None = None
+    ) -> None:
+        self.registered, self.plain, self.acting, self._name = registered, plain, acting, name
+        self._in_turn = in_turn([self])
+
+    def alone(self, given: Any) -> Any:
+        """Call the function by itself."""
+        [value] = self._in_turn(given)
+        return value
+
+    def refuse(self, value: Any, given: Any) -> None:
+        """Raise where a result other than None is invalid."""
+        raise NotImplementedError
+
+    def error(self, error: BaseException) -> HookError | None:
+        """Return the error to raise instead of the function's exception; None if that is raised unchanged."""
+        return _hook_error(error, self.registered, self._name)
+
+
+class BlamedAction(_Blamed):
+    """The function of a plugin's step action, called with the step's state.
 
     Args:
         registered: Plugin of the action.
@@ -84,51 +95,84 @@ class BlamedAction:
     """
 
     def __init__(self, registered: Registered, action: StepAction, acting: Acting | None = None) -> None:
-        self.registered, self.plain, self.acting = registered, action.run, acting
-        self._name, self._decides = f'the step action "{action.name}"', action.point is StepPoint.DECIDE
-        self._in_turn = in_turn([self])
+        super().__init__(registered, f'the step action "{action.name}"', action.run, acting)
+        self._decides = action.point is StepPoint.DECIDE
 
     def __call__(self, state: Any) -> str | None:
-        """Run the action alone."""
-        [value] = self._in_turn(state)
-        return value
+        """Run the action."""
+        veto: str | None = self.alone(state)
+        return veto
 
-    def refuse(self, value: Any) -> None:
+    def refuse(self, value: Any, given: Any) -> None:
         """Raise where a veto is neither text nor None."""
         if self._decides and not _fits_veto(value):
             _refuse(self.registered, self._name, mismatch(value, str | None))
 
-    def error(self, error: BaseException) -> HookError | None:
-        """Return the error to raise instead of the action's exception; None if that is raised unchanged."""
-        return _hook_error(error, self.registered, self._name)
+
+class CheckedHook(_Blamed):
+    """A hook implementation, called with the spec's arguments by name; its results are validated.
+
+    Args:
+        registered: Plugin of the implementation.
+        hook: Name of the hook.
+        function: Takes the spec's keyword arguments.
+        acting: Records the plugin while it runs; None records nothing.
+        copied: An argument, a mapping, of which the implementation has its own copy.
+    """
+
+    def __init__(
+        self,
+        registered: Registered,
+        hook: str,
+        function: Callable[..., Any],
+        acting: Acting | None = None,
+        copied: str | None = None,
+    ) -> None:
+        def plain(arguments: Mapping[str, Any]) -> Any:
+            return function(**(arguments if copied is None else {**arguments, copied: dict(arguments[copied])}))
+
+        super().__init__(registered, hook, plain, acting)
+        self.hook, self.function, self._find_fault = hook, function, fault_finder(hook)
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call the implementation."""
+        return self.alone(arguments)
+
+    def refuse(self, value: Any, given: Mapping[str, Any]) -> None:
+        """Raise where the hook's spec states another type of result."""
+        if (fault := self._find_fault(value, given)) is not None:
+            _refuse(self.registered, self._name, fault)
 
 
-def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], Sequence[str | None]]:
-    """Return a function of a step's state that calls several, in order, and returns their results.
+def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = True) -> Callable[[Any], Sequence[Any]]:
+    """Return a function of one value, such as a step's state, that calls several, in order, and returns their results.
 
     Those of plugins are called as they are, inside one handler of exceptions, since steps run many of them.
 
     Args:
-        runs: Functions of step actions: `BlamedAction` where they are a plugin's. All of these have one `acting`.
+        runs: Functions of step actions, or hooks' arguments: `_Blamed` where they are a plugin's. All of these have one
+            `acting`.
+        is_heard: False where results mean nothing: they are neither validated nor returned.
     """
     if not runs:
         return _nothing
-    calls = [
-        (run.registered.name, run.plain, run) if isinstance(run, BlamedAction) else (None, run, None) for run in runs
+    calls: list[tuple[str | None, Callable[[Any], Any], _Blamed | None]] = [
+        (run.registered.name, run.plain, run) if isinstance(run, _Blamed) else (None, run, None) for run in runs
     ]
     acting = next((owned.acting for *_, owned in calls if owned is not None), None)
     unnoted: dict[str, Any] = {"plugin": None}
 
-    def call(state: Any) -> Sequence[str | None]:
+    def call(given: Any) -> Sequence[Any]:
         own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
         before, values, owned = own["plugin"], [], None
         try:
             for plugin, run, owned in calls:
                 own["plugin"] = plugin
-                value = run(state)
-                values.append(value)
-                if value is not None and owned is not None:
-                    owned.refuse(value)
+                value = run(given)
+                if is_heard:
+                    values.append(value)
+                    if value is not None and owned is not None:
+                        owned.refuse(value, given)
         except BaseException as error:
             if owned is None or (found := owned.error(error)) is None:
                 raise
@@ -140,8 +184,30 @@ def in_turn(runs: Sequence[Callable[[Any], str | None]]) -> Callable[[Any], Sequ
     return call
 
 
-def _nothing(state: Any) -> tuple[()]:
-    """Do nothing: no action runs at a point."""
+class HooksInTurn:
+    """All implementations of a hook, which is called in every step, inside one handler of exceptions.
+
+    Args:
+        hooks: In the order of calls.
+        acting: Records the plugin of the running one; None records nothing.
+        copied: An argument, a mapping, of which each implementation has its own copy.
+
+    Attributes:
+        owners: Their plugins.
+    """
+
+    def __init__(self, hooks: Iterable[CheckedHook], acting: Acting | None, *, copied: str | None = None) -> None:
+        noted = [CheckedHook(each.registered, each.hook, each.function, acting, copied) for each in hooks]
+        self.owners = tuple(each.registered for each in noted)
+        self._in_turn = in_turn(noted)
+
+    def __call__(self, **arguments: Any) -> Sequence[Any]:
+        """Call all implementations; return their results, in the order of `owners`."""
+        return self._in_turn(arguments)
+
+
+def _nothing(given: Any) -> tuple[()]:
+    """Do nothing: no action runs at a point, or no plugin implements a hook."""
     return ()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from composer3d.errors import PluginError, QueryError
-from composer3d.hooks.blame import Acting, BlamedAction, Returned, checked
+from composer3d.hooks.blame import Acting, BlamedAction, CheckedHook, Returned
 from composer3d.hookspecs import HookSpecs
 from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
 from composer3d.registry import GROUP, Registered
@@ -39,7 +39,7 @@ __all__ = ["Bound", "Hooks"]
 
 # Hooks that return transforms, in call order; transforms declare their own order.
 _TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
-Bound = tuple[Registered, Callable[..., Any]]  # an implementation as a function of the spec's keyword arguments
+Bound = tuple[Registered, CheckedHook]  # an implementation as a function of the spec's keyword arguments
 
 
 class Hooks:
@@ -258,7 +258,7 @@ class Hooks:
             by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
             specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
             self._implementers[hook] = tuple(
-                (registered, checked(registered, hook, _bind(by_plugin[registered.name], specified)))
+                (registered, CheckedHook(registered, hook, _bind(by_plugin[registered.name], specified)))
                 for registered in self.plugins
                 if registered.name in by_plugin
             )

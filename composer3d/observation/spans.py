@@ -51,6 +51,5 @@ class _Spans:
         self._tokens = [begin(name, attributes) for begin in self._begins]
 
     def __exit__(self, *error: object) -> None:
-        pop = self._tokens.pop
-        for end in self._ends:
-            end(pop())
+        for end, token in zip(self._ends, reversed(self._tokens), strict=True):
+            end(token)

@@ -29,7 +29,7 @@ from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
 from composer3d.step.units.unit_record import UnitRecord
 from composer3d.step.votes import Votes
-from composer3d.transform import StepAction, StepPoint
+from composer3d.transform import StepAction, StepPoint, by_point
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +59,8 @@ class StepEngine:
         self._context, self.guard, self.loss_totals, self.streams = context, guard, loss_totals, streams
         plain: Any = contextlib.nullcontext()  # may be entered any number of times at once
         self.explaining = flight.explaining if flight is not None else lambda activity="": plain
-        self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
-            point: tuple(action for action in actions if action.point is point) for point in StepPoint
-        }
-        self._in_turn = {point: in_turn([action.run for action in found]) for point, found in self.actions.items()}
+        self.actions = by_point(actions)
+        self._in_turn = {at: in_turn([a.run for a in found], is_heard=False) for at, found in self.actions.items()}
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
         self._moves_gradients = bool(context.claimants("moved_gradients"))
@@ -231,12 +229,14 @@ class StepEngine:
 
     def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step; open one to train in."""
-        if self.own_steps.is_open and not self.is_running and self._dropped.are_gone(self._own, self.state):
+        if self.is_running:
+            return
+        if self.own_steps.is_open and self._dropped.are_gone(self._own, self.state):
             self.own_steps.close()
-        if self.state is None and trains and self.optimizer is not None and not (self._evaluating or self.is_plain):
+        if self.state is None and trains and self.optimizer is not None and not self.is_plain:
             self.own_steps.open()
         self.own_steps.num_samples = num_samples((args, kwargs)) or 0
-        if self.state is not None and not self.is_running:
+        if self.state is not None:
             if self._own is None:  # else the step was announced with its target, or by its first backward
                 self._seen += self.identity((args, kwargs))
             self.streams.announce([Batch(args=args, kwargs=kwargs)])

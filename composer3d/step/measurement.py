@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d.context import RunContext
+    from composer3d.hooks import HooksInTurn
 
 __all__ = ["measure"]
 
 
 def measure(
     context: RunContext,
-    functions: Sequence[tuple[Any, Callable[..., Any]]],
+    hooks: HooksInTurn,
     step: int,
     device: torch.device,
     taken: Collection[str] = (),
@@ -29,7 +30,7 @@ def measure(
     Collectives: one all-gather of one number a metric; none without metrics.
 
     Args:
-        functions: Frozen implementations of `composer3d_measure`, each with its plugin.
+        hooks: Implementations of `composer3d_measure`.
         step: Number of the step.
         device: Of the gathered numbers.
         taken: Names of the run's own metrics.
@@ -37,11 +38,13 @@ def measure(
     Raises:
         QueryError: Two metrics have one name, or one has a name of the run's own.
     """
-    measured = [(plugin, function(context=context, step=step) or ()) for plugin, function in functions]
-    metrics = [metric for _, found in measured for metric in found]
+    if not hooks.owners:
+        return {}
+    measured: Sequence[Sequence[Metric]] = [found or () for found in hooks(context=context, step=step)]
+    metrics = [metric for found in measured for metric in found]
     names = {metric.name for metric in metrics}
     if len(names) < len(metrics) or "step" in names or not names.isdisjoint(taken):
-        raise _taken_twice(measured, taken)
+        raise _taken_twice(zip(hooks.owners, measured, strict=True), taken)
     if not metrics:
         return {}
     import torch

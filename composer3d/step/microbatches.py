@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Digest", "map_tensors", "num_samples", "split_batch", "tensors", "to_device", "units_of"]
+__all__ = ["Digest", "first_tensor", "map_tensors", "num_samples", "split_batch", "tensors", "to_device", "units_of"]
 
 _PIECE = 1 << 16  # weights generated per seed
 
@@ -40,14 +40,33 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
+    elif isinstance(value, list | tuple | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(item)
 
 
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor with dims in nested dicts, lists and tuples; None where there is none."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value if value.dim() else None
+    # Asked several times in every step: the frequent kinds first, and no generators.
+    if isinstance(value, tuple | list):
+        items: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    else:
+        return None
+    for item in items:
+        if (found := first_tensor(item)) is not None:
+            return found
+    return None
+
+
 def num_samples(value: Any) -> int | None:
     """Return the leading dim of the first tensor that has dims, which is the batch's; None where there is none."""
-    first = next((tensor for tensor in tensors(value) if tensor.dim()), None)
+    first = first_tensor(value)
     return None if first is None else first.shape[0]
 
 
@@ -62,7 +81,7 @@ def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
     """
     import torch
 
-    first = next((tensor for tensor in tensors(inputs) if tensor.dim()), None)
+    first = first_tensor(inputs)
     if first is None:
         return "samples", 0
     if first.dtype in (torch.int32, torch.int64):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.microbatches import tensors
+from composer3d.step.microbatches import first_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,8 @@ class _Watch:
             return
         self._is_inside = owner.training and torch.is_grad_enabled() and torch_compat.active_fake_mode() is None
         if self._is_inside:
-            shape = next((each.shape for each in tensors((args, kwargs)) if each.dim()), (0,))
+            first = first_tensor((args, kwargs))
+            shape = (0,) if first is None else first.shape
             self._sizes = shape[0], shape[1] if len(shape) > 1 else 1
             self._before = dict(_numbers(owner))
 

@@ -117,7 +117,8 @@ class Criterion:
                 raise LossError(_OTHER_PADDING.format(number=self._padding))
             equal = False
         if self._count_fn is None and target is not None and isinstance(value, torch.Tensor):
-            count_valid(target)  # a scalar says no count, so the target has to
+            if not isinstance(target, torch.Tensor):  # whose elements are counted
+                count_valid(target)  # a scalar says no count, so the target has to
         count = self._counts.get(id(target))
         count = self.count(target) if count is None else count
         known = None  # any number, where the loss is stated to be a mean
