@@ -16,7 +16,9 @@ from composer3d.manifest import HIDDEN, hide
 
 __all__ = ["AUTO", "Options", "Rule", "Setting", "Translation", "translate"]
 
-_SECRET_NAMES = ("token", "secret", "password", "api_key")
+_SECRET_NAMES = re.compile(r"(?:token|secret|password|api_key)$")
+# Pieces of text that a tokenizer has.
+_TOKENS_OF_TEXT = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|eot|eod|image|start|end|stop)_token$")
 AUTO = "auto"  # of a value that a trainer fills in
 
 
@@ -337,7 +339,10 @@ def _elsewhere(table: KeyTable, leaf: Leaf) -> str | None:
 
 def _shown(leaf: Leaf) -> Any:
     """Return a value without secrets in it."""
-    if isinstance(leaf.value, str) and leaf.path[-1].lower().endswith(_SECRET_NAMES):
+    name = leaf.path[-1].lower()
+    if _TOKENS_OF_TEXT.search(name):
+        return leaf.value
+    if isinstance(leaf.value, str) and _SECRET_NAMES.search(name):
         return HIDDEN if leaf.value else ""
     hidden: Any = {leaf.path[-1]: leaf.value}
     for part in reversed(leaf.path[:-1]):

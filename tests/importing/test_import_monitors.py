@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
 
@@ -45,6 +47,28 @@ def test_a_trainer_that_reports_to_mlflow_does_so_here(tmp_path):
     )
     assert manifest_of(translation)["profiling"] == {"mlflow": {}}
     assert verdicts_of(translation)["report_to"] == "carried"
+
+
+@pytest.mark.parametrize(
+    ("names", "verdict", "to"),
+    [
+        (["wandb", "tensorboard"], "carried", "profiling.wandb"),
+        (["comet_ml"], "missing", None),
+        ("all", "changed", None),
+        ("none", "equal", None),
+    ],
+)
+def test_monitors_of_a_trainer_have_a_verdict(tmp_path, names, verdict, to):
+    text = json.dumps({"report_to": names, "learning_rate": 1e-5})
+    found = translated(tmp_path, "args.json", text, system="trainer").verdicts["report_to"]
+    assert (found.verdict, found.to) == (verdict, to)
+
+
+def test_tokens_of_text_are_no_secrets(tmp_path):
+    text = "special_tokens: {pad_token: <pad>}\nhub_token: abcd1234\n"
+    translation = translated(tmp_path, "run.yaml", text, system="axolotl")
+    assert translation.verdicts["special_tokens.pad_token"].value == "<pad>"
+    assert "abcd1234" not in json.dumps([entry.to_json() for entry in translation.verdicts.values()])
 
 
 def test_a_csv_monitor_is_one_file_in_its_folder(tmp_path):

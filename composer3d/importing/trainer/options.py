@@ -215,8 +215,13 @@ def saving(translation: Translation) -> None:
         t.put("@tensorboard", None, "report_to")
     if "mlflow" in watchers:
         t.put("@mlflow", None, "report_to", reason="where and under which name: MLFLOW_* in the environment, as there")
-    known = {"wandb", "tensorboard", "mlflow", "none", "None", "all"}
-    t.judge("report_to", "carried" if set(watchers) <= known else "missing", "other monitors")
+    others = set(watchers) - {"wandb", "tensorboard", "mlflow", "none", "None"}
+    if others:
+        is_all = others == {"all"}
+        note = "all that are installed there, none here: name those that are wanted" if is_all else "other monitors"
+        t.judge("report_to", "changed" if is_all else "missing", note)
+    carried = next((f"@{name}" for name in watchers if name in ("wandb", "tensorboard", "mlflow")), None)
+    t.judge("report_to", "carried" if carried else "equal", to=carried)
     for name in (
         "save_steps",
         "save_total_limit",
