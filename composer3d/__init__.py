@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         expert_counts,
         expert_form,
         has_stacked_experts,
+        shared_by_experts,
     )
     from composer3d.composition.experts.expert_products import (
         multiply_experts,
@@ -109,7 +110,7 @@ if TYPE_CHECKING:
     from composer3d.step.rank_numbers import RankNumbers
     from composer3d.step.step_state import StepState
     from composer3d.step.units.gathered_units import make_unit
-    from composer3d.step.units.own_meshes import own_meshes
+    from composer3d.step.units.own_meshes import own_meshes, whole_in_own_meshes
     from composer3d.step.units.unit_dtypes import divide_by_dtype
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
     from composer3d.verification.verify import VerifyResult, verify
@@ -161,7 +162,7 @@ _MODULES = {
     "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole", "averaging_action"),
-    "step.units.own_meshes": ("own_meshes",),
+    "step.units.own_meshes": ("own_meshes", "whole_in_own_meshes"),
     "step.units.unit_dtypes": ("divide_by_dtype",),
     "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
@@ -173,6 +174,7 @@ _MODULES = {
         "expert_counts",
         "expert_form",
         "has_stacked_experts",
+        "shared_by_experts",
     ),
     "composition.experts.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
     "composition.experts.routed_lists": ("caller_of", "chosen_by_values"),
@@ -325,6 +327,7 @@ __all__ = [
     "seed_of",
     "select_fqns",
     "send_json",
+    "shared_by_experts",
     "stacked_layers",
     "standing_in",
     "suggest",
@@ -332,6 +335,7 @@ __all__ = [
     "torch_compat",
     "units_of",
     "verify",
+    "whole_in_own_meshes",
 ]
 
 

@@ -67,6 +67,19 @@ class Inner(torch.nn.Module):
         return Summed.apply(x)
 
 
+def summed(x):
+    """Call one through a function."""
+    return _named(x)
+
+
+_named = Summed.apply
+
+
+class InnerByHelper(torch.nn.Module):
+    def forward(self, x):
+        return summed(x)
+
+
 class Rowwise(torch.nn.Module):
     def forward(self, x):
         return Scaled.apply(x)
@@ -81,6 +94,10 @@ class HasInner(Turned):
 
     def mixed(self, block, x, tokens):
         return Language.mixed(self, block, self.inner(x), tokens)
+
+
+class HasHelper(HasInner):
+    inner_class = InnerByHelper
 
 
 class HasRowwise(HasInner):
@@ -109,11 +126,15 @@ def test_unknown_functions_are_refused_by_name():
     assert "backwards" in str(caught.value)
 
 
-def test_backwards_of_a_models_own_are_refused_unless_they_are_rowwise():
+@pytest.mark.parametrize("model", [HasInner, HasHelper])
+def test_backwards_of_a_models_own_are_refused(model):
     with pytest.raises(composer3d.ComposerError) as caught:
-        run_ranks(sequence_steps, 2, [(HasInner, context(), padded_batch)])
+        run_ranks(sequence_steps, 2, [(model, context(), padded_batch)])
     said = '"inner" applies Summed, a torch.autograd.Function: which positions its backward reads cannot be seen; if'
     assert said in str(caught.value)
+
+
+def test_backwards_of_a_models_own_may_be_rowwise():
     rowwise = [(HasRowwise, context(more='rowwise = ["inner"]\n'), padded_batch)]
     for ((loss, error, *_),) in run_ranks(sequence_steps, 2, rowwise):
         assert max(loss, error) <= 1e-12

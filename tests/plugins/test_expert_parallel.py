@@ -90,6 +90,7 @@ def test_layouts(mesh, more, degree):
         ("dense", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
         ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
         ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 4),
+        ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 2),
         ("shipped", "dp_replicate = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
         (
             "shipped of four heads",
@@ -98,7 +99,7 @@ def test_layouts(mesh, more, degree):
             4,
         ),
     ],
-    ids=["products of all", "dp and tp", "sequence_parallel", "tp alone", "four of tp"],
+    ids=["products of all", "dp and tp", "sequence_parallel", "apart from sequence_parallel", "tp alone", "four of tp"],
 )
 def test_ranks_of_tp_hold_experts_too(name, mesh, more, degree):
     for first, *_ in assert_equal_to_one_device(4, [(name, ep(degree, mesh, more))]):

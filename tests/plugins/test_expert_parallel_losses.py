@@ -19,6 +19,11 @@ LAYOUTS = {
         4,
         f"[mesh]\ncp = 2\ntp = 2\nep = 4\n{EP}[sharding.context_parallel]\n[sharding.tensor_parallel]\n",
     ),
+    "sharded twice": (
+        4,
+        f"[mesh]\ncp = 2\ntp = 2\nep = 2\n{EP}[sharding.context_parallel]\n[sharding.tensor_parallel]\n"
+        "sequence_parallel = true\n",
+    ),
 }
 
 

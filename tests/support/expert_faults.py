@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from composer3d_plugins.sharding.expert_parallel import stacked_experts, token_exchange
 
 from composer3d import Phase, Transform, hookimpl, plugin
@@ -15,10 +16,12 @@ class Misrouted:
 
     Args:
         fault: router: weights pass no gradient. twice: gradients of experts are divided once more. position: results
-            come back to the neighbours of their tokens. weights: those of a token's experts change places.
+            come back to the neighbours of their tokens. weights: those of a token's experts change places. side:
+            weights are applied to tokens, and not to results. dropped: a token's results do not come back. recomputed:
+            where a block is recomputed, tokens choose the experts of their neighbours.
     """
 
-    fault: Literal["router", "twice", "position", "weights"]
+    fault: Literal["router", "twice", "position", "weights", "side", "dropped", "recomputed"]
 
     @hookimpl
     def composer3d_reschedule(self, context):
@@ -42,7 +45,15 @@ class Misrouted:
                 weights = weights.detach()
             if self.fault == "weights":
                 weights = weights.flip(1)
+            if self.fault == "recomputed" and torch._C._current_graph_task_id() != -1:
+                index = index.roll(1, 0)
+            if self.fault == "side":
+                choices = range(index.shape[1])
+                ones = torch.ones_like(weights[:, :1])
+                return sum(forward(hidden * weights[:, k : k + 1], index[:, k : k + 1], ones) for k in choices)
             out = forward(hidden, index, weights)
+            if self.fault == "dropped":
+                out = torch.cat([torch.zeros_like(out[:1]), out[1:]])
             return out.roll(1, 0) if self.fault == "position" else out
 
         faulty.composer3d_eager = True

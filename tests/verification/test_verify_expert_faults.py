@@ -17,6 +17,7 @@ from composer3d.processes.forking import limit_ranks
 from composer3d.testing import assert_parity
 
 EP = "[mesh]\ndp_shard = 2\nep = 2\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
+RECOMPUTED = "[scheduling.activation_checkpoint]\n"
 fault = planted("expert_faults")
 
 
@@ -27,15 +28,18 @@ fault = planted("expert_faults")
         ("twice", r"the gradients of .*experts\.w._N.* are 0\.5 times the right ones"),
         ("position", r"layers\.0\.feed_forward"),
         ("weights", r"layers\.0\.feed_forward"),
+        ("side", r"layers\.0\.feed_forward"),
+        ("dropped", r"layers\.0\.feed_forward"),
+        ("recomputed", r"layers\.1"),
     ],
-    ids=["router", "twice", "position", "weights"],
+    ids=["router", "twice", "position", "weights", "side", "dropped", "recomputed"],
 )
 def test_an_exchange_that_is_wrong_is_found_and_named(name, said):
     tokens, targets = tokens_and_targets()
     with pytest.raises(AssertionError) as caught:
         assert_parity(
             shipped,
-            write_manifest(EP + fault("profiling", "misrouted", name)),
+            write_manifest(EP + (RECOMPUTED if name == "recomputed" else "") + fault("profiling", "misrouted", name)),
             Batch(args=(tokens,), target=targets),
             loss_fn=token_sum,
             steps=1,

@@ -17,6 +17,7 @@ __all__ = [
     "expert_form",
     "has_stacked_experts",
     "is_matrix",
+    "shared_by_experts",
     "stacked_parameters",
 ]
 
@@ -24,6 +25,8 @@ __all__ = [
 # `grouped` (rows_RD), as many for each expert, or with a dim of experts.
 ExpertForm = Literal["chosen", "counted", "grouped"]
 _FORMS: dict[int, ExpertForm] = {1: "grouped", 2: "counted", 3: "chosen"}
+# Of names of an argument that is the experts of each token.
+_CHOICES = ("ind", "idx", "expert", "top_k", "topk", "select", "cho")
 
 
 def expert_form(module: nn.Module) -> ExpertForm | None:
@@ -34,7 +37,7 @@ def expert_form(module: nn.Module) -> ExpertForm | None:
     weights alone, each of which is a matrix for each expert, or a bias.
     """
     number = _number(module)
-    form = _FORMS.get(_num_arguments(module)) if number else None
+    form = _FORMS.get(len(_arguments(module))) if number else None
     if form == "chosen" or form is None:
         return form
     return form if all(each.ndim >= 3 or "bias" in name for name, each in module.named_parameters()) else None
@@ -61,13 +64,20 @@ def expert_counts(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in named.items() if type(value) is int and value == stacked[0] and value > 1}
 
 
+def shared_by_experts(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters in a module with stacked weights that are not stacked, such as a norm's."""
+    number = next(iter(expert_counts(module).values()), 0)
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, each in named if each.ndim < 2 or each.shape[0] != number)
+
+
 def stacked_parameters(model: nn.Module) -> frozenset[str]:
     """Return the FQNs of parameters that stack those of experts: of three dims a matrix for each, of two a bias."""
     return frozenset(
         f"{fqn}.{name}"
         for fqn, module in model.named_modules()
         if _number(module)
-        for name, _ in module.named_parameters(remove_duplicate=False)
+        for name in dict(module.named_parameters(remove_duplicate=False)).keys() - shared_by_experts(module)
     )
 
 
@@ -83,19 +93,23 @@ def is_matrix(fqn: str, parameter: Tensor, stacked: frozenset[str]) -> bool:
 
 
 def _number(module: nn.Module) -> int:
-    """Return how many experts a module stacks, 0 where one of its parameters is not stacked."""
+    """Return how many experts a module stacks, 0 where one of its parameters is not stacked.
+
+    Modules inside of one that is called with tokens and their choices may have others, which its experts share.
+    """
     from torch import nn
 
     number = next(iter(expert_counts(module).values()), 0)
-    if any(isinstance(inner, nn.Linear) for inner in module.modules()):
+    if not number or any(isinstance(inner, nn.Linear) for inner in module.modules()):
         return 0  # a block around its experts: a router has a row for each of them, too
-    stacks = all(parameter.ndim >= 2 and parameter.shape[0] == number for parameter in module.parameters())
-    return number if stacks else 0
+    shared = shared_by_experts(module)
+    is_chosen = len(names := _arguments(module)) == 3 and any(word in names[1] for word in _CHOICES)
+    return number if not shared or (is_chosen and module._parameters and not shared & module._parameters.keys()) else 0
 
 
-def _num_arguments(module: nn.Module) -> int:
+def _arguments(module: nn.Module) -> list[str]:
     try:
         arguments = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
-        return 0
-    return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments)
+        return []
+    return [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]

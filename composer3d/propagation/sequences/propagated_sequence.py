@@ -76,6 +76,7 @@ class PropagatedSequence:
         lengths: Global lengths that do not divide, as the dry run met them.
         has_flex: Whether the code calls FlexAttention, whose calls are to be taken over then.
         rowwise: FQNs of modules that do the same with every position, whatever their code: it sees local shards.
+        position_free: Those of them that are known to; what they return without positions depends on none.
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
         form: Returns what the rules of a forward depend on beside its tensors.
@@ -95,6 +96,7 @@ class PropagatedSequence:
         lengths: Collection[int] = (),
         has_flex: bool = True,
         rowwise: Collection[str] = (),
+        position_free: Collection[str] = (),
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
         form: Callable[[], Hashable] = lambda: None,
@@ -109,7 +111,7 @@ class PropagatedSequence:
         self._graphs: Graphs | None = None
         self._form, self._keeps_marks = form, False
         self._at_work: SequencePropagation | None = None
-        self._rowwise = frozenset(rowwise)
+        self._rowwise, self._position_free = frozenset(rowwise), frozenset(position_free)
         # Of blocks at which a sequence begins, lengths of the shards that their hooks made.
         self._begun_sizes: dict[str, set[int]] = {}
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
@@ -340,7 +342,9 @@ class PropagatedSequence:
     def _keep(self, leaf: Tensor, spec: Any, fqn: str) -> None:
         dim = spec.placed.dim
         if leaf.ndim <= dim:
-            raise PropagationError(f'"{fqn}" is to do the same with every position, and returns {list(leaf.shape)}')
+            if fqn not in self._position_free:
+                raise PropagationError(f'"{fqn}" is to do the same with every position, and returns {list(leaf.shape)}')
+            return
         shape = [1] * leaf.ndim
         shape[dim] = spec.shadow.shape[dim]
         shadow = torch.empty(shape, dtype=leaf.dtype, device="meta")

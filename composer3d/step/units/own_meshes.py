@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["own_meshes"]
+__all__ = ["own_meshes", "whole_in_own_meshes"]
 
 
 def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
     """Return the modules that data-parallel plugins handle as units on a mesh of their own: experts.
 
-    They are the outermost ones with a forward of which all parameters have one mesh by `composer3d_parameter_mesh`.
-    Each comes with the name of one of its parameters, for `context.data_mesh` and `context.parameter_mesh`.
+    They are the outermost ones with a forward of which all parameters have one mesh by `composer3d_parameter_mesh`;
+    where all of a module's own have, those of modules inside may have none, and are of no unit. Each comes with the
+    name of one of its parameters, for `context.data_mesh` and `context.parameter_mesh`.
 
     Args:
         model: A part of the whole one, by whose FQNs the hook is asked.
@@ -35,7 +36,11 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for module_fqn, module in model.named_modules():
-        inside = [fqn for fqn in meshes if f"{fqn}.".startswith(f"{module_fqn}." if module_fqn else "")]
+        prefix = f"{module_fqn}." if module_fqn else ""
+        inside = [fqn for fqn in meshes if f"{fqn}.".startswith(prefix)]
+        own = [meshes[prefix + name] for name, held in module._parameters.items() if held is not None]
+        if own and None not in own:
+            inside = [fqn for fqn in inside if meshes[fqn] is not None]
         alike = {meshes[fqn] for fqn in inside}
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if len(alike) == 1 and None not in alike and not is_list and not _is_inside(module_fqn, found):
@@ -47,6 +52,20 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
             "a unit is gathered and reduced over one mesh; make them modules of their own, each with its forward"
         )
     return found
+
+
+def whole_in_own_meshes(model: nn.Module, context: RunContext) -> set[str]:
+    """Return the names of parameters in modules of `own_meshes` that are of no unit: experts share a norm, say.
+
+    Data-parallel plugins leave them whole, and average their gradients over all ranks that divide a batch.
+
+    Args:
+        model: As above.
+        context: As above.
+    """
+    own = own_meshes(model, context)
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)] if own else []
+    return {fqn for fqn in names if _is_inside(fqn, own) and _mesh(context, fqn) is None}
 
 
 def _mesh(context: RunContext, fqn: str) -> DeviceMesh | None:

@@ -32,6 +32,7 @@ from composer3d import (
     own_meshes,
     plugin,
     torch_compat,
+    whole_in_own_meshes,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class DDP:
         from torch.distributed.fsdp import OffloadPolicy
 
         divided = divide_by_dtype(model, fqns, context, ignored=self._whole_parameters(model, context))
-        context.state.setdefault(self, set()).update(divided.whole)
+        context.state.setdefault(self, set()).update(divided.whole, whole_in_own_meshes(model, context))
         whole = self._whole_parameters(model, context)
         own = own_meshes(model, context)
         for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):

@@ -28,6 +28,7 @@ from composer3d import (
     plugin,
     select_fqns,
     torch_compat,
+    whole_in_own_meshes,
 )
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class FSDP2:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
         divided = divide_by_dtype(model, fqns, context, ignored=self._ignored_parameters(model, context))
-        context.state.setdefault(self, set()).update(divided.whole)
+        context.state.setdefault(self, set()).update(divided.whole, whole_in_own_meshes(model, context))
         ignored = self._ignored_parameters(model, context)
         own = own_meshes(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.

@@ -44,10 +44,12 @@ COLLECTIVES = (
     "_c10d_functional.all_reduce",
     "_c10d_functional.all_to_all_single",
 )
+# The experts of a token: where sums have no fixed order, scores that are alike would choose others.
+CHOICES = ("aten.topk",)
 POLICIES = {
-    "expensive": (*PRODUCTS, *ATTENTION, *COLLECTIVES),
-    "attention": (*ATTENTION, *COLLECTIVES),
-    "every_second_product": (*PRODUCTS, *ATTENTION, *COLLECTIVES),
+    "expensive": (*PRODUCTS, *ATTENTION, *COLLECTIVES, *CHOICES),
+    "attention": (*ATTENTION, *COLLECTIVES, *CHOICES),
+    "every_second_product": (*PRODUCTS, *ATTENTION, *COLLECTIVES, *CHOICES),
 }
 
 
@@ -91,10 +93,11 @@ class ActivationCheckpoint:
         mode: Selects what is recomputed, as above.
         units: Patterns of the modules that are recomputed as one; default: the model's blocks.
         every: Recompute every k-th of them, starting with the first.
-        policy: What "selective" keeps. "expensive", the default: matrix products, attention and collectives.
-            "attention": attention and collectives. "every_second_product": as "expensive", but of a block's matrix
-            products only the first, the third, and so on. `module:function`: whatever the function says, called with
-            the operator and its arguments, in the forward and in the recomputation, where it must say the same.
+        policy: What "selective" keeps. "expensive", the default: matrix products, attention, collectives, and choices
+            of a router (`topk`). "attention": the same without products. "every_second_product": as "expensive", but
+            of a block's matrix products only the first, the third, and so on. `module:function`: whatever the function
+            says, called with the operator and its arguments, in the forward and in the recomputation, where it must say
+            the same.
         save: Instead of a policy the operators themselves, as `namespace.name` or `namespace.name.overload`.
         budget_gib: What the blocks of one forward on this rank may keep for the backward, GiB.
         budget_fraction: The same, as a part of what they keep if nothing is recomputed.

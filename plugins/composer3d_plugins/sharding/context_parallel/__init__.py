@@ -23,6 +23,7 @@ from composer3d import (
     Transform,
     average_whole,
     averaging_action,
+    has_stacked_experts,
     hookimpl,
     plugin,
     select_fqns,
@@ -198,7 +199,7 @@ class ContextParallel:
         degree = context.degrees["cp"]
         if degree > 1:
             stated = {fqn for pattern in self.rowwise for fqn in select_fqns(pattern, context.fqns)}
-            known = {fqn for fqn, module in model.named_modules() if all(hasattr(module, name) for name in EXPERTS)}
+            known = {fqn for fqn, module in model.named_modules() if _takes_any_tokens(module)}
             context.state[self] = dry_run(
                 model,
                 context,
@@ -247,18 +248,21 @@ class ContextParallel:
             decided=context.stash(Decisions).notes.append,
             assigned=lambda length: found.sequences.positions.get(length),
         )
-        # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks;
-        # but attention mixes positions with parameters that are sharded too: nn.MultiheadAttention.
+        # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks, as
+        # experts do; but what mixes positions may have parameters that are sharded too: nn.MultiheadAttention.
+        mixing = {fqn for fqns_of in found.rows.values() for fqn in fqns_of}
         sharded = {
             fqn
             for fqn, module in model.named_modules()
             if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False))
-        }.difference(found.rows.get("attention", ()))
+            and (fqn not in mixing or _holds_experts(module, fqn, context))
+        }
         sequence = PropagatedSequence(
             degree=mesh.size(),
             rules=rules,
             blocks=found.blocks,
             rowwise={*found.rowwise, *sharded, *found.converted(model)},
+            position_free=sharded.difference(found.rowwise),
             inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
             begins=begins_of(found, self.sequence_dim),
             lengths=found.lengths,
@@ -289,6 +293,16 @@ class ContextParallel:
 
         cluster, ranks = self._cluster(), mesh.mesh.flatten().tolist()
         return lambda dtype: None if cluster is None else link_of(cluster, ranks=ranks, dtype=dtype)
+
+
+def _takes_any_tokens(module: nn.Module) -> bool:
+    """Return whether a module is experts that are called with tokens, in any order, and the choices of each."""
+    return has_stacked_experts(module) or all(hasattr(module, name) for name in EXPERTS)
+
+
+def _holds_experts(module: nn.Module, fqn: str, context: RunContext) -> bool:
+    """Return whether a module's own parameters have a mesh of their own: it is called with tokens in any order."""
+    return any(context.parameter_mesh(f"{fqn}.{name}") for name in module._parameters)
 
 
 def _average(state: StepState) -> None:

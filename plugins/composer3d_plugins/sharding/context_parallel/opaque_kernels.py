@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -59,26 +59,51 @@ def own_backwards(model: nn.Module) -> dict[str, str]:
     """Return the modules whose own code applies a `torch.autograd.Function`, each with its name.
 
     What such a function does backward is no operator that a propagation sees: on shards it is computed as if they were
-    whole sequences. Those of torch itself, and of the core, are left out.
+    whole sequences. Functions that a method calls are read too; those of torch itself, and of the core, are left out.
 
     Args:
         model: Whole, on any device.
     """
-    found: dict[str, str] = {}
-    for fqn, module in model.named_modules():
-        for base in type(module).__mro__:
-            methods = () if base.__module__.startswith("torch.") else vars(base).values()
-            for method in methods:
-                if isinstance(method, FunctionType) and "apply" in method.__code__.co_names:
-                    values = map(method.__globals__.get, method.__code__.co_names)
-                    for value in values:
-                        if isinstance(value, type) and issubclass(value, Function) and not _is_library(value):
-                            found[fqn] = value.__name__
-    return found
+    by_class: dict[Any, str | None] = {}
+    for module in model.modules():
+        cls = type(module)
+        if cls not in by_class:
+            seen: set[CodeType] = set()
+            methods = (
+                method
+                for base in cls.__mro__
+                if not base.__module__.startswith("torch.")
+                for method in vars(base).values()
+                if isinstance(method, FunctionType)
+            )
+            applied = (found for method in methods for found in _applied(method.__code__, method.__globals__, seen))
+            by_class[cls] = next((found.__name__ for found in applied), None)
+    named = {fqn: by_class[type(module)] for fqn, module in model.named_modules()}
+    return {fqn: name for fqn, name in named.items() if name is not None}
 
 
-def _is_library(value: type) -> bool:
-    return value.__module__.startswith(_OWN)
+def _applied(code: CodeType, known: Mapping[str, Any], seen: set[CodeType]) -> Iterator[type]:
+    """Yield the autograd functions that code, or a function that it calls, applies."""
+    if code in seen:
+        return
+    seen.add(code)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _applied(inner, known, seen)
+    values = [known[name] for name in code.co_names if name in known]
+    modules = [value for value in values if isinstance(value, ModuleType) and not _is_library(value.__name__)]
+    values += [vars(module)[name] for module in modules for name in code.co_names if name in vars(module)]
+    for value in values:
+        owner = getattr(value, "__self__", None) if getattr(value, "__name__", "") == "apply" else value
+        is_applied = owner is not value or "apply" in code.co_names
+        if isinstance(owner, type) and issubclass(owner, Function) and is_applied and not _is_library(owner.__module__):
+            yield owner
+        elif isinstance(value, FunctionType) and not _is_library(value.__module__):
+            yield from _applied(value.__code__, value.__globals__, seen)
+
+
+def _is_library(module: str) -> bool:
+    return f"{module}.".startswith(_OWN)
 
 
 def _by_config(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:

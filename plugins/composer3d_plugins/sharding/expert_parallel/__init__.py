@@ -63,7 +63,7 @@ class _Found:
 
     def holds(self, parameter: str) -> bool:
         """Return whether a parameter is one of experts."""
-        return any(parameter.startswith(f"{each.fqn}.") for each in self.experts)
+        return any(each.holds(parameter) for each in self.experts)
 
     def note(self, fqn: str, rows: Sequence[int], chosen: Sequence[int]) -> None:
         """Add the rows of a forward."""
@@ -154,7 +154,7 @@ class ExpertParallel:
         found = context.state.get(self)
         if found is None or context.degrees[AXIS] == 1 or not found.holds(fqn):
             return None
-        is_list = next(each.is_list for each in found.experts if fqn.startswith(f"{each.fqn}."))
+        is_list = next(each.is_list for each in found.experts if each.holds(fqn))
         return ParameterMesh(mesh=context.expert_mesh(AXIS), shard_dim=0 if is_list else 1)
 
     @hookimpl

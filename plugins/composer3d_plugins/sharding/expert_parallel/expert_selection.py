@@ -16,6 +16,7 @@ from composer3d import (
     expert_counts,
     expert_form,
     select_fqns,
+    shared_by_experts,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Experts:
         is_list: Whether they are modules of a list.
         block: FQN of the module whose forward is changed: of a list, the one around it that has a forward.
         is_sorted: Whether it is called with rows in order of experts.
+        shared: Names of its parameters that all experts have, and every rank.
     """
 
     fqn: str
@@ -47,6 +49,11 @@ class Experts:
     is_list: bool
     block: str
     is_sorted: bool = False
+    shared: frozenset[str] = frozenset()
+
+    def holds(self, parameter: str) -> bool:
+        """Return whether a parameter, by its FQN, is of one expert."""
+        return parameter.startswith(f"{self.fqn}.") and parameter.removeprefix(f"{self.fqn}.") not in self.shared
 
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
@@ -105,6 +112,7 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -
             is_list=False,
             block=fqn,
             is_sorted=form != "chosen",
+            shared=shared_by_experts(module),
         )
     if fqn and _is_list(module, named=named) and (named or chosen_by_values(model, fqn)):
         return Experts(fqn=fqn, number=len(list(module.children())), is_list=True, block=caller_of(model, fqn))
@@ -163,10 +171,12 @@ def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) ->
     """Refuse lists where ranks of tp hold other experts: their modules are sharded over tp, as any others."""
     outer = context.layout.beside_experts
     for each in found:
-        if each.is_list or each.is_sorted:
+        if each.is_list or each.is_sorted or each.shared:
             kind = (
                 "is a list of modules, which tp shards" if each.is_list else "is called with rows in order of experts"
             )
+            if each.shared:
+                kind = f"has {min(each.shared)}, which its experts share"
             raise PluginError(
                 f"ep = {degree} does not divide dp_shard x cp = {outer}, so that it takes ranks of tp, and "
                 f'"{each.fqn}" {kind}; stacked weights that tokens choose can be whole there, and no others',

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import PluginError, expert_counts, expert_form, propagation
+from composer3d import PluginError, expert_counts, expert_form, propagation, shared_by_experts
 from composer3d_plugins.sharding.expert_parallel.sorted_rows import exchange_sorted, states_ends
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
     exchange_parts,
     gather_tokens,
+    scaled,
     send_tokens,
 )
 
@@ -39,7 +40,8 @@ def shard_stacked(
     """Shard stacked experts over the ranks of a mesh, along their first dim, and exchange tokens around their forward.
 
     The module's own code runs on this rank's experts: where tokens choose them, each row with one expert and a weight
-    of one; where rows come in order of experts, those of all ranks in that order.
+    of one; where rows come in order of experts, those of all ranks in that order. What all experts share stays whole;
+    its gradients are averaged over all ranks, as those of other layers, and so are not divided by the degree.
 
     Args:
         module: With a form of `expert_form`.
@@ -55,9 +57,10 @@ def shard_stacked(
     """
     form, counts = expert_form(module), expert_counts(module)
     total, degree, inner = next(iter(counts.values())), mesh.size(), module.forward
-    _shard_weights(module, mesh)
     signature, divisor = inspect.signature(inner), degree // (1 if tensor is None else tensor.size())
-    local = functools.partial(_local, module, dict.fromkeys(counts, total // degree))
+    shared = shared_by_experts(module)
+    _shard_weights(module, mesh, shared)
+    local = functools.partial(_local, module, dict.fromkeys(counts, total // degree), shared=shared, divisor=divisor)
     options: dict[str, Any] = {
         "num_experts": total,
         "group": mesh.get_group(),
@@ -82,13 +85,13 @@ def shard_stacked(
     module.forward = propagation.eagerly(forward)
 
 
-def _shard_weights(module: Any, mesh: DeviceMesh) -> None:
+def _shard_weights(module: Any, mesh: DeviceMesh, shared: Collection[str]) -> None:
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for owner in module.modules():
+    for fqn, owner in module.named_modules():
         for name, parameter in list(owner._parameters.items()):
-            if parameter is not None:
+            if parameter is not None and f"{fqn}.{name}".lstrip(".") not in shared:
                 shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
                 owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
 
@@ -116,11 +119,21 @@ def _exchange_chosen(
     send = gather_tokens if is_gathered else send_tokens
     exchange: Callable[..., Tensor] = functools.partial(send, functools.partial(_run_local, inner), **options)
     if tensor is None:
-        return exchange(*given)
+        return exchange(*map(_whole, given))
     specs = [propagation.spec_of(x) for x in given]
     if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
         return propagation.copy_mark(hidden_TD, exchange(*map(propagation.strip, given)))
     return exchange_parts(exchange, *given, group=tensor.get_group())
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return all rows of tokens that an inner axis shards, whose ranks all exchange the same ones.
+
+    Propagation gathers what is indexed along its sharded dim; autograd functions of the exchange are unknown to it.
+    """
+    import torch
+
+    return x if propagation.spec_of(x) is None else x[torch.arange(x.shape[0], device=x.device)]
 
 
 def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor) -> Tensor:
@@ -137,18 +150,22 @@ def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor)
 
 
 @contextmanager
-def _local(module: Any, counts: Mapping[str, int]) -> Iterator[None]:
+def _local(module: Any, counts: Mapping[str, int], *, shared: Collection[str], divisor: int) -> Iterator[None]:
     """Let a module's code read this rank's experts: plain tensors, and as many as there are."""
     from torch.distributed.tensor import DTensor
 
     shadowed: list[tuple[Any, str]] = []
     before = {name: vars(module)[name] for name in counts}
     try:
-        for owner in module.modules():
+        for fqn, owner in module.named_modules():
             for name, parameter in owner._parameters.items():
-                if isinstance(parameter, DTensor):
+                if f"{fqn}.{name}".lstrip(".") in shared:
+                    owner.__dict__[name] = scaled(parameter, float(divisor))
+                elif isinstance(parameter, DTensor):
                     owner.__dict__[name] = parameter.to_local()
-                    shadowed.append((owner, name))
+                else:
+                    continue
+                shadowed.append((owner, name))
         vars(module).update(counts)
         yield
     finally:
