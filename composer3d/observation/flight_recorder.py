@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -105,7 +106,10 @@ class Flight:
         return self._questions
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread; ranks that wait for this one find that it has closed."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it
+            if not self._stop.is_set():
+                self._answer(replace(self._now(), has_closed=True))
         self._stop.set()
         self._unwatch()
         atexit.unregister(self.close)

@@ -82,6 +82,7 @@ class Account:
         own: Whether the last collective is composer3d's own and no plugin's; None where it has completed.
         collectives: The last ones, oldest first.
         exchanges: Whether it waits for a message of a neighbouring pipeline stage.
+        has_closed: Whether its loop has ended, and closed the run.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class Account:
     own: bool | None
     collectives: tuple[RecordedCollective, ...]
     exchanges: bool = False
+    has_closed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the account as JSON values."""
@@ -319,4 +321,6 @@ def told_act(account: Account, layout: Names, owners: Mapping[str, str]) -> str:
     if account.collectives:
         last = account.collectives[-1]
         parts.append(f"last collective {last} over {last.axis} ({_plugin(last, layout, owners, account.own)})")
+    if account.has_closed:
+        parts.append("and closed its run: its loop had fewer steps than others, or skipped one")
     return ", ".join(parts)

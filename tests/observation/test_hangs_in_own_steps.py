@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.models import composed, mine, unpadded
+from support.models import composed, mean_loss, mine, unpadded
 
 from composer3d import RankError, StepError, torch_compat
 from composer3d.testing import run_ranks
@@ -100,3 +100,37 @@ def test_a_rank_that_ended_is_named(call, tmp_path):
     missed = rf": rank 1 \(dp_shard 1\) did not come through {OPS[call]}, in which rank 0 waited\n"
     assert re.search(missed, text), text
     assert "\nrank 1 (dp_shard 1): gave no answer: it ended, or hangs\n" in text
+
+
+def stray(fault):
+    """Run steps of which one rank takes one less, or clips by itself; return what it and the others are told."""
+    run = composed("[sharding.fsdp2]\n", timeout_s=30 if fault == "skips" else 3 * TIMEOUT_S)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(8))
+    told = ""
+    try:
+        for number in range(4):
+            if fault == "skips" and number == 2 and run.context.rank == 1:
+                continue
+            run.backward(mean_loss(run.model(tokens), targets))
+            if fault == "clips" and number == 1 and run.context.rank == 1:
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    except StepError as error:
+        told = str(error)
+    run.close()
+    return told
+
+
+def test_a_rank_that_skipped_a_step_is_named_by_its_end():
+    waiting, skipping = run_ranks(stray, 2, "skips")
+    assert "rank 1 (dp_shard 1) did not run all_gather of" in waiting and skipping == ""
+    assert "and closed its run: its loop had fewer steps than others, or skipped one" in waiting
+
+
+@pytest.mark.slow
+def test_a_rank_that_clips_by_itself_is_named_with_its_line():
+    for message in run_ranks(stray, 2, "clips"):
+        assert "rank 1 (dp_shard 1) ran all_reduce of" in message and "while rank 0 ran all_gather of" in message
+        assert "in test_hangs_in_own_steps.py:" in message and "linalg_vector_norm of a sharded tensor" in message

@@ -12,7 +12,7 @@ from torch import nn
 
 import composer3d
 from composer3d import LossError
-from composer3d.step.losses.divided_sums import divided_sum, is_times_zero
+from composer3d.step.losses.divided_sums import divided_sum, is_times_zero, refuse_groups
 from composer3d.step.losses.total_divisors import Part, total_divisor
 from composer3d.testing import full, run_ranks
 
@@ -327,3 +327,11 @@ def test_terms_divided_by_the_mean_number_of_targets_of_ranks_are_one_devices():
     path = write_manifest(LAYOUTS["fsdp2"])
     for error in run_ranks(terms, 2, path, [2, 1], lambda _, everywhere: everywhere / 2, "mean"):
         assert error <= TIGHT
+
+
+def test_class_weights_beside_smoothed_labels_are_one_divisor():
+    """Both terms divide by the weights of the targets, which no count of samples is."""
+    x, y = torch.randn(6, 5, requires_grad=True) * 1, torch.tensor([-100, 0, 1, 2, 3, 4])
+    loss = torch.nn.functional.cross_entropy(x, y, weight=torch.linspace(0.2, 0.9, 5), label_smoothing=0.1)
+    refuse_groups(loss, 6, (5,))
+    assert divided_sum(loss, (5, 6)) is None

@@ -26,6 +26,8 @@ class Tasks(nn.Module):
 
     def forward(self, x, labels=None):
         hidden = torch.tanh(self.body(x))
+        if labels is not None and labels.dim() == 2:
+            return [cross_entropy(head(hidden), labels[:, task]) for task, head in enumerate(self.heads)]
         if labels is not None:
             logits = self.heads[0](hidden)
             return logits, cross_entropy(logits, labels, ignore_index=-1)
@@ -182,7 +184,13 @@ def own_mean(model, x, labels, _):
     return model(x, labels[:, 0].clamp(min=-1))[1]
 
 
-def test_a_models_own_mean_is_seen_through_ddps_search_for_unused_parameters():
+def own_means(model, x, labels, _):
+    first, second, _ = model(x, labels)
+    return first + 0.5 * second
+
+
+@pytest.mark.parametrize(("written", "uneven"), [(own_mean, True), (own_means, False)])
+def test_a_models_own_means_are_seen_through_ddps_search_for_unused_parameters(written, uneven):
     text = '[sharding.ddp]\nreducer = "bucketed"\nfind_unused_parameters = true\n'
-    for found in run_ranks(errors, 2, text, own_mean, True):
+    for found in run_ranks(errors, 2, text, written, uneven):
         assert max(found) < 1e-12

@@ -25,6 +25,7 @@ from composer3d.step.losses.loss_factors import (
 from composer3d.step.losses.loss_graph import (
     all_terms,
     divisions_of,
+    divisor_of_mean,
     known_reduction,
     terms_of,
     unknown_mean,
@@ -96,7 +97,7 @@ def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum 
 
     Memory: none. The device is not waited for.
     """
-    if torch_compat.active_fake_mode() is not None or not (nodes := divisions_of(loss)):
+    if torch_compat.active_fake_mode() is not None or not (nodes := divisions_of(loss)) or _has_class_weights(loss):
         return None
     divisor = number(nodes[0]._saved_other)
     if divisor is None:
@@ -161,7 +162,7 @@ def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -
     Raises:
         LossError: With what its graph shows.
     """
-    if torch_compat.active_fake_mode() is not None:
+    if torch_compat.active_fake_mode() is not None or _has_class_weights(loss):
         return
     for term in {*terms_of(loss), past_views(loss.grad_fn)}:
         name = type(term).__name__
@@ -172,6 +173,16 @@ def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -
             continue
         if is_python_number(term) or 1 < divisor < num_samples:
             raise unknown_mean(uncounted(divisor, "divides"))
+
+
+def _has_class_weights(loss: Tensor) -> bool:
+    """Return whether all terms of a loss divide by the class weights of its targets, as those of smoothed labels do."""
+    terms = terms_of(loss)
+    is_weighted = any(
+        type(term).__name__.startswith("NllLoss") and term._saved_weight is not None and term._saved_reduction == 1
+        for term in terms
+    )
+    return is_weighted and len(terms) > 1 and divisor_of_mean(loss) is not None
 
 
 def _is_count(node: Any, divisor: float) -> bool:

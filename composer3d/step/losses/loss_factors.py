@@ -38,7 +38,9 @@ def past_views(node: Any) -> Any:
     """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
     while node is not None:
         if type(node).__name__.startswith(_VIEWS) or _is_of_number(node):
-            node = node.next_functions[0][0] if node.next_functions else None
+            node, place = node.next_functions[0] if node.next_functions else (None, 0)
+            if type(node).__name__.startswith("_DDPSink"):  # its outputs are its inputs, one by one
+                node = node.next_functions[place][0]
         elif (wrapped := _wrapped_number(node)) is not None:
             node = wrapped
         else:

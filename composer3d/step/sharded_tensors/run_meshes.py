@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.observation.lost_peers import lost_a_peer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["forget_meshes", "know_meshes", "owners_of", "owns", "sharded_parameters"]
+__all__ = ["forget_meshes", "know_meshes", "owners_of", "owns", "raise_explained", "sharded_parameters"]
 
 _MESHES: weakref.WeakKeyDictionary[RunContext, frozenset[DeviceMesh]] = weakref.WeakKeyDictionary()
 _PARAMETERS: weakref.WeakKeyDictionary[RunContext, Mapping[str, DTensor]] = weakref.WeakKeyDictionary()
@@ -48,6 +49,19 @@ def owners_of(mesh: DeviceMesh) -> Iterator[RunContext]:
     for context, meshes in tuple(_MESHES.items()):
         if mesh in meshes:
             yield context
+
+
+def raise_explained(error: RuntimeError, activity: str) -> None:
+    """Raise what every rank did, where a peer was lost or late in a loop's operator on shards; else return.
+
+    Args:
+        error: Of the operator.
+        activity: What this rank was in.
+    """
+    for context in tuple(_MESHES) if lost_a_peer(error) else ():
+        if context.flight is not None:
+            with context.flight.explaining(activity):
+                raise error
 
 
 def sharded_parameters(context: RunContext) -> Mapping[str, DTensor]:

@@ -17,7 +17,7 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.step.call_sites import caller
 from composer3d.step.sharded_tensors.assigned_values import assign_values
-from composer3d.step.sharded_tensors.run_meshes import forget_meshes, know_meshes, owns
+from composer3d.step.sharded_tensors.run_meshes import forget_meshes, know_meshes, owns, raise_explained
 from composer3d.step.sharded_tensors.stored_rows import know_orders, place_rows, record_write, sharded_like
 from composer3d.step.sharded_tensors.whole_constants import are_whole_constants, record_constants, record_sharded
 from composer3d.step.sharded_tensors.whole_draws import draw_whole
@@ -343,7 +343,11 @@ def _fitting(value: Any, target: DTensor, operator: Any) -> Any:
 
 def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch_compat.torch_handled(operator):
-        return operator(*args, **kwargs)
+        try:
+            return operator(*args, **kwargs)
+        except RuntimeError as error:
+            raise_explained(error, f"{_place()}{operator.name()} of a sharded tensor")
+            raise
 
 
 # ---- lists -----------------------------------------------------------------------------------------------------------

@@ -273,6 +273,8 @@ class DDP:
         model.register_forward_hook(arm)
         mesh = context.data_mesh(None, replicas=REPLICAS)
         torch_compat.replicate_buckets(model, device_mesh=mesh, **options)
+        if self.find_unused_parameters:
+            model.register_forward_hook(lambda module, _, output: _apart(output))
         group = mesh.get_group()
 
         def replace(reduce: Callable[..., None]) -> None:
@@ -377,6 +379,11 @@ def _casting(module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype)
 
 def _cast(value: Any, dtype: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _apart(output: Any) -> Any:
+    """Return a view of each number of an output: from DDP all come from one node, that does not tell them apart."""
+    return map_tensors(lambda tensor: tensor if tensor.dim() else tensor.view(()), output)
 
 
 def _broadcast_buffers(module: nn.Module, context: RunContext) -> None:
