@@ -77,11 +77,17 @@ def dispatch_mode(
 
 
 def function_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
-    """Return a context in which every torch function goes to `handler(function, args, kwargs)`, recomputations too."""
+    """Return a context in which every torch function goes to `handler(function, args, kwargs)`, recomputations too.
+
+    What `torch.compile` captures inside does not: it would trace the handler.
+    """
+    from torch.compiler import is_compiling
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if is_compiling():
+                return func(*args, **(kwargs or {}))
             if getattr(func, "__name__", "") == "backward":
                 return backward_inside(self, args, kwargs or {})
             return handler(traceable(func), args, kwargs or {})

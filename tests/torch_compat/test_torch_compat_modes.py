@@ -250,3 +250,19 @@ def test_a_scaler_unscales_by_the_operator_that_is_named():
     with torch_compat.dispatch_mode(note):
         scaler.unscale_(optimizer)
     assert torch_compat.UNSCALING in seen
+
+
+@pytest.mark.slow
+def test_what_is_compiled_inside_of_a_function_mode_is_captured_without_it():
+    seen = []
+
+    def handler(function, args, kwargs):
+        seen.append(getattr(function, "__name__", ""))
+        return function(*args, **kwargs)
+
+    compiled = torch.compile(lambda x: torch.relu(x) * x.detach().abs(), backend="eager", fullgraph=True)
+    x = torch.tensor([-1.0, 2.0])
+    with torch_compat.function_mode(handler):
+        assert compiled(x).tolist() == [0.0, 4.0]
+        torch.neg(x)
+    assert "neg" in seen and "relu" not in seen
