@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from support.models import Net, composed, gradient_error, mine, padded, reference_gradients, seeded
@@ -139,4 +141,18 @@ def test_refuses_inductor_without_a_compiler(monkeypatch):
     assert run_ranks(refusal, 1, "[scheduling.compile]")[0] == (
         ':2:13: [scheduling.compile] backend = "inductor" needs a C++ compiler on CPU, and "no-such-compiler" is not '
         'found; install g++, or write backend = "aot_eager"'
+    )
+
+
+def test_refuses_a_cache_that_others_may_write_to(monkeypatch, tmp_path):
+    monkeypatch.setenv("USER", "somebody")
+    for name in ("LOGNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = tmp_path / "torchinductor_somebody"
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert run_ranks(refusal, 1, "[scheduling.compile]")[0] == (
+        f":2:13: [scheduling.compile] {cache} is writable for all users, and the compiler runs code that lies in it; "
+        "remove it, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import getpass
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -81,6 +85,8 @@ class Compile:
                 f'backend = "inductor" needs a C++ compiler on CPU, and "{compiler}" is not found',
                 hint='install g++, or write backend = "aot_eager"',
             )
+        if self.backend == "inductor" and context.purpose == "run":
+            _refuse_cache_of_others()
 
     @hookimpl
     def composer3d_reschedule(self, context: RunContext) -> Transform:
@@ -121,6 +127,29 @@ class Compile:
                 dynamic=self.dynamic,
             )
         return list(fqns)
+
+
+def _refuse_cache_of_others() -> None:
+    """Refuse inductor's cache where another user may have prepared it: its name is known, and code in it is run.
+
+    One that `TORCHINDUCTOR_CACHE_DIR` names elsewhere is its owner's affair.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # of a container whose user has no name; torch does as much
+        user = f"uid_{os.getuid()}"
+    folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)) != str(folder):
+        return
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    owner, mode = folder.lstat().st_uid, folder.stat().st_mode
+    if owner != os.getuid() or mode & 0o002:
+        whose = f"belongs to user {owner}" if owner != os.getuid() else "is writable for all users"
+        raise PluginError(
+            f"{folder} {whose}, and the compiler runs code that lies in it",
+            hint="remove it, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own",
+        )
 
 
 def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[..., Any]], context: RunContext) -> bool:
