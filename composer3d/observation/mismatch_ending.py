@@ -1,4 +1,4 @@
-"""What a rank's launcher knows of a failed collective: that a rank looks for its cause, and where one has to abort.
+"""End of ranks whose collective failed, under a launcher: a notice that one looks for the cause, or an abort.
 
 The main thread of a rank whose collective received a message of another size can raise nothing any more.
 """
