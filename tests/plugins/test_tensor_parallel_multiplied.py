@@ -19,7 +19,7 @@ PLAIN = f"[mesh]\ntp = 2\n{AUTO}"
 SP = f"{PLAIN}sequence_parallel = true\n"
 
 
-FEW = ("MultipliedFusedAttention", "MultipliedBoth")
+FEW = ("MultipliedFusedAttention", "MultipliedBoth", "MultipliedFed")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,7 @@ SHARDED = {
     "MultipliedGated": {"w1": 1, "w3": 1, "w2": 1},
     "MultipliedFunctional": {"up": 0, "down": 1},
     "MultipliedLayers": {"first": 1, "second": 0},
+    "MultipliedFed": {"first": 1, "second": 0, "layer.weight": 1},
     "MultipliedListed": {
         **{"pair.0": 1, "pair.1": 0, "named.up": 1, "named.down": 0},
         **{f"heads.{name}.{at}": 1 - at for name in "ab" for at in range(2)},

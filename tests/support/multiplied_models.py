@@ -79,6 +79,18 @@ class Layers(nn.Module):
         return self.down(torch.tanh(self.up(y))) + torch.tanh(y @ self.first) @ self.second
 
 
+class Fed(nn.Module):
+    """A layer that sums over what a parameter has sharded, beside another parameter, as in KANs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.layer = drawn(DIM, 24), drawn(24, DIM), nn.Linear(24, DIM)
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.first)
+        return torch.einsum("...f,fd->...d", y, self.second) + self.layer(F.silu(y))
+
+
 class Listed(nn.Module):
     """Parameters in a list and in dictionaries of lists."""
 
@@ -165,7 +177,7 @@ class Lent(nn.Module):
         return x
 
 
-KINDS = (EinsumAttention, FusedAttention, Gated, Functional, Layers, Listed, Contracted)
+KINDS = (EinsumAttention, FusedAttention, Gated, Functional, Layers, Fed, Listed, Contracted)
 MODELS = {f"Multiplied{kind.__name__}": (lambda kind=kind: Multiplied(kind)) for kind in KINDS} | {
     "MultipliedBoth": lambda: Multiplied(EinsumAttention, Gated),
     "MultipliedFlat": Flat,

@@ -70,6 +70,8 @@ class WeightSearch:
     found: dict[str, Placed] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     num_runs: int = 0
+    _contracting: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _last: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rules(self) -> Rules:
         """Return the rules of the modules that own what can be sharded."""
@@ -84,6 +86,9 @@ class WeightSearch:
             before = rules[reader].weights if reader in rules else ()
             own = name.removeprefix(f"{reader}." if reader else "")
             rules[reader] = Rule(style="weights", weights=(*before, (own, placed)))
+        for name, parts in self._contracting.items():
+            packed = len(parts) > 1
+            rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
         return rules
 
     def _try(self, name: str, shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> None:
@@ -94,7 +99,7 @@ class WeightSearch:
                 others = [other for other in names if other not in wanted]
                 wanted, error = self._with_others(wanted, name, error, shapes, others)
             if error is None:
-                self.found = wanted
+                self.found, self._contracting = wanted, self._last
                 self.reasons.pop(name, None)
                 return
             self.reasons.setdefault(name, str(error))
@@ -142,6 +147,9 @@ class WeightSearch:
             except PropagationError as error:
                 error.step = len(dry_run.record.entries)
                 return error
+            # Layers that sum over what these weights have sharded, and not another layer.
+            ends = {end: (set(sources), parts) for end, (sources, parts) in dry_run.contracting.items()}
+            self._last = {end: parts for end, (sources, parts) in ends.items() if sources & weights.keys()}
             if name not in dry_run.products.summed & dry_run.products.multiplied:
                 return PropagationError("nothing sums over what it is multiplied with")
         return None

@@ -208,10 +208,11 @@ def _check_pairs(rules: Rules) -> None:
                 "sharded result",
                 hint='plan that one, or write "head" for a projection whose result is the output',
             )
+    # Code that multiplies sharded parameters gives such an input, too.
+    givers = [region for region in regions.values() if region is not None]
+    givers += [fqn for fqn, rule in rules.items() if rule.style == "weights"]
     for fqn, rule in rules.items():
-        if rule.style in CONTRACTING and not any(
-            not r or fqn.startswith(f"{r}.") for r in regions.values() if r is not None
-        ):
+        if rule.style in CONTRACTING and not any(not each or fqn.startswith(f"{each}.") for each in givers):
             raise PluginError(
                 f'"{fqn}" is "{rule.style}", and no "colwise" module beside it gives it a sharded input',
                 hint="plan the projections that feed it too",
