@@ -375,7 +375,7 @@ def freeze(
         place_batch=functions(hooks.place_batch()),
         observe_batch=functions(hooks.observe_batch()),
         measures=HooksInTurn([function for _, function in hooks.measure()], acting.noted),
-        metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied="metrics"),
+        metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied=("metrics",)),
         states=acting.states(states),
         acting=acting,
         setup=f"{plan or 0:x}",

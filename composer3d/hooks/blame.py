@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
     from composer3d.registry import Registered
     from composer3d.transform import StepAction
 
-__all__ = ["Acting", "BlamedAction", "CheckedHook", "HooksInTurn", "Returned", "blamed", "blamed_listing", "in_turn"]
+__all__ = [
+    "Acting",
+    "BlamedAction",
+    "CheckedHook",
+    "HooksInTurn",
+    "Returned",
+    "blamed",
+    "blamed_listing",
+    "in_turn",
+    "running",
+]
 
 _fits_veto = predicate_of(str | None)
 
@@ -117,7 +128,7 @@ class CheckedHook(_Blamed):
         hook: Name of the hook.
         function: Takes the spec's keyword arguments.
         acting: Records the plugin while it runs; None records nothing.
-        copied: An argument, a mapping, of which the implementation has its own copy.
+        copied: Arguments, mappings, of which the implementation has its own copies.
     """
 
     def __init__(
@@ -126,12 +137,15 @@ class CheckedHook(_Blamed):
         hook: str,
         function: Callable[..., Any],
         acting: Acting | None = None,
-        copied: str | None = None,
+        copied: Sequence[str] = (),
     ) -> None:
         def plain(arguments: Mapping[str, Any]) -> Any:
-            return function(**(arguments if copied is None else {**arguments, copied: dict(arguments[copied])}))
+            return function(**arguments)
 
-        super().__init__(registered, hook, plain, acting)
+        def with_copies(arguments: Mapping[str, Any]) -> Any:
+            return function(**{**arguments, **{name: dict(arguments[name]) for name in copied}})
+
+        super().__init__(registered, hook, with_copies if copied else plain, acting)
         self.hook, self.function, self._find_fault = hook, function, fault_finder(hook)
 
     def __call__(self, **arguments: Any) -> Any:
@@ -156,32 +170,46 @@ def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = 
     """
     if not runs:
         return _nothing
-    calls: list[tuple[str | None, Callable[[Any], Any], _Blamed | None]] = [
-        (run.registered.name, run.plain, run) if isinstance(run, _Blamed) else (None, run, None) for run in runs
-    ]
-    acting = next((owned.acting for *_, owned in calls if owned is not None), None)
-    unnoted: dict[str, Any] = {"plugin": None}
+    owners = tuple(run if isinstance(run, _Blamed) else None for run in runs)
+    plains = tuple(run.plain if isinstance(run, _Blamed) else run for run in runs)
+    names = tuple(None if owner is None else owner.registered.name for owner in owners)
+    acting = next((owner.acting for owner in owners if owner is not None), None)
+    unnoted: dict[str, Any] = {"plugin": None, "turn": None}
 
     def call(given: Any) -> Sequence[Any]:
         own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
-        before, values, owned = own["plugin"], [], None
+        before, values, turn = (own["plugin"], own["turn"]), [], iter(plains)
+        # Which one runs is read off the iterator, where it is asked: a loop of plain calls costs a third.
+        own["plugin"], own["turn"] = None, (names, turn)
         try:
-            for plugin, run, owned in calls:
-                own["plugin"] = plugin
-                value = run(given)
-                if is_heard:
-                    values.append(value)
-                    if value is not None and owned is not None:
-                        owned.refuse(value, given)
+            if not is_heard:
+                for run in turn:
+                    run(given)
+                return values
+            values = [run(given) for run in turn]
+            for owner, value in zip(owners, values, strict=True):
+                if value is not None and owner is not None:
+                    owner.refuse(value, given)
         except BaseException as error:
-            if owned is None or (found := owned.error(error)) is None:
+            owner = owners[running(turn, len(owners))]
+            if owner is None or (found := owner.error(error)) is None:
                 raise
             raise found from error
         finally:
-            own["plugin"] = before
+            own["plugin"], own["turn"] = before
         return values
 
     return call
+
+
+def running(turn: Iterator[Any], num: int) -> int:
+    """Return the index of the item that an iterator over a tuple has returned last; it has returned one.
+
+    Args:
+        turn: The iterator.
+        num: Length of the tuple.
+    """
+    return num - 1 - length_hint(turn)
 
 
 class HooksInTurn:
@@ -190,13 +218,13 @@ class HooksInTurn:
     Args:
         hooks: In the order of calls.
         acting: Records the plugin of the running one; None records nothing.
-        copied: An argument, a mapping, of which each implementation has its own copy.
+        copied: Arguments, mappings, of which each implementation has its own copies.
 
     Attributes:
         owners: Their plugins.
     """
 
-    def __init__(self, hooks: Iterable[CheckedHook], acting: Acting | None, *, copied: str | None = None) -> None:
+    def __init__(self, hooks: Iterable[CheckedHook], acting: Acting | None, *, copied: Sequence[str] = ()) -> None:
         noted = [CheckedHook(each.registered, each.hook, each.function, acting, copied) for each in hooks]
         self.owners = tuple(each.registered for each in noted)
         self._in_turn = in_turn(noted)
@@ -226,10 +254,12 @@ class Acting(Protocol):
     """The plugin that acts now: an object with a dictionary of its own for each thread, as `threading.local` has.
 
     Attributes:
-        plugin: Its name; None while none acts.
+        plugin: Its name; None while none acts, or one in turn.
+        turn: Names of those that act in turn, and an iterator that is as far as they are; see `running`.
     """
 
     plugin: str | None
+    turn: tuple[Sequence[str | None], Iterator[Any]] | None
 
 
 class Returned:

@@ -247,6 +247,8 @@ class Guard:
 
     def _compare(self, places: list[int], setups: list[int]) -> None:
         """Compare the gathered fingerprints; ranks are examined one by one only where they differ."""
+        if len(places) == 1:
+            return
         if places.count(places[0]) != len(places):
             self._differ(
                 places,
@@ -255,8 +257,8 @@ class Guard:
                 lambda place: f"are at {_place(place)}",
                 "a rank skipped or repeated a batch",
             )
-        at = _place(places[0])
         if setups.count(setups[0]) != len(setups):
+            at = _place(places[0])
             plans = [setup & ((1 << _PLAN_BITS) - 1) for setup in setups]
             if plans.count(plans[0]) != len(plans):
                 self._differ(
@@ -281,8 +283,8 @@ class Guard:
 
     def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
         """Compare the decisions of loops; where they differ, all-gather their components to name them."""
-        halves = [Decided.halves(number) for number in weights]
-        for compared, groups in self._alike.items():
+        halves = [Decided.halves(number) for number in weights] if len(weights) > 1 else []
+        for compared, groups in self._alike.items() if halves else ():
             numbers = states if compared == "state" else [half[compared] for half in halves]
             for group in groups:
                 usual = Counter(numbers[position] for position in group).most_common(1)[0][0]

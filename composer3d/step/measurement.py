@@ -40,11 +40,11 @@ def measure(
     """
     if not hooks.owners:
         return {}
-    measured: Sequence[Sequence[Metric]] = [found or () for found in hooks(context=context, step=step)]
-    metrics = [metric for found in measured for metric in found]
+    measured: Sequence[Sequence[Metric] | None] = hooks(context=context, step=step)
+    metrics = [metric for found in measured if found for metric in found]
     names = {metric.name for metric in metrics}
     if len(names) < len(metrics) or "step" in names or not names.isdisjoint(taken):
-        raise _taken_twice(zip(hooks.owners, measured, strict=True), taken)
+        raise _taken_twice(zip(hooks.owners, (found or () for found in measured), strict=True), taken)
     if not metrics:
         return {}
     import torch

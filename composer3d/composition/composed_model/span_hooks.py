@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.hooks.blame import running
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Acting(threading.local):
     def __init__(self, *, is_watched: bool) -> None:
         self.is_watched = is_watched
         self.plugin: str | None = None
+        self.turn: tuple[Sequence[str | None], Iterator[Any]] | None = None
         self._open: list[str] = []
 
     @property
@@ -49,7 +51,7 @@ class Acting(threading.local):
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> bool:
         """Note a span that is opened while a plugin acts."""
-        if self.plugin is None:
+        if self.plugin is None and self.turn is None:
             return False
         self._open.append(name)
         return True
@@ -61,11 +63,20 @@ class Acting(threading.local):
 
     def needs_span(self, op: str) -> bool:
         """Return whether a collective that is issued now is a plugin's, and in no span yet."""
-        return self.plugin is not None and (not self._open or self._open[-1] != op)
+        is_acting = self.plugin is not None or self.turn is not None
+        return is_acting and (not self._open or self._open[-1] != op) and self._name() is not None
 
     def attributes(self) -> dict[str, str]:
         """Return what spans of collectives say of who issues them."""
-        return {} if self.plugin is None else {"plugin": self.plugin}
+        name = self._name()
+        return {} if name is None else {"plugin": name}
+
+    def _name(self) -> str | None:
+        """Return the name of the plugin that acts, by itself or in turn with others."""
+        if self.plugin is not None or self.turn is None:
+            return self.plugin
+        names, turn = self.turn
+        return names[running(turn, len(names))]
 
     def named(self, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a plugin's function, during whose calls the plugin acts."""

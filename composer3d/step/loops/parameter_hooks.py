@@ -50,8 +50,7 @@ class ParameterHooks:
     def _is_late(self) -> bool:
         return self._acts_later or self._scaling.scaler is not None
 
-    @contextlib.contextmanager
-    def held(self, number: int, *, is_last: bool, is_stepped: bool) -> Iterator[None]:
+    def held(self, number: int, *, is_last: bool, is_stepped: bool) -> contextlib.AbstractContextManager[None]:
         """Run a backward in which no hook is called; earlier gradients of parameters that have some are set aside.
 
         Args:
@@ -65,8 +64,7 @@ class ParameterHooks:
         self._earlier.clear()
         self._hooked = list(self._find())
         if not self._hooked:
-            yield
-            return
+            return contextlib.nullcontext()
         said = f'"{self._parameters[id(self._hooked[0])][0]}" has a gradient hook'
         if is_stepped:
             raise StepError(f"{said}, and in_backward=True leaves it no gradient; leave in_backward out")
@@ -76,6 +74,11 @@ class ParameterHooks:
                 "complete after its last one; instead of the hook write what it does to parameter.grad before "
                 "optimizer.step()"
             )
+        return self._set_aside()
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Take the hooks, and earlier gradients, away inside."""
         taken = [(table, self._of_loop(table)) for parameter in self._hooked for table in _tables(parameter)]
         for table, hooks in taken:
             for key in hooks:

@@ -49,8 +49,9 @@ def _refuse_both(place: Callable[[], str], constants: Mapping[int, Tensor], othe
 
 def forget_constants() -> None:
     """Forget both: a step has ended, and its graphs with it."""
-    _WHOLE.clear()
-    _SHARDED.clear()
+    for constants in (_WHOLE, _SHARDED):
+        if constants:  # emptying an empty dictionary of weak references raises and catches an exception, in every step
+            constants.clear()
 
 
 def record_constants(place: Callable[[], str], tensors: Sequence[Tensor]) -> None:
