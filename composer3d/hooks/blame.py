@@ -178,14 +178,14 @@ def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = 
 
     def call(given: Any) -> Sequence[Any]:
         own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
-        before, values, turn = (own["plugin"], own["turn"]), [], iter(plains)
+        before, turn = (own["plugin"], own["turn"]), iter(plains)
         # Which one runs is read off the iterator, where it is asked: a loop of plain calls costs a third.
         own["plugin"], own["turn"] = None, (names, turn)
         try:
             if not is_heard:
                 for run in turn:
                     run(given)
-                return values
+                return ()
             values = [run(given) for run in turn]
             for owner, value in zip(owners, values, strict=True):
                 if value is not None and owner is not None:
