@@ -78,7 +78,7 @@ from composer3d.torch_compat.fakes.fake_tensors import (
     watch_storages,
     with_values,
 )
-from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
+from composer3d.torch_compat.fakes.operator_shapes import MetaResults, ResultMemory
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
 from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
@@ -212,6 +212,7 @@ __all__ = [
     "FusedPairs",
     "LaterBackwards",
     "Places",
+    "MetaResults",
     "ResultMemory",
     "SCALED_STEP",
     "UNSCALING",

@@ -75,14 +75,16 @@ def clear_sharding_caches() -> None:
     """Forget what DTensor's operators returned, meshes included; torch has only underscored functions for it.
 
     DTensor takes meshes of equal ranks for one, whichever rank this process was when they were made, so that another
-    rank's world in one process would get results with the first one's coordinates (torch 2.11-2.15).
+    rank's world in one process would get results with the first one's coordinates (torch 2.11-2.15). The module that
+    has the functions, `torch.distributed.tensor.debug`, imports torch's compiler; this is what they do.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import debug
+    import torch
+    from torch.distributed.tensor import DTensor
 
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def replicate_units(module: Any, **options: Any) -> Any:

@@ -79,6 +79,20 @@ def test_trees_are_mapped_and_flattened():
     assert torch_compat.tree_unflatten(leaves, form) == tree
 
 
+def test_trees_are_those_of_torch():
+    import collections
+
+    from torch.utils import _pytree as pytree
+
+    Pair = collections.namedtuple("Pair", "one other")
+    kept = torch.return_types.max((torch.ones(1), torch.ones(1)))
+    tree = [(), None, {"b": (1.5, "x"), "a": [torch.float32]}, Pair(1, [2]), torch.Size([3]), {7}, slice(1), kept]
+    tree.append(collections.OrderedDict(b=collections.deque([1]), a=torch.device("cpu")))
+    assert list(map(id, torch_compat.tree_leaves(tree))) == list(map(id, pytree.tree_leaves(tree)))
+    one, other = (tree_map(lambda leaf: [leaf], tree) for tree_map in (torch_compat.tree_map, pytree.tree_map))
+    assert repr(one) == repr(other)
+
+
 def test_neg_view_is_a_view():
     tensor = torch.ones(2)
     view = torch_compat.neg_view(tensor)

@@ -177,6 +177,19 @@ def test_remembered_results_have_the_form_of_the_first():
     assert {t.fake_mode for t in first} == {mode} and {t.fake_mode for t in second} == {other}
 
 
+def test_results_on_meta_have_the_form_that_torch_gives_them():
+    memory = torch_compat.MetaResults()
+
+    def remembered(operator, types, args, kwargs):
+        return memory.run(operator, args, kwargs, lambda: operator(*args, **kwargs))
+
+    with torch.device("meta"):
+        expected = forms(program())
+        with torch_compat.dispatch_mode(remembered):
+            assert [forms(program()) for _ in range(2)] == [expected] * 2
+    assert len(memory) > 30
+
+
 def test_what_has_no_plain_form_is_left_to_torch():
     memory = torch_compat.ResultMemory()
     with torch_compat.fake_tensors(memory):

@@ -284,13 +284,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts, and in what else torch takes apart."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return [value]
-    # Nearly all values are of these kinds, and torch takes several times as long to find out.
-    if type(value) in (tuple, list):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    if value is None or isinstance(value, int | float | str):
-        return []
     return [leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

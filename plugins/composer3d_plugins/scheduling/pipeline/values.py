@@ -37,6 +37,7 @@ class Values:
     def __init__(self, unknown: Callable[[Tensor], None] | None = None) -> None:
         self._unknown = unknown
         self.is_guessing = False
+        self._results = torch_compat.MetaResults()
         self._known: dict[int, Tensor] = {}
         self._twins: dict[int, Tensor] = {}
         self._alive: list[Any] = []  # an identity is another tensor's as soon as the first is freed
@@ -71,7 +72,7 @@ class Values:
             return self._read(func, args, kwargs)
         if not tensors and any(argument.name == "device" for argument in func._schema.arguments):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        result = func(*args, **kwargs)
+        result = self._results.run(func, args, kwargs, lambda: func(*args, **kwargs))
         self._run_beside(func, args, kwargs, tensors, result)
         return result
 
