@@ -3,7 +3,7 @@
 A family is a small model of it, made from its configuration, in float64, and one step of two sequences a rank, some
 of whose targets are padding. It is `equal` where the loss and all gradients are one device's (relative 1e-12),
 `refused` where composer3d says before the first step why it cannot be, `absent` where transformers makes no model of
-these sizes, and else `wrong`.
+these sizes, and else `wrong`. A whole run with `ep2` is written to benchmarks/results/mixture_families.json.
 
 Usage: python benchmarks/mixture_families.py [--only 'deepseek*'] [--layout ep2|ep2_tp2|ep2_cp2] [--json]
 """
@@ -67,6 +67,7 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("num_sparse_decoder_layers", "expert_layer_period", "interleave_moe_layer_step"), 1),
     **dict.fromkeys(("dropout", "attention_dropout", "dropout_rate", "activation_dropout", "moe_token_dropout"), 0.0),
     **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise", "input_jitter_noise"), 0.0),
+    "mlp_layer_types": ["sparse"] * 2,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 64,
     **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
@@ -74,7 +75,10 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 # What a family needs beside them.
-MORE: Mapping[str, Mapping[str, Any]] = {}
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "doge": {"is_moe": True, "num_experts": 16},
+    "dots3_note": {"pad_token_id": 0},
+}
 
 
 class Headed(nn.Module):
@@ -117,7 +121,10 @@ def config_of(family: str) -> Any:
 
     cls = CONFIG_MAPPING[family]
     known = cls().to_dict()
-    return cls(**{name: value for name, value in SIZES.items() if name in known}, **MORE.get(family, {}))
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "kv_lora_rank" in known:  # keys of all heads are made of one vector
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
+    return cls(**{**sizes, **MORE.get(family, {})})
 
 
 def make(family: str) -> nn.Module:
@@ -178,13 +185,16 @@ def compared(family: str, manifest: Path) -> tuple[str, str]:
 
 
 def _compared(family: str, manifest: Path) -> tuple[str, str]:
-    loss_1, gradients = one_device(family)
+    try:
+        loss_1, gradients = one_device(family)
+    except Exception as error:  # code of transformers' may raise anything
+        return "absent", f"{type(error).__name__}: {error}"[:300]
     model = make(family)
     inputs, targets = batch_of(model)
     try:
         run = composer3d.compose(model, manifest, loss_fn=token_sum, example=((), inputs))
     except composer3d.ComposerError as error:
-        return "refused", str(error).strip().splitlines()[0]
+        return "refused", str(error).strip().splitlines()[0].partition("] ")[2]
     mine = slice(run.context.data_parallel_rank, None, run.context.data_parallel_degree)
     with run.step(0):
         given = {name: value[mine] for name, value in inputs.items()}
@@ -217,7 +227,7 @@ def outcome_of(family: str, layout: str) -> dict[str, str]:
             ranks = run_ranks(compared, 4 if "tp" in layout else 2, family, manifest, timeout_s=300)
         except composer3d.RankError as error:
             return {"name": family, "outcome": "wrong", "detail": str(error).partition("\n")[0][:300]}
-    worst = max(ranks, key=lambda found: ("equal", "refused", "wrong").index(found[0]))
+    worst = max(ranks, key=lambda found: ("equal", "absent", "refused", "wrong").index(found[0]))
     detail = max((found[1] for found in ranks if found[0] == worst[0]), key=lambda text: (len(text), text))
     return {"name": family, "outcome": worst[0], "detail": detail}
 
@@ -241,10 +251,9 @@ def main() -> None:
             say("  ".join(rows[-1].values()))
     counts = Counter(row["outcome"] for row in rows)
     found = {"layout": arguments.layout, "summary": dict(counts), "conditions": stated, "rows": rows}
-    if arguments.json:
-        say(json.dumps(found, indent=1))
-    else:
-        say(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    if arguments.only == "*" and arguments.layout == "ep2":
+        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    say(json.dumps(found, indent=1) if arguments.json else ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
 
 
 if __name__ == "__main__":
