@@ -40,6 +40,8 @@ class ParameterHooks:
         later = any(actions[point] for point in (StepPoint.GRADIENTS_LOCAL, StepPoint.UNSCALED))
         self._acts_later = later or bool(context.claimants("moved_gradients"))
         self._parameters = {id(p): (fqn, p) for fqn, p in context.named_parameters()}
+        # Gathered parameters take the place of others in these; looked at in every backward, without a walk of modules.
+        self._places = [module._parameters for part in context.parts for module in part.module.modules()]
         # A model's own hooks, and those of plugins, stay where they are.
         tables = (table for _, parameter in self._parameters.values() for table in _tables(parameter))
         self._known = {number for table in tables for number in table}
@@ -125,7 +127,7 @@ class ParameterHooks:
         for _, parameter in self._parameters.values():
             if self._has_hooks(parameter):
                 yield parameter
-        there = [parameter for part in self._context.parts for parameter in part.module.parameters()]
+        there = [parameter for held in self._places for parameter in held.values() if parameter is not None]
         if all(id(parameter) in self._parameters for parameter in there):
             return
         for fqn, parameter in self._context.named_parameters():
