@@ -131,6 +131,22 @@ def test_a_model_of_convolutions_alone_is_told_so():
     )
 
 
+class Halves(nn.Module):
+    """Two networks that a loop calls one after the other; it has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), nn.Linear(8, 8)
+
+
+def test_a_model_without_a_forward_is_told_what_to_write():
+    assert on_one_rank(refused, 2, Halves) == (
+        "Halves has no forward of its own, in which it would be seen how tensors go through it; write one that calls "
+        "its modules as the loop does, which may go on to call them one by one, or write the plan where the plugin has "
+        "one"
+    )
+
+
 class BareLayers(nn.Module):
     """Blocks that are linear layers, and whose outputs the model's own code mixes."""
 

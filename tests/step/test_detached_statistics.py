@@ -19,6 +19,15 @@ def running(model, h):
     return h / model.kept
 
 
+def quantised(model, h):
+    """A codebook of moving averages, as in VQ-VAE."""
+    nearest = torch.cdist(h, model.codes).argmin(1)
+    with torch.no_grad():
+        sums = F.one_hot(nearest, len(model.codes)).to(h.dtype).T @ h
+        model.codes.data.mul_(0.9).add_(0.1 * sums)
+    return h + (model.codes[nearest] - h).detach()
+
+
 def gathered(model, h):
     size = h.detach().abs().mean()
     dist.all_reduce(size)
@@ -46,6 +55,7 @@ FORWARDS = {
     "a running mean": ("mean", running),
     "without gradients": ("mean", lambda model, h: (h - centre(h)).pow(2)),
     "data": ("std", lambda model, h: h / h.data.std()),
+    "a codebook": ("matmul", quantised),
     "of all ranks": ("", gathered),
     "of each sample": ("", lambda model, h: h / h.detach().abs().amax(-1, keepdim=True)),
     "of a weight": ("", lambda model, h: h * model.up.weight.detach().norm()),
@@ -65,6 +75,7 @@ class Model(nn.Module):
         super().__init__()
         self.up, self.down, self.change = nn.Linear(4, 8), nn.Linear(8, 3), change
         self.register_buffer("kept", torch.ones(()))
+        self.register_buffer("codes", torch.linspace(-1, 1, 5)[:, None].expand(5, 8).clone())
 
     def forward(self, x):
         return self.down(self.change(self, torch.tanh(self.up(x))))

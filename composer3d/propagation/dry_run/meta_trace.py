@@ -104,6 +104,12 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             }
             return traced
         failures.append("its blocks were not called")
+    if type(model).forward is nn.Module.forward:
+        raise PluginError(
+            f"{type(model).__name__} has no forward of its own, in which it would be seen how tensors go through it",
+            hint="write one that calls its modules as the loop does, which may go on to call them one by one, or write "
+            "the plan where the plugin has one",
+        )
     raise PluginError(
         f"the model could not be run on meta to see how tensors go through it ({failures[0]})",
         hint="pass compose(example=(args, kwargs)), which it can be run on, or write the plan where the plugin has one",

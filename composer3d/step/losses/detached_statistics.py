@@ -35,6 +35,7 @@ _OVER_ALL = {
 _OVER_LAST = {"argsort": 1, "kthvalue": 2, "log_softmax": 1, "softmax": 1, "sort": 1, "topk": 2} | {
     name: 1 for name in ("cumprod", "cumsum", "logcumsumexp")
 }
+_PRODUCTS = ("matmul", "mm", "__matmul__", "__rmatmul__")
 _SHIFTS = frozenset("add sub __add__ __sub__ __radd__ __rsub__ rsub".split())
 _UNKNOWN: tuple[Callable[[], None], str, str] = (lambda: None), "", ""
 
@@ -56,6 +57,7 @@ class DetachedStatistics:
         self._num_left = _NUM_FORWARDS if is_watched else 0
         self._num_samples = 0
         self._found: dict[int, tuple[Callable[[], Tensor | None], str, str]] = {}
+        self._aliases: dict[int, Callable[[], Tensor | None]] = {}
         self._mode: Any = None
         self.seen: str | None = None
 
@@ -124,6 +126,8 @@ class DetachedStatistics:
         returned = list(tensors(args[0] if name == "__setitem__" else result))
         if not given or not returned:
             return
+        if name == "__get__" and not given[0].requires_grad:  # `.data`, into which a buffer is written
+            self._aliases[id(returned[0])] = weakref.ref(given[0])
         statistic = next((tag for each in given if (tag := self._tag(each))), None)
         if returned[0].requires_grad:
             if statistic and self._matters(name, given):
@@ -131,6 +135,8 @@ class DetachedStatistics:
             return
         if statistic is None and any(self._is_sample(each) for each in given):
             is_reduced = any(self._is_over_samples(name, args, kwargs, each) for each in given)
+            last = given[-1]  # by which a product of matrices adds up over rows: a codebook's sums
+            is_reduced |= name in _PRODUCTS and last.dim() == 2 and self._is_sample(last) and self._is_of_samples(last)
             is_loss = not given[0].dim() and given[0].requires_grad
             if is_reduced or is_loss:
                 statistic = f"{name.strip('_')} of detached values in {caller(())[1] or 'the forward'}"
@@ -138,7 +144,8 @@ class DetachedStatistics:
                 return
         elif statistic is None:
             return
-        for each in returned:
+        written = (self._aliases.get(id(each), lambda: None)() for each in returned)
+        for each in (*returned, *(tensor for tensor in written if tensor is not None)):
             self._found[id(each)] = weakref.ref(each), _value(each) if statistic else "", statistic or ""
 
     def _matters(self, name: str, given: list[Tensor]) -> bool:
