@@ -82,6 +82,7 @@ from composer3d.torch_compat.fakes.operator_shapes import MetaResults, ResultMem
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
 from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
+from composer3d.torch_compat.fsdp_units.failed_backwards import reset_units
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
 from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version
@@ -341,6 +342,7 @@ __all__ = [
     "replica_groups",
     "replicate_buckets",
     "replicate_units",
+    "reset_units",
     "run_backward",
     "saved_tensor",
     "scaled_product",

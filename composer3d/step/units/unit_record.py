@@ -117,6 +117,10 @@ class UnitRecord:
             for units in self._units:
                 units.complete()
             self._late.open()
+        except BaseException:
+            for units in self._units:
+                torch_compat.reset_units(units)
+            raise
         finally:
             self.takes_gradients = outer
             for units in self._units:
