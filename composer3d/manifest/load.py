@@ -222,7 +222,9 @@ def _plugin(
 ) -> Registered | None:
     path = (family, name)
     if not isinstance(table, Mapping):
-        problems.append(document.problem(path, f'"{name}" must be a table', hint=f"write [{family}.{name}]"))
+        is_option = name not in catalogue.names() and catalogue.option_hint(name)
+        written = is_option or f"write [{family}.{name}]"
+        problems.append(document.problem(path, f'"{name}" must be a table', hint=written))
         return None
     options = dict(table)
     reference = options.pop("use", None)

@@ -160,4 +160,6 @@ def _form_of(reference: str, folder: Path) -> str:
         return f'write "{module}:{name}"'
     if not colon and _REFERENCE.fullmatch(dotted := ":".join(reference.rsplit(".", 1))):
         return f'write "{dotted}"'
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(?<!\.py)", reference):
+        return f'write "module:name", or for a Hugging Face model model.hf = "{reference}"'
     return 'write "module:name", for example "my_model:build"'

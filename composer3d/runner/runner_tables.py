@@ -343,11 +343,17 @@ class EMATable:
     evaluate: bool = True
 
 
+_TORCHS = {name.lower(): name for name in ("Adam", "RMSprop", "Adagrad", "Adafactor", "NAdam", "RAdam", "Adamax")}
+
+
 def _meant(name: str) -> str:
     """Return a hint for an optimizer that is named as other systems name it."""
     last = name.rpartition(".")[2]
-    if last.lower() in ("adamw", "sgd", "muon"):
-        return f'; write "{last.lower()}"'
+    ours = next((own for own in ("adamw", "sgd", "muon") if own in last.lower().split("_")), None)
+    if ours is not None:
+        return f'; write "{ours}"'
+    if name.lower() in _TORCHS:
+        return f'; write "torch.optim:{_TORCHS[name.lower()]}"'
     if last.isidentifier() and (name.startswith("torch.optim.") or (last == name and last[:1].isupper())):
         return f'; write "torch.optim:{last}"'
     return ""

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 import composer3d
+from composer3d.manifest import read_text, type_manifest
+from composer3d.runner.runner_tables import TABLES
 
 BATCH = "train.microbatch is sequences per forward and rank, train.global_batch those of a step over all ranks"
 UNKNOWN = {
@@ -32,8 +34,57 @@ UNKNOWN = {
     'model = "cli_models.py:build"': '"cli_models.py:build" names a file, not a module; write "cli_models:build"',
     'model = "cli_models.build"': '[model] "cli_models.build" is not a reference; write "cli_models:build"',
     'model = "./cli_models.py:build"': '"./cli_models.py:build" is not a reference; write "cli_models:build"',
-    'precision = "bf16"': "precision must be a table of plugins, [precision.NAME]; NAME is one of: float8, int8, ",
+    'precision = "bf16"': "precision must be a table of plugins, [precision.NAME]; it is a key of [precision.mixed]; "
+    "write param_dtype there; NAME is one of: float8, int8, ",
 }
+# Of Lightning, transformers, DeepSpeed, Megatron-LM, torchtitan and torchrun: key, and what it is answered with.
+ELSEWHERE = {
+    "gradient_accumulation_steps = 4": "write train.accumulate: micro-batches a step on each rank",
+    "accumulate_grad_batches = 4": "write train.accumulate: micro-batches a step on each rank",
+    "max_steps = 9": "write train.steps",
+    "train_iters = 9": "write train.steps",
+    "max_epochs = 3": "train.steps counts optimizer steps, and nothing counts epochs",
+    "per_device_train_batch_size = 8": "write train.microbatch",
+    "train_micro_batch_size_per_gpu = 8": "write train.microbatch",
+    "num_layers = 12": "arguments of the model stand in model.args: write model.args.num_layers",
+    "nproc_per_node = 2": "run MANIFEST --nproc-per-node N, or torchrun, starts them",
+    "devices = 2": "the degrees of mesh multiply to the number of ranks",
+    "zero_stage = 3": "it is a key of [sharding.fsdp2]; write zero there",
+    "zero_optimization.stage = 3": "composer3d import FILE writes a manifest from that system's file",
+    "bf16 = true": "dtypes are plugins of the family precision",
+    'fsdp = "full_shard"': "write [sharding.fsdp2]",
+    "wandb.project = 'x'": "write [profiling.wandb]",
+    'report_to = "wandb"': "loggers are plugins of the family profiling",
+    "warmup_steps = 100": "write lr_schedule.warmup",
+    "lr_schedule.num_warmup_steps = 100": '[lr_schedule] unknown key "num_warmup_steps"; write warmup',
+    "train.gradient_clip_val = 1.0": '[train] unknown key "gradient_clip_val"; did you mean "grad_clip"?',
+    "save_steps = 500": "write checkpoint.every",
+    "save_total_limit = 2": "write checkpoint.keep",
+    "resume_from_checkpoint = true": "--resume PATH names another",
+    "seed = 42": "write train.seed",
+    "tensor_model_parallel_size = 2": "write mesh.tp",
+    "sequence_parallel = true": "it is a key of [sharding.tensor_parallel]; write sequence_parallel there",
+    "gradient_checkpointing = true": "what is recomputed is a plugin of the family scheduling",
+    "parallelism.tp = 2": "how a model is divided stands in mesh and in tables of plugins",
+    "model.pretrained = 'gpt2'": '[model] unknown key "pretrained"; write hf',
+    "mesh.zero = 3": '[mesh] unknown key "zero"; it is a key of [sharding.fsdp2]; write zero there',
+    "mesh.tp_size = 2": '[mesh] unknown key "tp_size"; write tp',
+    "sharding.zero3 = {}": 'no plugin "zero3" is installed; it is a key of [sharding.fsdp2]; write zero there',
+    "sharding = { zero = 3 }": '[sharding] "zero" must be a table; it is a key of [sharding.fsdp2]; write zero there',
+    'sharding = "fsdp2"': "[sharding.NAME]; write [sharding.fsdp2]; NAME is one of",
+    "sharding.fsdp2.stage = 3": '[sharding.fsdp2] unknown key "stage"; write zero',
+    'optimizer = "adamw_torch"': 'use = "adamw_torch" is not adamw, sgd, muon or "module:Class"; write "adamw"',
+    'optimizer = "adam"': 'write "torch.optim:Adam"',
+    'lr_schedule = "cosine_with_warmup"': 'write "cosine"',
+}
+
+
+@pytest.mark.parametrize("line", ELSEWHERE)
+def test_keys_of_other_systems_are_answered_with_ours_and_their_line(line):
+    with pytest.raises(composer3d.ManifestError) as caught:
+        type_manifest(read_text(f"composer3d = 1\ntrain.steps = 2\n{line}\n", "run.toml"), tables=TABLES)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith("run.toml:3:") and ELSEWHERE[line] in str(problem)
 
 
 @pytest.mark.parametrize("line", UNKNOWN)

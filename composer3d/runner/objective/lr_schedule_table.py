@@ -83,7 +83,8 @@ class LRScheduleTable:
             raise KeyFault("name", "use and name are two names for one key; remove one of them")
         is_own = ":" in self.kind
         if self.kind not in _NAMES and not is_own:
-            hint = did_you_mean(self.kind, _NAMES)
+            named = next((name for name in _NAMES if name in self.kind.lower()), None)
+            hint = f'write "{named}"' if named else did_you_mean(self.kind, _NAMES)
             said = f'"{self.kind}" is not {", ".join(_NAMES)} or "module:callable"'
             raise KeyFault("use", f"{said}; {hint}" if hint else said)
         for key, owners in _OWNERS.items():
