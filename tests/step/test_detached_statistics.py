@@ -121,3 +121,47 @@ def test_detached_statistics_of_a_ranks_samples_are_named_with_their_line(kind):
             assert f"({kind[name][0]} of detached values in test_detached_statistics.py:" in message
         else:
             assert messages == [], name
+
+
+def opposed():
+    """Train a generator and a discriminator, each composed by itself; return what is warned, and the distance."""
+    torch.set_default_dtype(torch.float64)
+    records, drawn = [], torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
+    logging.getLogger("composer3d.step.losses.mixed_values").addFilter(
+        lambda record: records.append(record.getMessage())
+    )
+
+    def nets():
+        torch.manual_seed(0)
+        return nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def play(generator, critic, steps, backwards, rows):
+        for z in drawn[:, rows]:
+            made = generator(z)
+            backwards[1](F.softplus(critic(made.detach())).mean() + F.softplus(-critic(z.flip(1))).mean())
+            steps[1].step()
+            backwards[0](F.softplus(-critic(made)).mean())
+            steps[0].step()
+            for each in steps:
+                each.zero_grad()
+
+    reference, plain = nets(), torch.Tensor.backward
+    play(*reference, [torch.optim.SGD(each.parameters(), lr=0.1) for each in reference], (plain, plain), slice(8))
+    runs = [composed("[sharding.fsdp2]\n", each, loss_fn=None) for each in nets()]
+    optimizers = [run.optimizer(torch.optim.SGD, lr=0.1) for run in runs]
+    rank = runs[0].context.rank
+    mine = slice(4 * rank, 4 * rank + 4)
+    play(*(run.model for run in runs), optimizers, [run.backward for run in runs], mine)
+    errors = [
+        float((run.full_tensor(fqn, p.detach()) - wanted.get_parameter(fqn)).abs().max().detach())
+        for run, wanted in zip(runs, reference, strict=True)
+        for fqn, p in run.named_parameters()
+    ]
+    for run in runs:
+        run.close()
+    return records, max(errors)
+
+
+def test_two_compositions_whose_forwards_alternate_are_one_devices_and_nothing_is_named():
+    for records, error in run_ranks(opposed, 2):
+        assert records == [] and error < 1e-12

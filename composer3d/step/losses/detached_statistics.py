@@ -105,13 +105,15 @@ class DetachedStatistics:
     def _begin(self) -> None:
         if self._num_samples > 1:
             self._mode = torch_compat.function_mode(self._call)
+            self._mode.follows_detached = True
             self._mode.__enter__()
 
     def end(self) -> None:
-        """Follow nothing until the next forward."""
-        if self._mode is not None:
-            torch_compat.leave_mode(self._mode)
-            self._mode = None
+        """Follow nothing until the next forward, neither for this run nor for another one of the process."""
+        self._mode = None
+        for mode in torch_compat.function_modes():
+            if hasattr(mode, "follows_detached"):
+                torch_compat.leave_mode(mode)
         if not self._num_left:
             self._found.clear()
 
@@ -137,7 +139,7 @@ class DetachedStatistics:
             is_reduced = any(self._is_over_samples(name, args, kwargs, each) for each in given)
             last = given[-1]  # by which a product of matrices adds up over rows: a codebook's sums
             is_reduced |= name in _PRODUCTS and last.dim() == 2 and self._is_sample(last) and self._is_of_samples(last)
-            is_loss = not given[0].dim() and given[0].requires_grad
+            is_loss = name in ("detach", "__get__") and not given[0].dim() and given[0].requires_grad
             if is_reduced or is_loss:
                 statistic = f"{name.strip('_')} of detached values in {caller(())[1] or 'the forward'}"
             elif not any(each.is_floating_point() and self._is_of_samples(each) for each in returned):
