@@ -77,6 +77,7 @@ SIZES: Mapping[str, Any] = {
 # What a family needs beside them.
 MORE: Mapping[str, Mapping[str, Any]] = {
     "doge": {"is_moe": True, "num_experts": 16},
+    "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
 }
 
@@ -188,7 +189,7 @@ def _compared(family: str, manifest: Path) -> tuple[str, str]:
     try:
         loss_1, gradients = one_device(family)
     except Exception as error:  # code of transformers' may raise anything
-        return "absent", f"{type(error).__name__}: {error}"[:300]
+        return "absent", _told(error)
     model = make(family)
     inputs, targets = batch_of(model)
     try:
@@ -212,13 +213,17 @@ def _compared(family: str, manifest: Path) -> tuple[str, str]:
     return ("equal" if worst <= TIGHT else "wrong"), f"{worst:.1e}"
 
 
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def outcome_of(family: str, layout: str) -> dict[str, str]:
     """Return a row: the family, its outcome, and the error or reason of the rank that is worst off."""
     try:
         with torch.device("meta"):
             make(family)  # whose modules ranks need not import then
     except Exception as error:  # a configuration of transformers' may raise anything
-        return {"name": family, "outcome": "absent", "detail": f"{type(error).__name__}: {error}"[:300]}
+        return {"name": family, "outcome": "absent", "detail": _told(error)}
     tables = "[sharding.fsdp2]\n[sharding.expert_parallel]\n[train]\nmicrobatch = 1\n"
     with tempfile.TemporaryDirectory() as folder:
         manifest = Path(folder, "run.toml")

@@ -44,8 +44,8 @@ def assert_equal_to_one_device(world_size, cases):
     return [[counted for *_, counted in of_case] for of_case in zip(*ranks, strict=True)]
 
 
-# A loop over experts, one over masks, and stacks: what others vary.
-FORMS = ("looped", "masked", "two lists", "stacked", "stacked of three")
+# A loop over experts, one over masks, and stacks, one with a norm that experts share: what others vary.
+FORMS = ("looped", "masked", "two lists", "stacked", "stacked of three", "normed")
 MORE = [name for name in MIXTURES if name not in (*FORMS, "looped starved", "stacked starved", "shipped of four heads")]
 
 

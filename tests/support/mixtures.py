@@ -190,6 +190,23 @@ class Stack(nn.Module):
         return out_TD
 
 
+class NormedStack(Stack):
+    """Results are normed, with weights that all experts share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights=None):
+        out_TD = torch.zeros_like(hidden_states)
+        for number in range(self.num_experts):
+            token, slot = torch.where(top_k_index == number)
+            up = torch.tanh(F.linear(hidden_states[token], self.up_NFD[number], self.up_NF[number]))
+            down = self.norm(F.linear(up, self.down_NDF[number]))
+            out_TD.index_add_(0, token, down * top_k_weights[token, slot, None])
+        return out_TD
+
+
 class DenseStack(Stack):
     """All experts compute all tokens, weighted by zero where a token is not theirs."""
 
@@ -247,6 +264,7 @@ MIXTURES = {
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),
     "dense": lambda: MixtureNet(Stacked, stack=DenseStack),
+    "normed": lambda: MixtureNet(Stacked, stack=NormedStack),
     "shipped": shipped,
     "shipped of four heads": lambda: shipped(num_heads=4),
 }
