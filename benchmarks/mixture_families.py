@@ -68,6 +68,7 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("dropout", "attention_dropout", "dropout_rate", "activation_dropout", "moe_token_dropout"), 0.0),
     **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise", "input_jitter_noise"), 0.0),
     "mlp_layer_types": ["sparse"] * 2,
+    "mlp_only_layers": [],
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 64,
     **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
@@ -77,6 +78,11 @@ SIZES: Mapping[str, Any] = {
 # What a family needs beside them.
 MORE: Mapping[str, Mapping[str, Any]] = {
     "doge": {"is_moe": True, "num_experts": 16},
+    "dbrx": {
+        **{"n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
 }
