@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,29 @@ if TYPE_CHECKING:
 __all__ = ["default_device", "join_world", "own_device", "set_timeouts"]
 
 _JOIN_S = 600.0  # a launcher starts all ranks at once: one that has not come by then is stuck, and torch waits 30 min
+
+
+@dataclass(kw_only=True, eq=False)
+class _OwnWorld:
+    """The default process group that compositions of a process share, where one of them made it.
+
+    Attributes:
+        group: While it is there.
+        num_users: Compositions that have not let go of it.
+        num_made: How many have been made, this one included.
+        leave_loopback: Gives the environment back that keeps groups, those of later compositions too, to loopback.
+    """
+
+    group: Any = None
+    num_users: int = 0
+    num_made: int = 0
+    leave_loopback: Callable[[], None] = lambda: None
+
+
+@functools.cache
+def _own_world(pid: int) -> _OwnWorld:
+    """Return what is known of a process's own world; a forked process has one of its own."""
+    return _OwnWorld()
 
 
 def default_device() -> torch.device:
@@ -63,8 +89,9 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
             ten minutes, and torch's.
 
     Returns:
-        A function that destroys the group, if this made it. In a group that was there before, those of the mesh stay
-        with it: torch keeps meshes in caches, and a later mesh of the same shape would use destroyed groups.
+        A function that lets go of the group. One that this made is destroyed when all compositions have. In a group
+        that was there before, those of the mesh stay with it: torch keeps meshes in caches, and a later mesh of the
+        same shape would use destroyed groups.
 
     Raises:
         RendezvousError: Names the ranks that did not come; or the launcher's variables contradict each other.
@@ -76,7 +103,13 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
     if dist.is_initialized():
         if timeout_s is not None:
             torch_compat.set_group_timeout(None, timedelta(seconds=timeout_s))
-        return lambda: None
+        world = _own_world(os.getpid())
+        if world.group is not dist.group.WORLD:
+            return lambda: None
+        world.num_users += 1
+        return functools.partial(_let_go, world)
+    if _own_world(os.getpid()).num_made:
+        gc.collect()  # sockets and threads of the last world's groups, which a closed composition's cycles hold
     if device.type == "cpu":
         backend = "gloo"
     else:
@@ -96,13 +129,23 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
-    def release() -> None:
-        leave_loopback()
-        torch_compat.clear_sharding_caches()  # they hold meshes, and a later one of the same shape has other groups
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    world = _own_world(os.getpid())
+    world.group, world.num_users, world.num_made = dist.group.WORLD, 1, world.num_made + 1
+    world.leave_loopback = leave_loopback
+    return functools.partial(_let_go, world)
 
-    return release
+
+def _let_go(world: _OwnWorld) -> None:
+    import torch.distributed as dist
+
+    world.num_users -= 1
+    if world.num_users > 0:
+        return
+    world.leave_loopback()
+    is_there, world.group = dist.is_initialized() and world.group is dist.group.WORLD, None
+    torch_compat.clear_sharding_caches()  # they hold meshes, and a later one of the same shape has other groups
+    if is_there:
+        dist.destroy_process_group()
 
 
 def set_timeouts(groups: Iterable[Any], seconds: float) -> None:

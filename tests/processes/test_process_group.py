@@ -67,14 +67,15 @@ def compose_again_and_again(port, is_agents):
     if rank == 2:
         held = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         held.wait(["done/0", "done/1"], timedelta(seconds=100))
-        return []
-    ends = []
+        return [], []
+    ends, held = [], []
     for number in range(ROUNDS):
         run = composed("[sharding.fsdp2]\n", model=lambda: nn.Linear(4, 4), loss_fn=F.mse_loss, device="cpu")
         ends.append(end_one_way_or_another(run, number))
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     if is_agents:
         dist.TCPStore("127.0.0.1", port).set(f"done/{rank}", "1")
-    return ends
+    return ends, held
 
 
 @pytest.mark.parametrize("is_agents", [False, True], ids=["first rank's store", "agent's store"])
@@ -83,4 +84,33 @@ def test_a_process_composes_again_and_again(is_agents):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     first, second, *_ = run_ranks(compose_again_and_again, 2 + is_agents, port, is_agents, init=False)
-    assert first == second == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
+    for ends, held in (first, second):
+        assert ends == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
+        early, late = (tuple(map(max, zip(*part, strict=True))) for part in (held[:10], held[10:]))
+        assert late <= early, "sockets and threads of earlier worlds are held"
+
+
+def together(layouts):
+    """Return losses of two compositions that step by turns, before and after the first is closed."""
+    runs = [composed(layout, model=lambda: nn.Linear(4, 4), loss_fn=F.mse_loss, device="cpu") for layout in layouts]
+    x, losses = torch.ones(2, 4), []
+    for number in range(2):
+        for run in runs[number:]:
+            with run.step(number):
+                losses.append(float(run.forward_backward(x, target=x)))
+                run.clip_grad_norm_(1.0)
+        runs[number].close()
+    return losses, dist.is_initialized()
+
+
+def in_a_world_of_their_own(port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return together(["[sharding.fsdp2]\n", "[sharding.ddp]\n"])
+
+
+def test_a_world_lives_as_long_as_the_last_of_its_compositions():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for losses, is_initialized in run_ranks(in_a_world_of_their_own, 2, port, init=False):
+        assert len(set(losses)) == 1 and not is_initialized
