@@ -12,6 +12,7 @@ A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks 
 from __future__ import annotations
 
 from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.dry_run.attribute_state import KeptState, attributes_of
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
@@ -53,6 +54,7 @@ __all__ = [
     "Call",
     "ShardSpec",
     "Flow",
+    "KeptState",
     "Kind",
     "LossPropagation",
     "Marks",
@@ -77,6 +79,7 @@ __all__ = [
     "VALUES",
     "activation_of",
     "attach",
+    "attributes_of",
     "blocks_of",
     "copy_mark",
     "spec_of",

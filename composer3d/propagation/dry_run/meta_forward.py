@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.errors import TransformError
+from composer3d.propagation.dry_run.attribute_state import KeptState
 from composer3d.propagation.module_calls import SMALL, Call
 from composer3d.propagation.shards import PropagationError, copy_mark, spec_of
 
@@ -106,8 +107,12 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
     # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
     drawing = torch.random.fork_rng() if call.has_values else contextlib.nullcontext()
     flexible = torch_compat.taken_flex_calls(_flex_on_meta)
-    with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
-        return module(*call.args, **call.kwargs)
+    kept = KeptState([module], buffers=False)
+    try:
+        with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
+            return module(*call.args, **call.kwargs)
+    finally:
+        kept.restore()
 
 
 def _flex_on_meta(call: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Forwards of a block as they found it: its buffers, and the versions of its arguments."""
+"""Forwards of a block as they found it: its buffers, what its attributes keep, and the versions of its arguments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, torch_compat
+from composer3d.propagation import KeptState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,17 +21,18 @@ Place = tuple[dict[str, Any], str]  # the buffers of a module, and the name of o
 
 @dataclass(kw_only=True, eq=False)
 class Found:
-    """Buffers and arguments of a block as one forward of it found them, for its recomputations.
+    """Buffers, attributes and arguments of a block as one forward of it found them, for its recomputations.
 
-    torch's checkpoints leave buffers to the caller: a recomputation would read what the forward made of them (vectors
-    of a spectral norm, a codebook by moving average, a cache that is filled once), and change them a second time.
+    torch's checkpoints leave state to the caller: a recomputation would read what the forward made of it (vectors of a
+    spectral norm, a codebook by moving average, a cache that is filled once, a memory or a generator that is an
+    attribute), and change it a second time.
 
     Args:
         fqn: Of the block.
-        block: Keeps its buffers, whatever is recomputed.
+        block: Keeps its buffers and attributes, whatever is recomputed.
         arguments: Of the forward; recomputations refuse tensors among them that were changed in place since.
 
-    Memory: until the backward a copy of the buffers that the forward changes; during the forward, of all.
+    Memory: until the backward a copy of the tensors that the forward changes; during the forward, of all.
     """
 
     fqn: str
@@ -38,6 +40,7 @@ class Found:
     arguments: InitVar[Any] = ()
     _versions: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
     _before: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
+    _kept: KeptState | None = None
 
     def __post_init__(self, arguments: Any) -> None:
         """Remember the versions of the arguments."""
@@ -65,7 +68,9 @@ class Found:
         for _, buffer in held.values():
             if buffer is not None and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone(), _version(buffer)
+        self._kept = KeptState([self.block], buffers=False)
         yield
+        self._kept.forget_unchanged()
         for key, (place, buffer) in held.items():
             if buffer is None:
                 if _buffer(place) is not None:
@@ -90,14 +95,18 @@ class Found:
             # Kernels of batch norm update running statistics, and their version stays.
             if _key(place) in self._before or _key(place) in saved:
                 found[_key(place)] = self._before.get(_key(place), _buffer(place))
-        with self._copied(found):
+        with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
             yield
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """Run a forward whose changes of buffers are discarded."""
+        """Run a forward whose changes of buffers and attributes are discarded."""
+        kept = KeptState([self.block], buffers=False)
         with self._copied({_key(place): _buffer(place) for place in self._places()}):
-            yield
+            try:
+                yield
+            finally:
+                kept.restore()
 
     @contextlib.contextmanager
     def _copied(self, found: Mapping[tuple[int, str], Tensor | None]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.carried_values import refuse_carried_values
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
     Origins,
     Source,
@@ -105,13 +106,16 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
 
     Raises:
-        TransformError: The forward fails on meta; a NotStraightError where blocks are not called once each, in order,
-            hidden state first.
+        TransformError: The forward fails on meta, or carries a value to its beginning in the next one; a
+            NotStraightError where blocks are not called once each, in order, hidden state first.
 
     Memory: none. Collectives: none.
     """
-    watch, output = run_on_meta(lambda: _Watch(model, blocks), example)
-    return watch.finish(output)
+    make = functools.partial(_Watch, model, blocks)
+    watch, output = run_on_meta(make, example)
+    seen = watch.finish(output)
+    refuse_carried_values(watch, make, example, len(blocks) - 1)
+    return seen
 
 
 class _Watch(Origins):
@@ -128,6 +132,11 @@ class _Watch(Origins):
     @property
     def _position(self) -> int:
         return len(self._called) or -1
+
+    @property
+    def call_names(self) -> Sequence[str]:
+        """FQNs of the blocks."""
+        return self._blocks
 
     def _needed(self, sources: set[Source], place: int) -> None:
         """Record the sources that a block uses; of other blocks' outputs it may use only the previous one's."""

@@ -25,6 +25,7 @@ from composer3d import (
     send_json,
     torch_compat,
 )
+from composer3d.propagation import KeptState
 from composer3d_plugins.scheduling.pipeline.csv_schedule import CustomSchedule
 from composer3d_plugins.scheduling.pipeline.schedule_rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.surgery import runner_of
@@ -67,7 +68,7 @@ class PipelineRuntime:
         self._signature: Any = None
         self._schedule: Any = None
         self._microbatches: Sequence[Batch] = ()
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._kept: KeptState | None = None
         for part in self._parts:
             runner = runner_of(part.module)
             # Precisions put other modules in the place of those that are called.
@@ -142,8 +143,7 @@ class PipelineRuntime:
                 f"this batch has {num_microbatches} micro-batches, and {self._order.name} {reason}",
                 hint="hand over more sequences a call, or set [train] microbatch",
             )
-        # torch infers shapes by a real forward before the first one; its changes to buffers are undone.
-        self._buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.module.buffers()]
+        self._kept = KeptState(part.module for part in self._parts)
         stage, messages = torch_compat.described_stage(), {"send": self._send_value, "receive": self._receive_value}
         stages = [
             self._watched(
@@ -179,7 +179,9 @@ class PipelineRuntime:
         )
 
         def run_forward(index: int, *args: Any, **kwargs: Any) -> Any:
-            self._restore_buffers()
+            if self._kept is not None:
+                self._kept.restore()
+                self._kept = None
             context.microbatches.begin(index, index == num_microbatches - 1, number)
             with context.span("forward", microbatch=index, stage=number, kind="F"):
                 return forward(index, *args, **kwargs)
@@ -219,12 +221,6 @@ class PipelineRuntime:
         stage.backward_one_chunk = run_backward
         stage.backward_weight_one_chunk = run_weights
         return stage
-
-    def _restore_buffers(self) -> None:
-        while self._buffers:
-            buffer, value = self._buffers.pop()
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ __all__ = [
     "draw_values",
     "leaves_of",
     "on_meta",
+    "run_forward",
     "run_on_meta",
     "same_places",
     "tensors_of",
@@ -69,6 +70,28 @@ class Origins(abc.ABC):
     def _position(self) -> int:
         """Return the position of an operator outside of hooked modules: the next one's index, -1 before the first."""
 
+    @property
+    @abc.abstractmethod
+    def call_names(self) -> Sequence[str]:
+        """Names of the hooked modules in the order of their calls."""
+
+    @property
+    def place(self) -> int:
+        """Index of the hooked module at work, or of the next one; -1 before the first."""
+        return self._inside if self._inside is not None else self._position
+
+    def place_name(self, place: int) -> str:
+        """Return the wording of a place in messages."""
+        names = self.call_names
+        if place < 0:
+            return f'the code before "{names[0]}"'
+        return f'the code behind "{names[-1]}"' if place >= len(names) else f'"{names[place]}" or the code before it'
+
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Return whether a tensor depends on parameters or on what hooked modules return."""
+        sources = self._sources.get(torch_compat.storage_key(tensor), ())
+        return any(not isinstance(source, str) or source in self._firsts for source in sources)
+
     @abc.abstractmethod
     def _needed(self, sources: set[Source], place: int) -> None:
         """Record the sources that a hooked module uses."""
@@ -91,7 +114,7 @@ class Origins(abc.ABC):
             self._needed(given, self._inside)
         result = self.values.run(func, args, kwargs)
         # What stands between two blocks is done where the second one is.
-        place = self._inside if self._inside is not None else self._position
+        place = self.place
         self._costs[place] += torch_compat.num_flops(func, args, kwargs, result)
         for tensor in taken:
             fqn = self._parameters.get(id(tensor))
@@ -205,14 +228,14 @@ def run_on_meta(make: Callable[[], W], example: Any) -> tuple[W, Any]:
     """
     try:
         watch = make()
-        return watch, _run(watch, example)
+        return watch, run_forward(watch, example, watch.operator)
     except TransformError:
         raise
     except Exception as error:
         try:
             watch = make()
             if watch.draw_weights():
-                return watch, _run(watch, example)
+                return watch, run_forward(watch, example, watch.operator)
         except Exception as second:  # with weights it fails too: the first error is of the code as it is
             log.debug("with random weights the forward fails too: %s", second)
         tried = "the example that compose was given" if example is not None else f"token numbers of shape {_PROBE}"
@@ -224,7 +247,8 @@ def run_on_meta(make: Callable[[], W], example: Any) -> tuple[W, Any]:
         ) from error
 
 
-def _run(watch: Origins, example: Any) -> Any:
+def run_forward(watch: Origins, example: Any, operator: Callable[..., Any]) -> Any:
+    """Run a forward on meta whose every operator goes to a function; return its output."""
     import torch
 
     args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
@@ -238,7 +262,7 @@ def _run(watch: Origins, example: Any) -> Any:
         with (
             torch.no_grad(),
             torch_compat.watched_reentrant_checkpoints(watch.refuse_reentrant),
-            torch_compat.dispatch_mode(watch.operator, compiles=False, opens=False),
+            torch_compat.dispatch_mode(operator, compiles=False, opens=False),
         ):
             return watch.skeleton(*args, **kwargs)
     finally:

@@ -8,12 +8,14 @@ recomputes it from values. So only values are sent between stages, and calls in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.carried_values import refuse_carried_values
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
     Origins,
     Source,
@@ -105,8 +107,11 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
 
     Memory: none. Collectives: none.
     """
-    watch, output = run_on_meta(lambda: _Watch(model, blocks), example)
-    return watch.finish(output)
+    make = functools.partial(_Watch, model, blocks)
+    watch, output = run_on_meta(make, example)
+    seen = watch.finish(output)
+    refuse_carried_values(watch, make, example, len(watch.call_names) - 1)
+    return seen
 
 
 class _Watch(Origins):
@@ -136,6 +141,11 @@ class _Watch(Origins):
     @property
     def _position(self) -> int:
         return len(self._called)
+
+    @property
+    def call_names(self) -> Sequence[str]:
+        """Names of the calls."""
+        return [name for name, _ in self._called]
 
     def _key(self, tensor: Tensor) -> int:
         key = super()._key(tensor)

@@ -1,0 +1,188 @@
+"""What modules keep in attributes between forwards: forwards of composer3d's own and recomputations leave it alone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import VOCAB, composed, mean_loss, mine, unpadded
+from torch import nn
+
+from composer3d import ManifestError
+from composer3d.propagation import Call, KeptState, on_meta
+from composer3d.testing import run_ranks
+
+DIM = 8
+
+
+class Keeping(nn.Module):
+    """Attention and a feed-forward, scaled by a counter, a draw of Python's and a draw of a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.calls, self.drawn = 0, torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.calls += 1
+        scale = self.calls / 4 * random.random() * torch.rand((), generator=self.drawn)
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x))) * scale
+
+
+class Remembering(nn.Module):
+    """A feed-forward that adds what it kept of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.memory, self.past = None, deque(maxlen=2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x if self.memory is None else x + 0.1 * self.memory))
+        self.memory = x.detach().mean(0, keepdim=True)
+        self.past.append(float(len(self.past)))
+        return x + self.down(hidden) * (1 + sum(self.past))
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x) + 0.0
+
+
+class Carrying(Model):
+    """What the end computes, the next forward begins with."""
+
+    def __init__(self):
+        super().__init__(Remembering)
+        self.last = None
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        x = x if self.last is None else x + self.last
+        for layer in self.layers:
+            x = layer(x)
+        self.last = x.detach().mean(0, keepdim=True)
+        return self.out(x) + 0.0
+
+
+def made(block):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return Model(block)
+
+
+def one_device(block, num_microbatches):
+    model = made(block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    random.seed(1)
+    for seed in range(3):
+        tokens, targets = unpadded(num_sequences=4, seq_len=6, seed=seed)
+        parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+        values = [mean_loss(model(inputs), wanted) / num_microbatches for inputs, wanted in parts]
+        sum(values).backward()
+        losses.append(sum(values).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def composed_losses(text, block, num_microbatches):
+    text += f"[train]\nmicrobatch = {4 // num_microbatches}\n"
+    run = composed(text, made(block), loss_fn=mean_loss, example=((torch.zeros(2, 6, dtype=torch.int64),), {}))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+    losses = []
+    random.seed(1)
+    for seed in range(3):
+        tokens, targets = unpadded(num_sequences=4, seq_len=6, seed=seed)
+        losses.append(run.forward_backward(mine(run, tokens), target=mine(run, targets)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+RECOMPUTED = "[scheduling.activation_checkpoint]\nmode = "
+LAYOUTS = {
+    "full": (1, RECOMPUTED + '"full"\n', 1),
+    "selective": (1, RECOMPUTED + '"selective"\n', 1),
+    "sqrt": (1, RECOMPUTED + '"sqrt"\n', 1),
+    "budget": (1, RECOMPUTED + '"budget"\nbudget_fraction = 0.5\n', 1),
+    "pipeline": (2, "[mesh]\npp = 2\n[scheduling.pipeline]\n", 2),
+    "tensor": (2, "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n", 1),
+    "context": (2, "[mesh]\ncp = 2\n[sharding.context_parallel]\n", 1),
+}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pipeline"])
+def test_counters_and_draws_are_one_devices(layout):
+    size, text, num_microbatches = LAYOUTS[layout]
+    (wanted,) = run_ranks(one_device, 1, Keeping, num_microbatches)
+    for losses in run_ranks(composed_losses, size, text, Keeping, num_microbatches):
+        assert losses == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "context"])
+def test_memories_are_one_devices(layout):
+    size, text, num_microbatches = LAYOUTS[layout]
+    (wanted,) = run_ranks(one_device, 1, Remembering, num_microbatches)
+    for losses in run_ranks(composed_losses, size, text, Remembering, num_microbatches):
+        assert losses == pytest.approx(wanted, abs=1e-12)
+
+
+def refused(text):
+    with pytest.raises(ManifestError) as raised:
+        composed(text, Carrying(), loss_fn=mean_loss)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("split", ["auto", "tracer"])
+def test_a_value_that_the_end_leaves_for_the_beginning_is_refused(split):
+    for message in run_ranks(refused, 2, LAYOUTS["pipeline"][1] + f'split = "{split}"\n'):
+        assert 'the model leaves "last", which' in message
+        assert "for its next forward, in which" in message and '"layers.0"' in message
+
+
+def test_a_forward_on_meta_leaves_attributes_and_draws():
+    block, call = Keeping(), Call(args=(torch.empty(2, 6, DIM, device="meta"),), kwargs={})
+    random.seed(2)
+    on_meta(block, call)
+    assert block.calls == 0 and block.drawn.initial_seed() == 3
+    drawn = random.random()
+    random.seed(2)
+    assert drawn == random.random()
+    memory = Remembering()
+    on_meta(memory, call)
+    assert memory.memory is None and list(memory.past) == []
+
+
+def test_containers_and_tensors_are_given_back_what_they_held():
+    module = nn.Module()
+    module.kept = {"a": [torch.ones(2)], "b": (1, {"c"})}
+    shared, inner = module.kept, module.kept["a"]
+    state = KeptState([module])
+    inner[0].add_(1)
+    inner.append(2)
+    module.kept["b"][1].add("d")
+    module.kept = {}
+    module.late = 1
+    with state.again():
+        assert module.kept is shared and module.kept["b"] == (1, {"c"}) and not hasattr(module, "late")
+        assert module.kept["a"][0].tolist() == [1.0, 1.0] and len(module.kept["a"]) == 1
+    assert module.kept == {} and module.late == 1 and inner[0].tolist() == [2.0, 2.0]
+    state.restore()
+    assert module.kept is shared and inner[0].tolist() == [1.0, 1.0] and len(inner) == 1
