@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.microbatches import tensors
+from composer3d.step.microbatches import num_samples, tensors
+from composer3d.step.mixed_gradients import MixedGradients, kept_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +29,7 @@ __all__ = ["ActivationGradients", "is_suspect"]
 
 _NUM_FORWARDS = 3  # a model that has registered no hook in these registers none later
 _NUM_NODES = 100_000
+_QUANTISED = ("torchao", "transformer_engine")  # whose scales are of all that a rank has, by design
 _DEPTH = 3  # of functions that a backward calls
 # Names in the code of a backward that is possibly not linear in its gradient. Comparisons are, too.
 _NONLINEAR = frozenset(
@@ -42,7 +44,8 @@ class ActivationGradients:
     """Passes one device's gradients to hooks on activations, of modules, and to backwards of a model's own.
 
     Hooks that a model registers in its forward are seen there, in the first forwards, and in all where some are; of
-    its own autograd functions those whose backward does what is not linear, by the names in its code.
+    its own autograd functions those whose backward does what is not linear, by the names in its code. In the first
+    backwards all of these are watched for what relates samples, too.
 
     Attributes:
         found: Whether there is any such code.
@@ -61,6 +64,7 @@ class ActivationGradients:
         self._num_graphs = self._num_left
         self.found = self._has_hooks = self._has_functions = False
         self._modes: list[Any] = []
+        self._mixed = MixedGradients(context)
         self._outputs: list[weakref.ref[Tensor]] = []
 
     @contextlib.contextmanager
@@ -68,7 +72,8 @@ class ActivationGradients:
         """Run a backward of a loss that data parallelism averages."""
         self._factor = self._whole
         try:
-            with self._mode() if self._has_hooks else contextlib.nullcontext():  # what is recomputed registers hooks
+            recomputed = self._mode() if self._has_hooks else contextlib.nullcontext()  # which registers hooks
+            with self._mixed.over_backward(), recomputed:
                 yield
         finally:
             self._factor = 1.0
@@ -81,8 +86,9 @@ class ActivationGradients:
             return
         has_stages = self._context.layout.degree(Role.STAGE) > 1
 
-        def before(owner: nn.Module, *_: Any) -> None:
+        def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
             if owner is module:
+                self._mixed.num_samples = num_samples((args, kwargs)) or 0
                 self._modes.append(None)
                 if (self._num_left or self._has_hooks) and torch.is_grad_enabled() and owner.training:
                     self._num_left = max(0, self._num_left - 1)
@@ -98,7 +104,7 @@ class ActivationGradients:
                 for value in tensors(output) if has_stages else ():
                     self.look(value)
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True, prepend=True)
 
     def look(self, root: Tensor) -> Tensor:
@@ -120,16 +126,28 @@ class ActivationGradients:
         while pending and len(seen) < _NUM_NODES:
             node: Any = pending.pop()
             function = torch_compat.own_function(node)
-            if function is not None and is_suspect(function) and "composer3d" not in node.metadata:
-                self.found = self._has_functions = True
-                node.metadata["composer3d"] = "scaled"  # a last stage's graph is looked at twice
-                node.register_prehook(lambda given: _times(given, 1.0 / self._factor))
-                node.register_hook(lambda found, _: _times(found, self._factor))
+            if function is not None and "composer3d" not in node.metadata:
+                node.metadata["composer3d"] = "seen"  # a last stage's graph is looked at twice
+                self._surround(node, function)
             for operand, _ in node.next_functions:
                 if operand is not None and operand not in seen:
                     seen.add(operand)
                     pending.append(operand)
         return root
+
+    def _surround(self, node: Any, function: type) -> None:
+        """Scale around a node of a model's own function, and watch what it computes; its hooks run in this order."""
+        is_scaled = is_suspect(function)
+        if is_scaled:
+            self.found = self._has_functions = True
+            node.register_prehook(lambda given: _times(given, 1.0 / self._factor))
+        module = function.__module__
+        if self._mixed.is_watching and not (_is_ours(module) or module.partition(".")[0] in _QUANTISED):
+            kept, what = kept_numbers(node), f"the backward of {function.__name__}"
+            node.register_prehook(lambda given: self._mixed.begin(given, kept))
+            node.register_hook(lambda found, given: self._mixed.end((found, given), what))
+        if is_scaled:
+            node.register_hook(lambda found, _: _times(found, self._factor))
 
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
         return torch_compat.function_mode(self._call)
@@ -160,7 +178,9 @@ class ActivationGradients:
                 return hook(gradient)
             given = gradient / self._factor
             version = given._version
+            self._mixed.begin(given)
             returned = hook(given)
+            self._mixed.end((returned, given), f"the hook {_name(hook)}")
             if returned is None and given._version == version:
                 return None
             return (given if returned is None else returned) * self._factor
@@ -174,7 +194,10 @@ class ActivationGradients:
         def scaled(module: nn.Module, *gradients: Any) -> Any:
             if self._factor == 1.0:
                 return hook(module, *gradients)
-            returned = hook(module, *(_times(each, 1.0 / self._factor) for each in gradients))
+            given = tuple(_times(each, 1.0 / self._factor) for each in gradients)
+            self._mixed.begin(given)
+            returned = hook(module, *given)
+            self._mixed.end(returned, f"the backward hook {_name(hook)} of {type(module).__name__}")
             return None if returned is None else _times(returned, self._factor)
 
         return scaled
@@ -190,6 +213,10 @@ def _named(hook: Any) -> Callable[[Any], Any]:
         return function
 
     return named
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
 
 
 def _is_foreign(hook: Any) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
-from support.models import write_manifest
+import torch.distributed as dist
+from support.models import composed, write_manifest
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -134,3 +137,134 @@ def test_functions_with_linear_backwards_are_left_alone():
     assert is_suspect(Clip)
     assert not is_suspect(Double)
     assert not is_suspect(torch.utils.checkpoint.CheckpointFunction)
+
+
+def over_all_ranks(gradient):
+    total = gradient.pow(2).sum()
+    dist.all_reduce(total)
+    return gradient / total.sqrt()
+
+
+def in_place(gradient):
+    gradient.div_(gradient.abs().max())
+
+
+def by_a_number(gradient):
+    norm = gradient.norm().item()
+    return gradient * min(1.0, LIMIT / norm)
+
+
+def assigned(gradient):
+    changed = gradient.clone()
+    changed[:] = changed - changed.mean(0)
+    return changed
+
+
+def looked_at(gradient):
+    KEPT.append(gradient.norm().item())
+    return gradient.clamp(-1, 1)
+
+
+KEPT: list[float] = []
+# What code in a backward does with a gradient, and what is named.
+MIXING = {
+    "norm": ("norm over the samples", lambda g: g / g.norm()),
+    "a vector's norm": ("vector_norm over the samples", lambda g: g / torch.linalg.vector_norm(g)),
+    "flat": ("norm over the samples", lambda g: g / g.flatten().norm()),
+    "in place": ("max over the samples", in_place),
+    "mean": ("mean over the samples", lambda g: g - g.mean(0)),
+    "normalize": ("normalize over the samples", lambda g: nn.functional.normalize(g, dim=0)),
+    "assigned": ("mean over the samples", assigned),
+    "a number": ("norm over the samples", by_a_number),
+    "how many": ("the number of samples", lambda g: g / len(g)),
+    "a size": ("the number of samples", lambda g: -g * g.shape[0]),
+    "each sample": ("", normalised),
+    "each one's greatest": ("", lambda g: g / g.abs().amax(-1, keepdim=True)),
+    "clamp": ("", clipped),
+    "features": ("", lambda g: g / g.shape[-1] ** 0.5),
+    "reversed": ("", lambda g: -2 * g),
+    "looked at": ("", looked_at),
+    "all ranks'": ("", over_all_ranks),
+}
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        changed = ctx.change(gradient)
+        return gradient if changed is None else changed, None
+
+
+class TimesSamples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.number = x.shape[0] if kept else 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient * ctx.number, None
+
+
+class Changed(nn.Module):
+    def __init__(self, changes, place):
+        super().__init__()
+        self.up, self.down, self.changes, self.place = nn.Linear(4, 7), nn.Linear(7, 2), changes, place
+        for change in changes if place == "module" else ():
+            self.up.register_full_backward_hook(lambda module, into, outof, change=change: self.each(change, into))
+
+    def each(self, change, gradients):
+        changed = [None if each is None else change(each) for each in gradients]
+        return tuple(was if now is None else now for was, now in zip(gradients, changed, strict=True))
+
+    def forward(self, x):
+        h = self.up(x + torch.zeros_like(x).requires_grad_())
+        for change in self.changes:
+            if self.place == "hook":
+                h.register_hook(change)
+            if self.place == "function":
+                h = Through.apply(h, change)
+            if self.place == "kept":
+                h = TimesSamples.apply(h, change)
+        return self.down(h)
+
+
+def said_of(cases):
+    """Return what is warned of each in a step, or in four of what is silent, and the calls of `looked_at`."""
+    torch.set_default_dtype(torch.float64)
+    records, found = [], []
+    logging.getLogger("composer3d.step.mixed_gradients").addFilter(lambda record: records.append(record.getMessage()))
+    for place, names in cases:
+        torch.manual_seed(0)
+        changes = [MIXING[name][1] if name in MIXING else name == "kept" for name in names]
+        run = composed("[sharding.fsdp2]\n", Changed(changes, place), loss_fn=mse_loss)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(4 if len(names) > 1 else 1):
+            run.forward_backward(torch.randn(6, 4), target=torch.randn(6, 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not torch.overrides._get_current_function_mode_stack()
+        run.close()
+        found.append(list(records))
+        records.clear()
+    return found, len(KEPT)
+
+
+def test_what_relates_a_ranks_samples_in_a_backward_is_named_with_its_line():
+    places = "hook", "function", "module"
+    said = [(places[index % 3], name) for index, name in enumerate(name for name in MIXING if MIXING[name][0])]
+    silent = [(place, [name for name in MIXING if not MIXING[name][0]]) for place in places]
+    cases = [*((place, [name]) for place, name in said), ("kept", ["kept"]), ("kept", ["constant"]), *silent]
+    (first, num_calls), (second, _) = run_ranks(said_of, 2, cases)
+    assert not any(second) and num_calls == 4 * 3  # nothing is called twice
+    for (place, names), messages in zip(cases, first, strict=True):
+        wanted = MIXING[names[0]][0] if names[0] in MIXING else "the number of samples" if names[0] == "kept" else ""
+        assert len(messages) == bool(wanted), (place, names, messages)
+        if wanted:
+            assert messages[0].startswith("test_activation_gradients.py:") and wanted in messages[0]
+            assert "relates a rank's samples to one another in the backward" in messages[0]

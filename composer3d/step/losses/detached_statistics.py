@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["DetachedStatistics"]
+__all__ = ["DetachedStatistics", "is_of_samples", "is_over_samples", "value_of"]
 
 _NUM_FORWARDS = 3
 # Reductions and orders over all dims, or over those at a place among the arguments, or over the last.
@@ -32,9 +32,10 @@ _OVER_ALL = {
     for name in "amax amin aminmax argmax argmin logsumexp max mean median min nanmean nansum prod std std_mean sum "
     "var var_mean".split()
 } | {"norm": 2, "quantile": 2, "nanquantile": 2, "vector_norm": 2}
-_OVER_LAST = {"argsort": 1, "kthvalue": 2, "log_softmax": 1, "softmax": 1, "sort": 1, "topk": 2} | {
+_OVER_LAST = {"argsort": 1, "kthvalue": 2, "log_softmax": 1, "softmax": 1, "sort": 1, "topk": 2, "normalize": 2} | {
     name: 1 for name in ("cumprod", "cumsum", "logcumsumexp")
 }
+_LAST = {"normalize": 1}  # where the dim that is meant by none is not the last
 _PRODUCTS = ("matmul", "mm", "__matmul__", "__rmatmul__")
 _SHIFTS = frozenset("add sub __add__ __sub__ __radd__ __rsub__ rsub".split())
 _UNKNOWN: tuple[Callable[[], None], str, str] = (lambda: None), "", ""
@@ -136,24 +137,29 @@ class DetachedStatistics:
                 self.seen = statistic
             return
         if statistic is None and any(self._is_sample(each) for each in given):
-            is_reduced = any(self._is_over_samples(name, args, kwargs, each) for each in given)
+            is_reduced = any(is_over_samples(name, args, kwargs, each, self._num_samples) for each in given)
             last = given[-1]  # by which a product of matrices adds up over rows: a codebook's sums
-            is_reduced |= name in _PRODUCTS and last.dim() == 2 and self._is_sample(last) and self._is_of_samples(last)
+            is_reduced |= (
+                name in _PRODUCTS
+                and last.dim() == 2
+                and self._is_sample(last)
+                and is_of_samples(last, self._num_samples)
+            )
             is_loss = name in ("detach", "__get__") and not given[0].dim() and given[0].requires_grad
             if is_reduced or is_loss:
                 statistic = f"{name.strip('_')} of detached values in {caller(())[1] or 'the forward'}"
-            elif not any(each.is_floating_point() and self._is_of_samples(each) for each in returned):
+            elif not any(each.is_floating_point() and is_of_samples(each, self._num_samples) for each in returned):
                 return
         elif statistic is None:
             return
         written = (self._aliases.get(id(each), lambda: None)() for each in returned)
         for each in (*returned, *(tensor for tensor in written if tensor is not None)):
-            self._found[id(each)] = weakref.ref(each), _value(each) if statistic else "", statistic or ""
+            self._found[id(each)] = weakref.ref(each), value_of(each) if statistic else "", statistic or ""
 
     def _matters(self, name: str, given: list[Tensor]) -> bool:
         """Return whether a gradient depends on a statistic that an operation combines with what has one."""
         bent = [each for each in given if each.requires_grad and each.grad_fn is not None]
-        if any(self._is_of_samples(each) for each in bent):
+        if any(is_of_samples(each, self._num_samples) for each in bent):
             return True
         return bool(bent) and not bent[0].dim() and name.strip("_") not in _SHIFTS
 
@@ -163,7 +169,7 @@ class DetachedStatistics:
             return ""
         reference, value, tag = self._found.get(id(tensor), _UNKNOWN)
         # What no function of torch's has written is a collective's: a statistic of all ranks' samples.
-        return tag if reference() is tensor and value == (_value(tensor) if tag else "") else ""
+        return tag if reference() is tensor and value == (value_of(tensor) if tag else "") else ""
 
     def _is_sample(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from samples, with a gradient that is about to be left, or without."""
@@ -171,25 +177,44 @@ class DetachedStatistics:
             return tensor.grad_fn is not None and not is_weight(tensor.grad_fn)
         return self._found.get(id(tensor), _UNKNOWN)[0]() is tensor
 
-    def _is_of_samples(self, tensor: Tensor) -> bool:
-        return bool(tensor.dim()) and tensor.shape[0] > 0 and tensor.shape[0] % self._num_samples == 0
 
-    def _is_over_samples(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
-        """Return whether a function reduces or orders a tensor along its samples."""
-        if not self._is_of_samples(tensor) or not (tensor.is_floating_point()):
-            return False
-        place = _OVER_ALL.get(name, _OVER_LAST.get(name))
-        if place is None:
-            return False
-        dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
-        if hasattr(dims, "shape"):
-            return False  # of two tensors
-        if dims is None:
-            dims = tuple(range(tensor.dim())) if name in _OVER_ALL else -1
-        return 0 in {dim % tensor.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
+def is_over_samples(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor, num_samples: int
+) -> bool:
+    """Return whether a function reduces or orders a tensor along its samples.
+
+    Args:
+        name: Of the function.
+        args: Of its call.
+        kwargs: Of its call.
+        tensor: One of its arguments.
+        num_samples: Of a forward.
+    """
+    name = name.strip("_").removeprefix("linalg_")
+    if not is_of_samples(tensor, num_samples) or not tensor.is_floating_point():
+        return False
+    place = _OVER_ALL.get(name, _OVER_LAST.get(name))
+    if place is None:
+        return False
+    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+    if hasattr(dims, "shape"):
+        return False  # of two tensors
+    if dims is None:
+        dims = tuple(range(tensor.dim())) if name in _OVER_ALL else _LAST.get(name, -1)
+    return 0 in {dim % tensor.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
 
 
-def _value(tensor: Tensor) -> str:
+def is_of_samples(tensor: Tensor, num_samples: int) -> bool:
+    """Return whether the first dim of a tensor is that of samples, or of their parts.
+
+    Args:
+        tensor: Any.
+        num_samples: Of a forward.
+    """
+    return bool(tensor.dim()) and tensor.shape[0] > 0 and tensor.shape[0] % num_samples == 0
+
+
+def value_of(tensor: Tensor) -> str:
     """Return the sum of a tensor's elements as text, in which NaNs are equal; a device is waited for."""
     import torch
 
