@@ -8,9 +8,11 @@ forward found there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,11 @@ __all__ = ["KeptState", "attributes_of"]
 
 _TORCHS = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, list, tuple, set, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+_HOLDERS = frozenset((Tensor, *_CONTAINERS, *_GENERATORS))  # what changes in its place
 _DEPTH = 3  # of containers in each other
+_MT19937_BYTES = 2500  # 624 words and the place among them
 
 
 class KeptState:
@@ -34,18 +40,28 @@ class KeptState:
     Args:
         modules: Whose state it is, with all modules in them.
         buffers: Whether buffers are written to; where others stand in their places they are not.
+        numpy: Whether the state of numpy's global generator is taken, which is 40 microseconds; else only whether it
+            has moved is known.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = True) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = True, numpy: bool = True) -> None:
         self._modules = list(modules)
         owners = [module for root in self._modules for module in root.modules()]
-        self._attributes = [(each, {name: _noted(value) for name, value in attributes_of(each)}) for each in owners]
-        held = [leaf for module in owners for _, value in attributes_of(module) for leaf in _leaves(value)]
-        self._values = [(tensor, tensor.detach().clone(), tensor._version) for tensor in held if not tensor.is_meta]
+        self._owned = [vars(module) for module in owners]
+        self._before = [dict(owned) for owned in self._owned]
+        held = [
+            value
+            for owned in self._before
+            for name, value in owned.items()
+            if type(value) in _HOLDERS and name not in _TORCHS and not name.startswith("_composer3d")
+        ]
+        self._noted = [_noted(value) for value in held if isinstance(value, _CONTAINERS) and _is_state(value)]
+        tensors = [leaf for value in held for leaf in _leaves(value) if not leaf.is_meta]
+        self._values = [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors]
         self._buffers = [(each, each.clone()) for module in owners for each in module.buffers(False)] if buffers else []
-        self._generators = [put for module in owners for value in vars(module).values() if (put := _generator(value))]
-        self._generators += [_later(random.setstate, random.getstate())]
-        self._generators += [_later(np.random.set_state, np.random.get_state())]
+        self._generators = [_Generator(value) for value in held if isinstance(value, _GENERATORS)]
+        self._python, self._place = random.getstate(), _numpy_place()
+        self._numpy = np.random.get_state() if numpy else None
 
     def restore(self) -> None:
         """Put back what has changed since."""
@@ -58,15 +74,30 @@ class KeptState:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
-    def forget_unchanged(self) -> None:
-        """Let go of the copies of tensors that nothing has written to since."""
+    def has_changed(self) -> bool:
+        """Return whether anything has, but buffers; copies of tensors that nothing has written to are let go of."""
         self._values = [held for held in self._values if held[0]._version != held[2]]
+        return bool(
+            self._values
+            or not all(map(_is_same, self._owned, self._before))
+            or any(map(_is_other, self._noted))
+            or any(generator.has_moved() for generator in self._generators)
+            or self.has_moved_numpy()
+            or random.getstate() != self._python
+        )
+
+    def has_moved_numpy(self) -> bool:
+        """Return whether numpy's global generator was drawn from."""
+        # Of a pair of normal numbers the second one leaves the place as it is.
+        return _numpy_place() != self._place or (
+            self._numpy is not None and str(np.random.get_state()) != str(self._numpy)
+        )
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Put back what there was inside, on copies of tensors that were changed in place: graphs may hold these."""
         now = KeptState(self._modules, buffers=False)
-        present = [_noted(value) for _, before in self._attributes for value, _ in before.values()]
+        present = [_noted(value) for value, _ in self._noted]
         self._assign({id(tensor): value for tensor, value, version in self._values if tensor._version != version})
         try:
             yield
@@ -76,55 +107,108 @@ class KeptState:
             now.restore()
 
     def _assign(self, others: dict[int, Tensor]) -> None:
-        for module, before in self._attributes:
-            for name in [name for name, _ in attributes_of(module) if name not in before]:
-                del vars(module)[name]
-            for name, noted in before.items():
-                vars(module)[name] = _put_back(noted, others)
-        for put in self._generators:
-            put()
+        for owned, before in zip(self._owned, self._before, strict=True):
+            if not _is_same(owned, before):
+                for name in [name for name in owned if name not in before and _is_state_of(name, owned[name])]:
+                    del owned[name]
+                owned.update({n: v for n, v in before.items() if owned.get(n) is not v and _is_state_of(n, v)})
+            if others:
+                owned.update({n: others[id(v)] for n, v in before.items() if isinstance(v, Tensor) and id(v) in others})
+        for noted in self._noted:
+            _put_back(noted, others)
+        for generator in self._generators:
+            generator.put()
+        random.setstate(self._python)
+        if self._numpy is not None:
+            np.random.set_state(self._numpy)
+        elif self.has_moved_numpy():
+            words = np.frombuffer(self._place, dtype=np.uint32)
+            np.random.set_state(("MT19937", words[:-1], int(words[-1]), 0, 0.0))
+
+
+def _is_same(owned: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(owned) == len(before) and all(map(operator.is_, owned.values(), before.values()))
+
+
+def _numpy_place() -> bytes:
+    """Return the state of numpy's global bit generator, but for a normal number that is left over from a pair."""
+    generator: Any = vars(np.random)["get_bit_generator"]()  # which numpy's own types leave out
+    if not isinstance(generator, np.random.MT19937):
+        return repr(generator.state).encode()
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a module's own attributes that can be state, by name; torch's and composer3d's own are none."""
     for name, value in list(vars(module).items()):
-        if name not in _TORCHS and not name.startswith("_composer3d") and _is_state(value):
+        if _is_state_of(name, value):
             yield name, value
+
+
+def _is_state_of(name: str, value: Any) -> bool:
+    return name not in _TORCHS and not name.startswith("_composer3d") and _is_state(value)
 
 
 def _is_state(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Tensor):
         return not getattr(value, "composer3d_absent", False)
-    if type(value) in (list, tuple, set, deque):
-        return depth < _DEPTH and all(_is_state(item, depth + 1) for item in value)
     if type(value) is dict:
         return depth < _DEPTH and all(_is_state(item, depth + 1) for item in value.values())
+    if type(value) in _CONTAINERS:
+        return depth < _DEPTH and all(_is_state(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN)
 
 
-def _generator(value: Any) -> Callable[[], None] | None:
-    """Return what gives a generator back the state that it has; None for other values."""
-    if isinstance(value, torch.Generator):
-        return _later(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return _later(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return _later(lambda state: setattr(value.bit_generator, "state", state), value.bit_generator.state)
-    return None
+class _Generator:
+    """A generator of random numbers, and the state that it had."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator, self._state = generator, _state_of(generator)
+
+    def has_moved(self) -> bool:
+        """Return whether it was drawn from."""
+        state = _state_of(self._generator)
+        if isinstance(state, Tensor):
+            return not torch.equal(state, self._state)
+        return str(state) != str(self._state)  # some hold arrays
+
+    def put(self) -> None:
+        """Give it back the state."""
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(self._state)
+        elif isinstance(self._generator, random.Random):
+            self._generator.setstate(self._state)
+        else:
+            self._generator.bit_generator.state = self._state
 
 
-def _later(function: Callable[[Any], Any], state: Any) -> Callable[[], None]:
-    def put() -> None:
-        function(state)
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
-    return put
+
+def _is_other(noted: tuple[Any, Any]) -> bool:
+    """Return whether a container, or one in it, holds other values."""
+    value, held = noted
+    if held is None:
+        return False
+    notes = list(held.values()) if type(value) is dict else held
+    now = list(value.values()) if type(value) is dict else list(value)
+    if type(value) is dict and list(value) != list(held):
+        return True
+    return (
+        len(now) != len(notes)
+        or not all(map(operator.is_, now, (one for one, _ in notes)))
+        or any(map(_is_other, notes))
+    )
 
 
 def _noted(value: Any) -> tuple[Any, Any]:
     """Return a value with notes of what a container holds, None for one that is none."""
     if type(value) is dict:
         return value, {key: _noted(item) for key, item in value.items()}
-    return value, [_noted(item) for item in value] if type(value) in (list, tuple, set, deque) else None
+    return value, [_noted(item) for item in value] if type(value) in _CONTAINERS else None
 
 
 def _put_back(noted: tuple[Any, Any], others: dict[int, Tensor]) -> Any:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Found", "versions"]
 
+# Whether a forward of a block has drawn from numpy's global generator.
+_DRAWS_OF_NUMPY: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
 Place = tuple[dict[str, Any], str]  # the buffers of a module, and the name of one
 
 
@@ -68,9 +71,12 @@ class Found:
         for _, buffer in held.values():
             if buffer is not None and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone(), _version(buffer)
-        self._kept = KeptState([self.block], buffers=False)
+        draws = _DRAWS_OF_NUMPY.get(self.block)
+        kept = KeptState([self.block], buffers=False, numpy=draws is not False)
         yield
-        self._kept.forget_unchanged()
+        _DRAWS_OF_NUMPY[self.block] = bool(draws) or kept.has_moved_numpy()
+        if kept.has_changed():
+            self._kept = kept
         for key, (place, buffer) in held.items():
             if buffer is None:
                 if _buffer(place) is not None:
