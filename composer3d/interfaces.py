@@ -254,11 +254,14 @@ class DataDependent:
         routing_skew: Rows that a plan's rank is sent over the mean of all ranks.
         used: Modules that are run in every step whatever the batch, by whether the model's code has called them: what
             it has called on no rank has no gradient, as on one device.
+        stacked: FQNs of stacked weights of experts that are going to be sharded along their first dim, known as soon as
+            they are selected, before there is a mesh.
     """
 
     axes: set[str] = field(default_factory=set)
     routing_skew: float = 1.0
     used: dict[nn.Module, bool] = field(default_factory=dict)
+    stacked: frozenset[str] = frozenset()
 
 
 class Recorder(Protocol):

@@ -31,12 +31,14 @@ class Record:
         entries: What is compared.
         places: The innermost module at work at each entry.
         placed: The sharded dim of what was drawn last.
+        entered: Modules that were entered.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.places: list[str] = []
         self.placed: Placed | None = None
+        self.entered: set[str] = set()
         self._drawn: dict[int, Placed | None] = {}
         self._order: dict[int, int] = {}
         # A tensor that was freed would leave its identity to another one.
@@ -47,6 +49,7 @@ class Record:
     def enter(self, fqn: str) -> None:
         """Enter a module: entries are noted as its own."""
         self._stack.append(fqn)
+        self.entered.add(fqn)
 
     def leave(self) -> None:
         """Leave the innermost module."""

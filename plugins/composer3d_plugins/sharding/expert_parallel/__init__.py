@@ -188,6 +188,10 @@ class ExpertParallel:
         patterns = (self.experts,) if isinstance(self.experts, str) else self.experts
         experts = find_experts(model, None if patterns == ("auto",) else patterns, context)
         context.state[self] = _Found(experts=experts)
+        stacked = [each for each in experts if not each.is_list and context.degrees[AXIS] > 1]
+        context.stash(DataDependent).stacked = frozenset(
+            fqn for fqn in context.parameter_fqns if any(each.holds(fqn) for each in stacked)
+        )
         return [each.fqn for each in experts]
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from composer3d import PluginError, RunContext
+from composer3d import DataDependent, PluginError, RunContext
 from composer3d.propagation import Call, PropagationError, Traced, kind_of, reader_of, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
@@ -368,10 +368,12 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
 def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tuple[Rules, dict[str, str]]:
     """Return the rules of modules of a block whose own code multiplies parameters, and why others stay whole."""
     tied = {name for group in context.ties for name in group}
+    experts = context.stash(DataDependent).stacked
     excluded = [
         name
         for name in multiplied(derivation.block)
-        if reader_of(derivation.block, owner_of(name)) in rules
+        if derivation._full(name) in experts
+        or reader_of(derivation.block, owner_of(name)) in rules
         or derivation._full(owner_of(name)) in derivation.read
         or derivation._full(name) in tied
     ]
@@ -386,4 +388,5 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tu
     found = search.rules()
     why = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
     why |= {name: "it is a parameter of several modules" for name in excluded if derivation._full(name) in tied}
+    why |= {name: "it is sharded over experts" for name in excluded if derivation._full(name) in experts}
     return found, {**why, **search.reasons}

@@ -72,6 +72,8 @@ class WeightSearch:
     num_runs: int = 0
     _contracting: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _last: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # What failed: the modules that were entered, what was sharded of their parameters, and how it failed.
+    _failed: list[tuple[frozenset[str], dict[str, Placed], PropagationError]] = field(default_factory=list)
 
     def rules(self) -> Rules:
         """Return the rules of the modules that own what can be sharded."""
@@ -135,10 +137,17 @@ class WeightSearch:
                     yield Placed(dim=dim, parts=(size // count,) * count)
 
     def _error(self, weights: Mapping[str, Placed], name: str) -> PropagationError | None:
-        """Return what a block with these weights does that cannot be; None if nothing."""
+        """Return what a block with these weights does that cannot be; None if nothing.
+
+        A run fails as an earlier one did if it has sharded the same of the modules that the earlier one entered.
+        """
+        for modules, sharded, error in self._failed:
+            if self._read_in(modules, weights) == sharded:
+                return error
         self.num_runs += 1
         if self.num_runs > MOST_RUNS:
             return PropagationError("it has too many parameters to try")
+        entered: set[str] = set()
         for training in (True, False):
             roles = replace(self.roles, weights=weights)
             dry_run = BlockDryRun(block=self.block, degree=self.degree, roles=roles, training=training)
@@ -146,13 +155,20 @@ class WeightSearch:
                 dry_run.propagate(self.call, self.where)
             except PropagationError as error:
                 error.step = len(dry_run.record.entries)
+                modules = frozenset(entered | dry_run.record.entered)
+                self._failed.append((modules, self._read_in(modules, weights), error))
                 return error
+            entered |= dry_run.record.entered
             # Layers that sum over what these weights have sharded, and not another layer.
             ends = {end: (set(sources), parts) for end, (sources, parts) in dry_run.contracting.items()}
             self._last = {end: parts for end, (sources, parts) in ends.items() if sources & weights.keys()}
             if name not in dry_run.products.summed & dry_run.products.multiplied:
                 return PropagationError("nothing sums over what it is multiplied with")
         return None
+
+    def _read_in(self, modules: Collection[str], weights: Mapping[str, Placed]) -> dict[str, Placed]:
+        """Return of weights those that the code of one of these modules multiplies."""
+        return {name: at for name, at in weights.items() if reader_of(self.block, owner_of(name)) in modules}
 
 
 def place_weights(
