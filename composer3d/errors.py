@@ -23,6 +23,7 @@ __all__ = [
     "ManifestError",
     "MeshError",
     "ModelError",
+    "NothingShared",
     "OrderError",
     "PatternError",
     "PluginError",
@@ -30,8 +31,8 @@ __all__ = [
     "QueryError",
     "RankError",
     "ReferenceFailure",
-    "ReplicaError",
     "RendezvousError",
+    "ReplicaError",
     "StepError",
     "TransformError",
     "describe_error",
@@ -108,6 +109,10 @@ class ManifestError(ComposerError):
 
 class MeshError(ComposerError):
     """Degrees and world do not fit, or an axis is declared twice."""
+
+
+class NothingShared(MeshError):
+    """The world has several ranks, and no plugin an axis of them."""
 
 
 class ModelError(ComposerError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.errors import ComposerError, ManifestError, NothingShared, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -183,6 +183,8 @@ def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, wor
             result.layout = layout_of(inspected.manifest, hooks, world_size=size)
             return size
         except ManifestError as error:
+            if inspected.unresolved and isinstance(error.__cause__, NothingShared):
+                continue  # one whose table is wrong may share it
             # A plugin that was not found may own the axis that nobody seems to own.
             told = [problem for problem in error.problems if problem.key is None or not inspected.unresolved]
             result.problems += [problem for problem in told if problem not in result.problems]

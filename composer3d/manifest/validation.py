@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -35,6 +36,7 @@ _BOUNDS = {
     "multiple_of": "a multiple of",
     "finite_number": "a finite number",
 }
+_MOST_OF_A_LIST = 5  # whose faults are told one by one
 LARGEST = 10**12  # of integers without a bound of their own
 _AUTHORED = ("value_error", "assertion_error")
 
@@ -93,18 +95,30 @@ def validate(
         document.problem(base + path, f"{dotted(base + path)} must not be a date or time", hint="put it in quotes")
         for path in dates
     ]
-    mistaken = [
-        fault for fault in (*_mistaken_literals(cls, value), *_meaningless(cls, value)) if fault.path not in dates
-    ]
-    if mistaken:
-        return None, problems + [_problem(document, base, fault) for fault in mistaken]
+    faults = [*_mistaken_literals(cls, value), *_meaningless(cls, value)]
+    instance = None
     try:
         instance = cls.__pydantic_validator__.validate_json(json.dumps(value, default=str))  # type: ignore[attr-defined]
     except ValidationError as error:
-        faults = [_trace(cls, value, details) for details in error.errors(include_url=False)]
-        problems += [_problem(document, base, fault) for fault in _select(faults) if fault.path not in dates]
-        return None, list(dict.fromkeys(problems))
-    return (None, problems) if problems else (instance, [])
+        known = {fault.path for fault in faults}
+        found = _select([_trace(cls, value, details) for details in error.errors(include_url=False)])
+        faults += [fault for fault in found if fault.path not in known]
+    problems += _problems(document, base, [fault for fault in faults if fault.path not in dates])
+    return (None, list(dict.fromkeys(problems))) if problems else (instance, [])
+
+
+def _problems(document: Document, base: KeyPath, faults: Sequence[_Fault]) -> Iterable[Problem]:
+    """Yield the problem of each fault, of those in one list the first few."""
+    seen: Counter[KeyPath] = Counter()
+    for fault in faults:
+        place = next((index for index, part in enumerate(fault.path) if isinstance(part, int)), None)
+        path = fault.path[:place]
+        seen[path] += place is not None
+        if place is None or seen[path] <= _MOST_OF_A_LIST:
+            yield _problem(document, base, fault)
+    for path, number in seen.items():
+        if (more := number - _MOST_OF_A_LIST) > 0:
+            yield document.problem(base + path, f"{dotted(base + path)} has {count(more, 'more such fault')}")
 
 
 def secret_paths(annotation: Any, value: Any, path: KeyPath) -> Iterable[KeyPath]:

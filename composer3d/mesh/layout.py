@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from types import MappingProxyType
 
-from composer3d.errors import MeshError
+from composer3d.errors import MeshError, NothingShared
 
 __all__ = ["AXES", "BESIDE_EXPERTS", "Axis", "Layout", "Role", "arrange", "crossings", "resolve"]
 
@@ -242,7 +242,7 @@ def resolve(
     if world_size is not None and layout.world_size != world_size:
         shown = " x ".join(f"{name}={filled[name]}" for name in dense if filled[name] > 1 or stated.get(name))
         if not shown:
-            raise MeshError(
+            raise NothingShared(
                 f"the world has {world_size} ranks, and no plugin of this manifest shares work among them; name one "
                 '(composer3d plugins lists those of the family "sharding"), or start 1 rank'
             )

@@ -13,7 +13,17 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from composer3d.errors import MeshError
-from composer3d.manifest import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, read_text, table, validate
+from composer3d.manifest import (
+    CORE_TABLES,
+    MeshTable,
+    ModelTable,
+    TrainTable,
+    inspect_manifest,
+    mesh_table,
+    read_text,
+    table,
+    validate,
+)
 
 
 class Reduction(enum.Enum):
@@ -321,3 +331,14 @@ def test_the_step_has_defaults_and_bounds():
         "run.toml:4:1: [train] train.global_batch must be at least 1, not 0",
         "run.toml:5:1: [train] train.seed must be at least 0, not -1",
     ]
+
+
+def test_a_list_of_wrong_items_is_told_by_its_first_few_and_beside_what_equals_a_literal_of_another_type():
+    text = "composer3d = 1\n[sharding.fsdp2]\nzero = true\nzero_stage = 3\n"
+    found = inspect_manifest(read_text(text + f"forward_prefetch = -1\nignored = {[1] * 3000}\n"))
+    told = [problem.message for problem in found.problems]
+    assert 'unknown key "zero_stage"' in told and "zero = true is not one of 1, 2, 3" in told
+    assert "sharding.fsdp2.forward_prefetch must be at least 0, not -1" in told
+    listed = [message for message in told if "ignored" in message]
+    assert len(listed) == 6 and listed[-1] == "sharding.fsdp2.ignored has 2995 more such faults"
+    assert [plugin.name for plugin in found.manifest.plugins] == ["fsdp2"]  # without its wrong keys
