@@ -57,9 +57,13 @@ def read_state(path: Path) -> dict[str, Any]:
         checksums.verify(STATE, data)
     try:
         content = json.loads(data.decode())
-        version, state = content["composer3d"], content["state"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged: {type(error).__name__}: {error}") from error
+    missing = [key for key in ("composer3d", "state") if not isinstance(content, dict) or key not in content]
+    if missing:
+        held = f'has no "{missing[0]}"' if isinstance(content, dict) else f"is {json.dumps(content):.60}"
+        raise CheckpointError(f'{file}: damaged: it {held}; it must be an object with "composer3d" and "state"')
+    version, state = content["composer3d"], content["state"]
     if version not in (FORMAT, UNVERIFIED):
         raise CheckpointError(f"{file}: written in format {version!r:.60}; this composer3d reads format {FORMAT}")
     if not isinstance(state, dict):

@@ -108,7 +108,7 @@ class StepEngine:
     def current(self, call: str) -> StepState:
         """Return the open step, or raise an error that `call` needs one."""
         if self.state is None:
-            raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
+            raise self.own_steps.outside(call)
         return self.state
 
     def begun(self) -> StepState:

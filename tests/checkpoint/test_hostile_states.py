@@ -109,7 +109,8 @@ def stated_changes(path):
         (tensor, [1]),
         (("state", "states", "attached/memory"), None),
     ]
-    return [attempt(path, changed(content, place, other)) for place, other in changes]
+    others = [[1, 2], None, 3, {"composer3d": 1}]
+    return [*(attempt(path, changed(content, *each)) for each in changes), *(attempt(path, each) for each in others)]
 
 
 def test_what_is_wrong_is_named(tmp_path):
@@ -127,6 +128,10 @@ def test_what_is_wrong_is_named(tmp_path):
         f"{path}: of another model or optimizer: the checkpoint also holds attached/memory/mean",
         f"{path}: of another model or optimizer: the checkpoint also holds attached/memory/mean; the checkpoint also "
         "holds attached/memory/seen/1",
+        *(
+            f'{path / "state.json"}: damaged: it {what}; it must be an object with "composer3d" and "state"'
+            for what in ("is [1, 2]", "is null", "is 3", 'has no "state"')
+        ),
     ]
 
 

@@ -21,6 +21,7 @@ ALONE = {
     f"train.seed = 0x{'f' * 5000}": "3:7: [train] train.seed is an integer beyond 64 bits",
     f"a{'.k' * 2000} = 1": "3:1: nested too deeply: a key of more than 64 parts",
     'data.use = "a\\u0000b"': "3:6: [data] data.use holds the character NUL",
+    'data.use = "a\\nb"': '3:6: [data] use = "a\\nb": there is no "a\\nb" beside the manifest; give ',
     'data.use = "/proc/self/mem"': '3:6: [data] use = "/proc/self/mem" cannot be read: input/output error',
     'data.use = "/dev/zero"': '3:6: [data] use = "/dev/zero" is a device; give "python_docs", "synthetic", a file or '
     'folder, or "module:callable"',

@@ -50,6 +50,20 @@ def test_nothing_of_a_step_happens_outside_one():
     ]
 
 
+def twice():
+    run, optimizer, x, _ = plain()
+    run.backward(run.model(x).mean())
+    optimizer.step()
+    return message_of(optimizer.step)
+
+
+def test_an_optimizer_that_steps_twice_after_one_backward_is_told_that_there_are_no_gradients():
+    assert run_ranks(twice, 1)[0] == (
+        "optimizer.step was called without gradients: no forward and backward has run since the optimizer's last step; "
+        "call it once after the backwards of a batch"
+    )
+
+
 def nested():
     run, *_ = plain()
 

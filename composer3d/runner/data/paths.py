@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from composer3d.errors import DataError
-from composer3d.manifest import kind_of_file
+from composer3d.manifest import inline, kind_of_file
 from composer3d.runner.data.data_source import Report
 from composer3d.runner.data.indexed_tokens import index_of
 from composer3d.runner.data.tokens import TOKEN_SUFFIXES
@@ -53,23 +53,23 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     Raises:
         DataError: There is no such path (with the nearest name), the folder holds nothing to read, or both kinds.
     """
-    path = _of_prefix(folder / use)
+    path, shown = _of_prefix(folder / use), inline(use)
     try:
         kind = kind_of_file(path)
     except FileNotFoundError:
-        raise DataError(f'[data] use = "{use}": {_missing(use, folder)}') from None
+        raise DataError(f"[data] use = {shown}: {_missing(use, folder)}") from None
     except OSError as error:
-        raise DataError(f'[data] use = "{use}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+        raise DataError(f"[data] use = {shown} cannot be read: {(error.strerror or str(error)).lower()}") from None
     if kind is not None and kind != "a folder" or path.resolve() == Path(path.anchor or "/"):
         what = "the root of the file system" if kind == "a folder" else kind
-        raise DataError(f'[data] use = "{use}" is {what}; give {_CHOICES}')
+        raise DataError(f"[data] use = {shown} is {what}; give {_CHOICES}")
     if kind is None:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
     try:
         os.scandir(path).close()
         found = [Path(file) for file in sorted(_files_below(path), key=lambda file: file.split(os.sep))]
     except OSError as error:  # an entry is removed while the folder is listed
-        raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
+        raise DataError(f"[data] use = {shown} cannot be listed: {error}") from None
     tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
     text = tuple(file for file in found if file.suffix.lower() in TEXT_SUFFIXES)
     indices = {index_of(file) for file in tokens}
@@ -77,14 +77,14 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
     if tokens and text:
         raise DataError(
-            f'[data] use = "{use}" holds both text ({text[0].name}) and tokens ({tokens[0].name}); move one kind away'
+            f"[data] use = {shown} holds both text ({text[0].name}) and tokens ({tokens[0].name}); move one kind away"
         )
     if not tokens and not text:
         there = f"only files of other kinds ({listed})" if listed else "no files"
         wanted = f"text ({', '.join(TEXT_SUFFIXES)}) or tokens ({', '.join(TOKEN_SUFFIXES)})"
-        raise DataError(f'[data] use = "{use}" is a folder with {there}; it must hold {wanted}')
+        raise DataError(f"[data] use = {shown} is a folder with {there}; it must hold {wanted}")
     if others and report is not None:
-        report(f'[data] use = "{use}": files of other kinds are left out: {listed}')
+        report(f"[data] use = {shown}: files of other kinds are left out: {listed}")
     return Located(kind="tokens" if tokens else "text", files=tokens or text)
 
 
@@ -131,4 +131,4 @@ def _missing(use: str, folder: Path) -> str:
     near = get_close_matches(part, choices, n=1, cutoff=0.6)
     hint = f'did you mean "{shown / near[0]}"?' if near else f"give {_CHOICES}"
     where = "beside the manifest" if there == folder else f'in "{shown}"'
-    return f'there is no "{part}" {where}; {hint}'
+    return f"there is no {inline(part)} {where}; {hint}"

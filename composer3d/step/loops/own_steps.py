@@ -25,6 +25,7 @@ class OwnSteps:
 
     def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
         self.next = self.num_backwards = self.num_samples = 0
+        self._has_opened = False
         self._step = step
         self._open: contextlib.ExitStack | None = None
 
@@ -38,7 +39,17 @@ class OwnSteps:
         with contextlib.ExitStack() as stack:
             state = stack.enter_context(self._step(self.next))
             self._open = stack.pop_all()
+        self._has_opened = True
         return state
+
+    def outside(self, call: str) -> StepError:
+        """Return the error of a call that needs a step, where none is open."""
+        if not self._has_opened:
+            return StepError(f"{call} was called outside a step; write: with run.step(n): ...")
+        return StepError(
+            f"{call} was called without gradients: no forward and backward has run since the optimizer's last step; "
+            "call it once after the backwards of a batch"
+        )
 
     def count_backward(self) -> int:
         """Count a backward; return the samples of its forward, 0 where it has had a backward before."""
