@@ -124,8 +124,20 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
 
 
-def test_a_model_of_convolutions_alone_is_told_so():
-    assert on_one_rank(refused, 2, convolutions) == (
+class Unrunnable(nn.Sequential):
+    """What the dry run is given does not fit: its sizes match for no input."""
+
+    def forward(self, x):
+        return torch.cat([super().forward(x), x[:, :, :1]], 1)
+
+
+def unrunnable():
+    return Unrunnable(*convolutions())
+
+
+@pytest.mark.parametrize("factory", [convolutions, unrunnable])
+def test_a_model_of_convolutions_alone_is_told_so(factory):
+    assert on_one_rank(refused, 2, factory) == (
         "no plan can be derived for this model: it has no linear layers and no embeddings; weights of Conv2d and "
         "ConvTranspose2d stay whole; leave tp at 1: a data-parallel plugin shards any model"
     )

@@ -208,7 +208,13 @@ def derive(
     Raises:
         PluginError: Nothing can be sharded, or the heads do not divide; with the reasons.
     """
-    traced = trace(model, context, blocks=blocks)
+    try:
+        traced = trace(model, context, blocks=blocks)
+    except PluginError:
+        why, advice = without_layers(model)
+        if "stay whole" not in why or any(kind_of(module) != "other" for module in model.modules()):
+            raise
+        raise PluginError(f"no plan can be derived for this model: {why}", hint=advice) from None
     derivations, reasons, whole = _derivations(model, context, traced)
     rules: Rules = {}
     for _, found, group in derivations:
