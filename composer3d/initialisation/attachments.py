@@ -115,12 +115,8 @@ class Attachments:
     @classmethod
     def of(cls, model: nn.Module) -> Attachments:
         """Record what is attached to the parameters and buffers of a model."""
-        known: dict[int, _Attached] = {}
-        by_name: dict[str, _Attached] = {}
         registered = dict(named_tensors(model))
-        for fqn, tensor in registered.items():
-            if not is_wrapper_subclass(type(tensor)):
-                by_name[fqn] = known.setdefault(id(tensor), _attached(fqn, tensor))
+        by_name, known = _by_name(registered)
         reached = list(reachable_tensors(model))
         others = {r.path: r.tensor for r in reached if id(r.tensor) not in known}
         return cls(
@@ -128,6 +124,12 @@ class Attachments:
             views=tuple(views_of_parameters(registered, others)),
             held=any(id(r.tensor) in known for r in reached),
         )
+
+    def of_copy(self, model: nn.Module) -> Attachments:
+        """Record the same of a deep copy, which holds parameters and views of them only where the model does."""
+        if self.held or self.views:
+            return Attachments.of(model)
+        return Attachments(by_name=_by_name(dict(named_tensors(model)))[0])
 
     @property
     def depend_on_layout(self) -> bool:
@@ -247,6 +249,16 @@ def _carry_hooks(attached: _Attached, final: Tensor, *, alone: bool) -> bool:
         raise TransformError(message)
     set_gradient_hooks(final, None, None)
     return bool(attached.before)
+
+
+def _by_name(registered: Mapping[str, Tensor]) -> tuple[dict[str, _Attached], dict[int, _Attached]]:
+    """Return what is attached to tensors, by every name and by identity."""
+    by_name: dict[str, _Attached] = {}
+    known: dict[int, _Attached] = {}
+    for fqn, tensor in registered.items():
+        if not is_wrapper_subclass(type(tensor)):
+            by_name[fqn] = known.setdefault(id(tensor), _attached(fqn, tensor))
+    return by_name, known
 
 
 def _attached(fqn: str, tensor: Tensor) -> _Attached:

@@ -21,7 +21,6 @@ from composer3d.composition import (
     prepare,
 )
 from composer3d.errors import ManifestError
-from composer3d.initialisation import Attachments
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
 from composer3d.transform import Phase
@@ -181,7 +180,7 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))
-        yield replace(preparation, model=model, attachments=Attachments.of(model))
+        yield replace(preparation, model=model, attachments=preparation.attachments.of_copy(model))
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
