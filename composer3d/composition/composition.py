@@ -300,7 +300,8 @@ class Composition(SavedRun, OwnLoop):
         if self._closed:
             return
         self._closed = True
-        failed = error is not None or sys.exc_info()[1] is not None
+        # A rank that was refused has caught the error by now, if its loop goes on.
+        failed = error is not None or sys.exc_info()[1] is not None or self._engine.guard.has_refused
         self._engine.own_steps.abandon()
         self._engine.accumulated.close()
         stepper = self._engine.stepper

@@ -110,6 +110,7 @@ class Guard:
         self._ranks = dist.get_process_group_ranks(group) if group is not None else range(layout.world_size)
         self._group, self._device, self._layout = group, device, layout
         self._numbers = numbers or RankNumbers()
+        self.has_refused = False  # ranks whose loops or values differ
         self._slot = list(self._ranks).index(rank)
         self._plan, self._compares, self._is_answered = plan % (1 << _PLAN_BITS), compares, is_answered
         coordinates = layout.coordinates(rank)
@@ -292,7 +293,11 @@ class Guard:
                 if odd:
                     other = next(position for position in group if numbers[position] == usual)
                     described = all_gather_json(dict(decided.described(compared)), group=self._group)
-                    self._other_loop(odd[0], other, described, compared, _place(place))
+                    try:
+                        self._other_loop(odd[0], other, described, compared, _place(place))
+                    except StepError:
+                        self.has_refused = True
+                        raise
 
     def _other_loop(
         self, odd: int, other: int, described: Sequence[Mapping[str, Any]], compared: Compared, at: str

@@ -68,7 +68,7 @@ def test_classes_have_their_arguments():
             5,
             'betas is for use = "adamw"; write args = { betas = ... } for another class',
         ),
-        ('use = "adam"', 4, 'use = "adam" is not adamw, sgd, muon or "module:Class"'),
+        ('use = "adam"', 4, 'use = "adam" is not adamw, sgd, muon or "module:Class"; write "torch.optim:Adam"'),
         (
             'no_decay = "("',
             4,
