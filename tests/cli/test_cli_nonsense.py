@@ -55,7 +55,7 @@ ALONE = {
     "once; use an optimizer that does not",
     'optimizer.use = "torch.optim:SparseAdam"': "SparseAdam takes sparse gradients alone, and gradients that ranks "
     "reduce are dense; use adamw",
-    'optimizer.use = "torch.optim:Rprop"\nsharding.fsdp2 = {}': "3:11: [optimizer] Rprop writes by indices, or ",
+    'optimizer.use = "torch.optim:Rprop"\nsharding.fsdp2 = {}': "3:11: warning: [optimizer] Rprop writes by indices, or ",
     'model = ""': "3:1: [model] model.use must have at least 1 character, not 0",
     '"\\u001b[31mred" = 1': '3:1: ["\\u001b[31mred"] unknown table "\\u001b[31mred"; one of: ',
     '"\\u202e" = 1': '3:1: ["\\u202e"] unknown table "\\u202e"; one of: ',
@@ -92,11 +92,11 @@ ALONE = {
     "train.microbatch = 1_000_000_000": "3:7: [train] train.microbatch must be at most 268435456, not 1000000000",
     "data.workers = 1_000_000": "3:6: [data] data.workers must be at most 1024, not 1000000",
     "checkpoint.keep = 10_000_000_000_000": "[checkpoint] checkpoint.keep must be at most 1000000000000, not ",
-    "optimizer.lr = 1e9": "3:11: [optimizer] optimizer.lr must be at most 1000000, not ",
+    "optimizer.lr = 1e9": "3:11: [optimizer] optimizer.lr must be at most 1000000.0, not ",
     'run.output = ""': "3:5: [run] run.output must have at least 1 character, not 0",
     'optimizer.matrices = ""': "[optimizer] optimizer.matrices must have at least 1 character, not 0",
     'profiling.wandb.name = ""': "[profiling.wandb] profiling.wandb.name must have at least 1 character, not 0",
-    'model = { use = "bad_calls:Sized", args = { size = 0 } }': "3:44: warning: [model.args] size = 0: parameters "
+    'model = { use = "bad_calls:Sized", args = { size = 0 } }': "3:45: warning: [model.args] size = 0: parameters "
     'without elements, "head.weight", which nothing can train',
     'optimizer.groups = [{ match = "(a+)+$" }]': 'match = "(a+)+$" finds no parameter of the model; it is a regular',
     'optimizer.no_decay = "(.*)*x"': None,

@@ -36,7 +36,7 @@ def outcomes(names, text):
 def test_gradients_equal_one_device(setting):
     degree, settings = SETTINGS[setting]
     text = f"[mesh]\ntp = {degree}\n{AUTO}{settings}\n"
-    for found in run_ranks(outcomes, degree, FOUR if degree == 4 else list(STRANGERS), text):
+    for found in run_ranks(outcomes, degree, FOUR if degree == 4 else list(STRANGERS), text, timeout_s=600):
         refused = {name: said for name, said in found.items() if isinstance(said, str)}
         assert refused == {}
         assert max(error for error in found.values() if not isinstance(error, str)) < TIGHT
