@@ -55,7 +55,7 @@ ALONE = {
     "once; use an optimizer that does not",
     'optimizer.use = "torch.optim:SparseAdam"': "SparseAdam takes sparse gradients alone, and gradients that ranks "
     "reduce are dense; use adamw",
-    'optimizer.use = "torch.optim:Rprop"\nsharding.fsdp2 = {}': "3:11: warning: [optimizer] Rprop writes by indices, or ",
+    'optimizer.use = "torch.optim:Rprop"\nsharding.fsdp2 = {}': "3:11: warning: [optimizer] Rprop writes by ",
     'model = ""': "3:1: [model] model.use must have at least 1 character, not 0",
     '"\\u001b[31mred" = 1': '3:1: ["\\u001b[31mred"] unknown table "\\u001b[31mred"; one of: ',
     '"\\u202e" = 1': '3:1: ["\\u202e"] unknown table "\\u202e"; one of: ',

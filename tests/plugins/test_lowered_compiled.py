@@ -97,8 +97,8 @@ def compare(table, plain, compiled, plain_cut, compiled_cut):
                 assert (weights[fqn] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1e-3), fqn
             assert none == 0
             # Equal blocks share a graph; the second block's input has a gradient, which the first's may lack. Beside a
-            # recomputed block, and a unit whose input lacks one, the hook of torch_compat.keep_output_hooks is a graph of
-            # its own, without operators.
+            # recomputed block, and a unit whose input lacks one, the hook of torch_compat.keep_output_hooks is a graph
+            # of its own, without operators.
             if "dropout" in table:
                 assert graphs == (0 if other is compiled_cut else 3)
             else:
