@@ -1,11 +1,11 @@
 """Time and processor time that digests add to a checkpoint's save and load, against the same without.
 
 Each round saves one model's tensors in every form, in an order that turns, so that a disk that slows down slows all.
-Before there were digests, archives had torch's CRC-32; that it is left out now pays for them. Differences between saves
-are as large as the disk's moods, so the time that writes take beyond the system's own is measured besides: `share_s` is
-that part of a save with digests.
+Before there were digests, archives had torch's CRC-32; that it is left out now pays for them. The form without any
+check is taken twice a round: what differs between those two (`control`) no digest caused. All else is compared with
+their mean of the same round; quartiles over the rounds say what such a difference is worth.
 
-    python benchmarks/checksum_cost.py [--mib 512] [--rounds 7] [--output benchmarks/results/checksum_cost.json]
+    python benchmarks/checksum_cost.py [--mib 512] [--rounds 12] [--output benchmarks/results/checksum_cost.json]
 """
 
 from __future__ import annotations
@@ -29,46 +29,13 @@ from composer3d.checkpoint import checksums, load, reader, save, saving
 TENSORS = 64
 
 
-class Unread:
-    """Stands in for a digest, and looks at nothing."""
-
-    def update(self, data: object) -> None:
-        """Do nothing."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def hexdigest(self) -> str:
-        """Return what stands for a digest."""
-        return "0" * 32
-
-
-class TimedFile(checksums.DigestedFile):
-    """A file that knows how long its writes took beside the system's own, all of its kind together."""
-
-    written_s = system_s = 0.0
+class PlainFile:
+    """What torch's writer writes to where nothing is digested: the file itself."""
 
     def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._file = _TimedWrites(file)
-
-    def write(self, data: Any) -> int:
-        """Write, and add up the time of both."""
-        begin = time.perf_counter()
-        length = super().write(data)
-        TimedFile.written_s += time.perf_counter() - begin
-        return length
-
-
-class _TimedWrites:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
-
-    def write(self, data: Any) -> None:
-        begin = time.perf_counter()
-        self._file.write(data)
-        TimedFile.system_s += time.perf_counter() - begin
+        self.parts: list[checksums.Part] = []
+        self.write, self.tell, self.flush = file.write, file.tell, file.flush
+        self.fileno, self.close = file.fileno, file.close
 
 
 def _look_at_nothing(*args: object, **options: object) -> None:
@@ -79,9 +46,10 @@ def _look_at_nothing(*args: object, **options: object) -> None:
 def without_digests() -> Iterator[None]:
     """Write and read files without looking at them."""
     with (
-        mock.patch.object(checksums.xxhash, "xxh3_128", Unread),
+        mock.patch.object(saving, "DigestedFile", PlainFile),
         mock.patch.object(checksums, "digest", lambda data: "0" * 32),
         mock.patch.object(reader, "verify_part", _look_at_nothing),
+        mock.patch.object(checksums.Checksums, "verify_sizes", _look_at_nothing),
         mock.patch.object(checksums, "verify_part", _look_at_nothing),
     ):
         yield
@@ -94,12 +62,12 @@ def with_crc32() -> Iterator[None]:
         yield
 
 
-def timed() -> Any:
-    """Compute digests, and take the time that writes wait for them."""
-    return mock.patch.object(saving, "DigestedFile", TimedFile)
-
-
-FORMS: dict[str, Callable[[], Any]] = {"crc32": with_crc32, "neither": without_digests, "digests": timed}
+FORMS: dict[str, Callable[[], Any]] = {
+    "neither": without_digests,
+    "crc32": with_crc32,
+    "control": without_digests,
+    "digests": nullcontext,
+}
 
 
 def measured(action: Callable[[], object]) -> tuple[float, float]:
@@ -109,11 +77,12 @@ def measured(action: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - begin, time.process_time() - cpu
 
 
-def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return medians by operation and form."""
+def measure(mib: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return medians by operation and form, and what each form adds to the two without checks of its round."""
     tensors = {f"w{index}": torch.randn(mib * 2**20 // TENSORS // 4) for index in range(TENSORS)}
-    times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in ("save", "load")}
-    shares: list[float] = []
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {
+        operation: {name: [] for name in FORMS} for operation in ("save", "load")
+    }
     folder = Path(tempfile.mkdtemp(prefix="checksum-cost-"))
     try:
         for number in range(rounds + 1):
@@ -121,44 +90,39 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 path = folder / name / "step-1"
                 shutil.rmtree(path.parent, ignore_errors=True)
-                TimedFile.written_s = TimedFile.system_s = 0.0
                 with FORMS[name]():
                     saved = measured(lambda path=path: save(path, tensors=tensors, state={}))  # type: ignore[misc]
-                with FORMS[name]() if name == "digests" else without_digests():
+                with nullcontext() if name == "digests" else without_digests():
                     loaded = measured(lambda path=path: load(path, tensors=tensors))  # type: ignore[misc]
-                if number and name == "digests":
-                    shares.append((TimedFile.written_s - TimedFile.system_s) / saved[0])
                 if number:  # the first warms up
-                    times["save"].setdefault(name, []).append(saved)
-                    times["load"].setdefault(name, []).append(loaded)
+                    times["save"][name].append(saved)
+                    times["load"][name].append(loaded)
     finally:
         shutil.rmtree(folder)
-    medians = {
-        operation: {
-            f"{name}_{kind}": statistics.median(pair[index] for pair in pairs)
-            for name, pairs in forms.items()
-            for index, kind in enumerate(("s", "cpu_s"))
-        }
-        for operation, forms in times.items()
-    }
-    medians["save"]["share_s"] = statistics.median(shares)
-    return medians
+    return {operation: compared(forms) for operation, forms in times.items()}
+
+
+def compared(forms: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Return each form's medians, and what it adds, as a part of the same round without checks."""
+    found: dict[str, Any] = {}
+    for index, kind in enumerate(("s", "cpu_s")):
+        bases = [(one[index] + two[index]) / 2 for one, two in zip(forms["neither"], forms["control"], strict=True)]
+        for name, pairs in forms.items():
+            added = [pair[index] / base - 1 for pair, base in zip(pairs, bases, strict=True)]
+            found[f"{name}_{kind}"] = statistics.median(pair[index] for pair in pairs)
+            found[f"{name}_adds_{kind}"] = [round(value, 4) for value in statistics.quantiles(added, n=4)]
+    return found
 
 
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"mib": arguments.mib, "rounds": arguments.rounds, "algorithm": checksums.ALGORITHM}
     result |= measure(arguments.mib, arguments.rounds)
-    for operation in ("save", "load"):
-        rows = result[operation]
-        for base in ("crc32", "neither"):
-            for kind in ("s", "cpu_s"):
-                rows[f"digests_over_{base}_{kind}"] = rows[f"digests_{kind}"] / rows[f"{base}_{kind}"] - 1
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.output:
