@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d.errors import ComposerError, ManifestError, NothingShared, Problem
+from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,7 @@ def device_of(manifest: Manifest) -> torch.device:
     return default_device() if stated == "auto" else torch.device(stated)
 
 
+@single_threaded()
 def inspect(
     inspected: InspectedManifest, *, world_size: int | None, rank: int, device: torch.device, forward: bool = False
 ) -> Inspection:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking import Inspection, collected_rarely, inspect
 from composer3d.errors import ComposerError, ManifestError
+from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
     from composer3d.manifest import Document, InspectedManifest
@@ -159,6 +160,7 @@ def _inspected(
     return inspected, found
 
 
+@single_threaded()
 def _traced(
     inspected: InspectedManifest, found: Inspection, *, choice: RankChoice, extrapolate: bool
 ) -> tuple[TracedManifest, frozenset[str]]:

@@ -21,6 +21,7 @@ from composer3d.processes.machine_errors import machine_error
 from composer3d.processes.private_folder import private_folder_in, user_folder, write_private
 from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
+from composer3d.processes.single_thread import single_threaded
 from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "remove_if_abandoned",
     "running",
     "scanning_new_objects_only",
+    "single_threaded",
     "temporary_folder",
     "user_folder",
     "write_private",

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+import composer3d
 from composer3d.errors import ForkError
 from composer3d.processes.forking import Gate, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.testing import run_ranks
@@ -132,6 +133,35 @@ def test_ranks_run_where_a_fork_is_safe_even_if_they_use_threads():
     def body():
         torch.set_num_threads(2)
         run_ranks(threaded_operator, 2, init=False)
+
+    assert answer_of(body) == "may fork"
+
+
+PIPELINE = """composer3d = 1
+[mesh]
+pp = 2
+[model]
+use = "composer3d.models:llama"
+args = { dim = 64, num_layers = 2, num_heads = 1, vocab_size = 256 }
+[data]
+use = "synthetic"
+seq_len = 4096
+[train]
+steps = 1
+global_batch = 2
+[scheduling.pipeline]
+"""
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_manifest_is_checked_and_planned_on_one_thread(command, tmp_path):
+    """Dry runs compute masks and positions, large enough for two threads; second processes are forked after them."""
+    (tmp_path / "run.toml").write_text(PIPELINE)
+
+    def body():
+        torch.set_num_threads(2)
+        getattr(composer3d, command)(tmp_path / "run.toml")
+        assert torch.get_num_threads() == 2
 
     assert answer_of(body) == "may fork"
 

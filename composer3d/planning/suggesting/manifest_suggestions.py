@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking import collected_rarely
 from composer3d.errors import ComposerError
+from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
@@ -113,6 +114,7 @@ class SuggestResult:
 
 
 @collected_rarely()
+@single_threaded()
 def suggest_for(
     manifest: str | Path,
     *,
