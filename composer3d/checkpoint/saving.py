@@ -25,6 +25,7 @@ from composer3d.checkpoint.joint_failure import rank_of, together
 from composer3d.checkpoint.staging import Staging
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
+from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.json_exchange import gather_json, scatter_json
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class AsyncSaver:
         """
         self.wait()
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", group_desc="composer3d_checkpoint")
+            with refuse_foreign_peers():
+                self._group = dist.new_group(backend="gloo", group_desc="composer3d_checkpoint")
         request = _request(path, tensors, state)
         if request.refusal is None:
             request = replace(request, tensors=self._staging.take(request.tensors, steady=steady))

@@ -34,6 +34,7 @@ from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
 from composer3d.processes.arrival import await_all
+from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.process_group import default_device, join_world, own_device
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
@@ -150,8 +151,9 @@ def assemble(
             agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
         else:
             agree_on_factory(preparation.recipe, context)
-        build_mesh(preparation)
-        apply_transforms(preparation)
+        with refuse_foreign_peers():
+            build_mesh(preparation)
+            apply_transforms(preparation)
         materialise(preparation)
         arrived("give the model its weights")
         watch_samples(criterion, context)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.processes.arrival import await_all
+from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.launchers import device_index, join_launcher
 from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 
@@ -121,7 +122,8 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
         where = meeting_point(timeout)
         if where:
             await_all(where["store"], place="join", rank=where["rank"], world_size=where["world_size"], timeout=timeout)
-        dist.init_process_group(backend, timeout=timeout, **where)
+        with refuse_foreign_peers():
+            dist.init_process_group(backend, timeout=timeout, **where)
         if device.type == "cpu" and timeout_s is None:  # NCCL's own default is _JOIN_S
             torch_compat.set_group_timeout(None, default_pg_timeout)
     else:

@@ -22,6 +22,7 @@ from composer3d.checkpoint import Staging
 from composer3d.composition import StoredState
 from composer3d.errors import CheckpointError
 from composer3d.processes import private_folder_in
+from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.runner.abandoned_states import claim_states, remove_abandoned_states
 from composer3d.runner.reporting.progress import attempt_before
 
@@ -95,7 +96,8 @@ class LocalCheckpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging = Staging()
-        self._group: ProcessGroup | None = dist.new_group(backend="gloo", group_desc="composer3d_local")
+        with refuse_foreign_peers():
+            self._group: ProcessGroup | None = dist.new_group(backend="gloo", group_desc="composer3d_local")
 
     def _remove_unfinished(self, token: str) -> None:
         """Remove what is left of other starts of the run, whose folder was removed, and of killed ranks' writes."""

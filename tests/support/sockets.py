@@ -12,6 +12,18 @@ ELSEWHERE = "127.0.1.5"
 
 def listening(pid="self"):
     """Return the addresses on which a process listens."""
+    return sorted({_address(digits, family) for digits, _, family in _listeners(pid)})
+
+
+def listening_ports(pid="self"):
+    """Return the TCP ports on which a process listens; none of one that has ended."""
+    try:
+        return {int(port, 16) for _, port, _ in _listeners(pid)}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+
+
+def _listeners(pid):
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -20,13 +32,11 @@ def listening(pid="self"):
             continue
         if name.startswith("socket:["):
             inodes.add(name[len("socket:[") : -1])
-    found = set()
     for kind, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(_address(fields[1].partition(":")[0], family))
-    return sorted(found)
+                yield (*fields[1].split(":"), family)
 
 
 def _address(digits, family):
