@@ -88,7 +88,7 @@ _OTHERS = (
         world_size=("PMI_SIZE", "PALS_SIZE"),
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-        job=("PMI_JOBID", "PALS_APID"),
+        job=("PMI_JOBID", "PALS_APID", "I_MPI_HYDRA_UUID"),
     ),
     # Of the step: what sbatch and salloc set for the whole job is no rank of anything.
     _Names(
@@ -115,8 +115,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     """
     if "TORCHELASTIC_RUN_ID" in environment and {"RANK", "WORLD_SIZE"} <= environment.keys():
         return _read(_PLAIN, environment, launcher="torchrun")
-    inner = next((names for names in _OTHERS if _first(names.rank, environment) is not None), None)
-    translated = None if inner is None else _read(inner, environment)
+    translated = _translated(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         plain = _read(_PLAIN, environment)
         if plain is not None and translated is not None:
@@ -229,6 +228,17 @@ def device_index(num_devices: int, environment: Mapping[str, str] = os.environ) 
             f"at most {num_devices} ranks on a machine"
         )
     return local
+
+
+def _translated(environment: Mapping[str, str]) -> Launch | None:
+    """Return what launchers with names of their own say of this process: the innermost one that is whole.
+
+    `srun --mpi=pmi2` sets PMI's variables beside Slurm's, and fewer of them: no local rank, and no nodes.
+    """
+    read = [_read(names, environment) for names in _OTHERS if _first(names.rank, environment) is not None]
+    found = [each for each in read if each is not None]
+    alike = [each for each in found if (each.rank, each.world_size) == (found[0].rank, found[0].world_size)]
+    return next((each for each in alike if each.local_rank is not None), alike[0]) if alike else None
 
 
 def _read(names: _Names, environment: Mapping[str, str], launcher: str | None = None) -> Launch | None:

@@ -125,10 +125,11 @@ def steps(folder):
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_tasks_of_srun_are_one_world(cluster, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--mpi=pmi2"]], ids=["plain", "pmi2"])
+def test_tasks_of_srun_are_one_world(more, cluster, tmp_path):
     (tmp_path / "run.toml").write_text(MANIFEST.replace("40", "2"))
     command = [sys.executable, "-m", "composer3d", "run", "run.toml"]
-    out = said(cluster, "srun", "-N2", "--ntasks-per-node=1", *command, cwd=tmp_path)
+    out = said(cluster, "srun", "-N2", "--ntasks-per-node=1", *more, *command, cwd=tmp_path)
     assert out.count("finished: 2 steps") == 1
     assert steps(tmp_path) == [1, 2]
 

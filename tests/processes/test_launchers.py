@@ -47,6 +47,8 @@ TORCHRUN = RANK | ADDRESS | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_C
         ("Slurm", SLURM | {"WORLD_SIZE": "1", "RANK": "0"}),  # as a container's image sets them
         ("Open MPI", OPEN_MPI | ADDRESS),
         ("Open MPI", OPEN_MPI | ADDRESS | SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}),  # its daemons'
+        ("Slurm", SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_JOBID": "17.0"}),  # srun --mpi=pmi2
+        ("Slurm", SLURM | {"PALS_RANKID": "3", "PALS_APID": "17"}),  # srun --mpi=cray_shasta, which states no size
         ("PMI", HYDRA | ADDRESS),
         ("PMI", PALS | ADDRESS),
     ],
@@ -172,6 +174,10 @@ def test_ranks_of_one_machine_meet_on_loopback():
     join_launcher(environment)
     assert environment["MASTER_ADDR"] == "127.0.0.1"
     assert launch_id(environment) == ("prterun-here-1_1", 0)
+    environment = HYDRA | {"MPI_LOCALNRANKS": "4", "I_MPI_HYDRA_UUID": "ad29-0000"}  # Intel MPI's
+    join_launcher(environment)
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert launch_id(environment) == ("ad29-0000", 0)
 
 
 def test_a_device_is_known_from_the_environment_and_never_guessed():
