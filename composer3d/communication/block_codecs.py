@@ -7,6 +7,7 @@ payload.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ __all__ = ["Cast", "Float8Blocks", "IntegerBlocks", "block_codec"]
 
 _SCALE_BYTES = 4
 _LARGEST_FLOAT8 = 448.0  # of e4m3
+_ZERO_OF_4_BITS = 8
+_CACHED_ELEMENTS = 2**19  # of one thread: 2 MiB in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,30 +98,34 @@ class IntegerBlocks:
         """Return the payload, uint8 RP."""
         import torch
 
-        length = x_RN.shape[1]
-        x_RKB = _in_blocks(x_RN, self.block)
-        scale_RK1 = _scale_of(x_RKB, self._top)
-        q_RN = (x_RKB / scale_RK1).flatten(1)[:, :length]
+        scale_RK, q_RN = _quantised(x_RN, self.block, self._top, self._narrow)
+        values_RP = q_RN if self.bits == 8 else _halves(q_RN)
+        return torch.cat([scale_RK.view(torch.uint8), values_RP], dim=1)
+
+    def _narrow(self, x_MB: Tensor, bytes_MB: Tensor) -> None:
+        """Write integers into bytes, those of 4 bits as 1 to 15; overwrites `x_MB`."""
+        import torch
+
         if self.generator is None:
-            q_RN = q_RN.round()
+            x_MB.round_()
         else:
-            q_RN = (q_RN + torch.empty_like(q_RN).uniform_(generator=self.generator)).floor()
+            x_MB.add_(torch.empty_like(x_MB).uniform_(generator=self.generator)).floor_()
         # What is not finite is known by its block's scale.
-        q_RN = q_RN.nan_to_num(0.0, 0.0, 0.0).clamp(-self._top, self._top).to(torch.int8)
-        values_RP = q_RN.view(torch.uint8) if self.bits == 8 else _halves(q_RN)
-        return torch.cat([scale_RK1.flatten(1).contiguous().view(torch.uint8), values_RP], dim=1)
+        x_MB.nan_to_num_(0.0, 0.0, 0.0).clamp_(-self._top, self._top)
+        if self.bits == 8:
+            bytes_MB.view(torch.int8).copy_(x_MB)
+        else:
+            bytes_MB.copy_(x_MB.add_(_ZERO_OF_4_BITS))
 
     def decode(self, payload_RP: Tensor, length: int) -> Tensor:
         """Return the elements, float32 RN."""
         import torch
 
-        scale_RK1, values_RP = _parts(payload_RP, length, self.block)
+        scale_RK, values_RP = _parts(payload_RP, length, self.block)
         if self.bits == 8:
-            q_RN = values_RP.contiguous().view(torch.int8).float()
-        else:
-            low, high = (values_RP & 15).float() - 8, (values_RP >> 4).float() - 8
-            q_RN = torch.stack([low, high], dim=-1).flatten(1)[:, :length]
-        return (_in_blocks(q_RN, self.block) * scale_RK1).flatten(1)[:, :length]
+            return _scaled_up(values_RP.contiguous().view(torch.int8), scale_RK, self.block)
+        q_RN = _whole(values_RP)[:, :length]
+        return _scaled_up(q_RN, scale_RK, self.block, zero=_ZERO_OF_4_BITS)
 
     def bound(self, x_RN: Tensor) -> Tensor:
         """Return the largest error of each element: half an integer's step, or a whole one."""
@@ -151,19 +158,18 @@ class Float8Blocks:
         """Return the payload, uint8 RP."""
         import torch
 
-        x_RKB = _in_blocks(x_RN, self.block)
-        scale_RK1 = _scale_of(x_RKB, _LARGEST_FLOAT8)
-        q_RN = (x_RKB / scale_RK1).flatten(1)[:, : x_RN.shape[1]].nan_to_num(0.0, 0.0, 0.0)
-        values_RN = q_RN.to(torch.float8_e4m3fn).view(torch.uint8)
-        return torch.cat([scale_RK1.flatten(1).contiguous().view(torch.uint8), values_RN], dim=1)
+        def narrow(x_MB: Tensor, bytes_MB: Tensor) -> None:
+            bytes_MB.view(torch.float8_e4m3fn).copy_(x_MB.nan_to_num_(0.0, 0.0, 0.0))
+
+        scale_RK, values_RN = _quantised(x_RN, self.block, _LARGEST_FLOAT8, narrow)
+        return torch.cat([scale_RK.view(torch.uint8), values_RN], dim=1)
 
     def decode(self, payload_RP: Tensor, length: int) -> Tensor:
         """Return the elements, float32 RN."""
         import torch
 
-        scale_RK1, values_RN = _parts(payload_RP, length, self.block)
-        q_RN = values_RN.contiguous().view(torch.float8_e4m3fn).float()
-        return (_in_blocks(q_RN, self.block) * scale_RK1).flatten(1)[:, :length]
+        scale_RK, values_RN = _parts(payload_RP, length, self.block)
+        return _scaled_up(values_RN.contiguous().view(torch.float8_e4m3fn), scale_RK, self.block)
 
     def bound(self, x_RN: Tensor) -> Tensor:
         """Return the largest error of each element: 3 bits of mantissa, and the smallest float8 of its block."""
@@ -197,40 +203,110 @@ def _in_blocks(x_RN: Tensor, block: int) -> Tensor:
 
     rows, length = x_RN.shape
     num = _num_blocks(length, block)
-    padded = torch.nn.functional.pad(x_RN.float(), (0, num * block - length))
-    return padded.view(rows, num, block)
+    if length == num * block:
+        return x_RN.reshape(rows, num, block)
+    filled = torch.empty((rows, num * block), dtype=x_RN.dtype, device=x_RN.device)
+    filled[:, :length] = x_RN
+    filled[:, length:].zero_()
+    return filled.view(rows, num, block)
 
 
-def _scale_of(x_RKB: Tensor, top: float) -> Tensor:
-    """Return the scale of each block, RK1; a block of zeros has one too, by which it can be divided."""
+def _pieces(x_MB: Tensor) -> Iterator[slice]:
+    """Return runs of blocks that a core's cache holds, through which all of a codec's passes go before the next.
+
+    On other devices, where a launch costs more than a pass, and for tensors without values it is all of them.
+    """
     import torch
 
-    largest = x_RKB.abs().amax(dim=2, keepdim=True)
+    num_blocks, block = x_MB.shape
+    is_cpu = x_MB.device.type == "cpu" and type(x_MB) is torch.Tensor
+    size = max(_CACHED_ELEMENTS * torch.get_num_threads() // block, 1) if is_cpu else max(num_blocks, 1)
+    return (slice(first, first + size) for first in range(0, num_blocks, size))
+
+
+def _quantised(
+    x_RN: Tensor, block: int, top: float, narrow: Callable[[Tensor, Tensor], object]
+) -> tuple[Tensor, Tensor]:
+    """Return scales, float32 RK, and elements over their scales as bytes, uint8 RN.
+
+    Args:
+        x_RN: Elements.
+        block: Elements that share a scale.
+        top: The largest element of a block, over its scale.
+        narrow: Given elements, which it may overwrite, writes their bytes into its second argument.
+    """
+    import torch
+
+    rows, length = x_RN.shape
+    x_MB = _in_blocks(x_RN, block).flatten(0, 1)
+    scale_M1 = torch.empty((x_MB.shape[0], 1), dtype=torch.float32, device=x_RN.device)
+    values_MB = torch.empty_like(x_MB, dtype=torch.uint8)
+    for piece in _pieces(x_MB):
+        part_MB = x_MB[piece].float()
+        scale_M1[piece] = _scale_of(part_MB, top)
+        narrow(part_MB / scale_M1[piece], values_MB[piece])
+    return scale_M1.view(rows, -1), values_MB.view(rows, -1)[:, :length]
+
+
+def _scaled_up(q_RN: Tensor, scale_RK: Tensor, block: int, *, zero: int = 0) -> Tensor:
+    """Return elements times their block's scale, float32 RN.
+
+    Args:
+        q_RN: Of any dtype.
+        scale_RK: Of blocks.
+        block: Elements that share a scale.
+        zero: What stands for zero.
+    """
+    import torch
+
+    rows, length = q_RN.shape
+    q_MB, scale_M1 = _in_blocks(q_RN, block).flatten(0, 1), scale_RK.view(-1, 1)
+    x_MB = torch.empty_like(q_MB, dtype=torch.float32)
+    for piece in _pieces(x_MB):
+        part_MB = q_MB[piece].float()
+        torch.mul(part_MB.sub_(zero) if zero else part_MB, scale_M1[piece], out=x_MB[piece])
+    return x_MB.view(rows, -1)[:, :length]
+
+
+def _scale_of(x_MB: Tensor, top: float) -> Tensor:
+    """Return the scale of each block, M1; a block of zeros has one too, by which it can be divided."""
+    import torch
+
+    largest = x_MB.abs().amax(dim=-1, keepdim=True)
     # An infinite scale would give a block's zeros back as NaN, and its largest elements as infinity: all are NaN.
     scale = torch.where(largest.isinf(), torch.nan, largest / top)
     return torch.where(scale == 0, torch.finfo(torch.float32).tiny, scale)
 
 
 def _parts(payload_RP: Tensor, length: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return scales, float32 RK1, and the bytes of the elements."""
+    """Return scales, float32 RK, and the bytes of the elements."""
     import torch
 
     num = _num_blocks(length, block)
     # A copy: rows of bytes begin anywhere, and float32 only at multiples of its size.
     scales = payload_RP[:, : _SCALE_BYTES * num].clone(memory_format=torch.contiguous_format).view(-1)
-    return scales.view(torch.float32).view(-1, num, 1), payload_RP[:, _SCALE_BYTES * num :]
+    return scales.view(torch.float32).view(-1, num), payload_RP[:, _SCALE_BYTES * num :]
 
 
 def _halves(q_RN: Tensor) -> Tensor:
-    """Put two integers of 4 bits into a byte, the first one low."""
+    """Put two numbers of 4 bits into a byte, the first one low."""
     import torch
 
-    shifted = torch.nn.functional.pad((q_RN + 8).to(torch.uint8), (0, q_RN.shape[1] % 2))
-    return shifted[:, 0::2] | (shifted[:, 1::2] << 4)
+    # Flat: the stride of a single row may be odd, and then it is not seen in pairs.
+    pairs = torch.nn.functional.pad(q_RN, (0, q_RN.shape[1] % 2)).flatten().view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(q_RN.shape[0], -1)  # the first number of a pair is its low byte
+
+
+def _whole(values_RP: Tensor) -> Tensor:
+    """Return the numbers of 4 bits that `_halves` has put into bytes, uint8, two for every byte."""
+    import torch
+
+    pairs = values_RP.to(torch.int16)
+    return ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)
 
 
 def _scaled(x_RN: Tensor, block: int, top: float, steps: float) -> Tensor:
     """Return each element's scale times a number of steps, with room for the roundings of float32."""
-    x_RKB = _in_blocks(x_RN, block)
+    x_RKB = _in_blocks(x_RN, block).float()
     widened = (_scale_of(x_RKB, top) * steps).expand_as(x_RKB).flatten(1)[:, : x_RN.shape[1]]
     return widened * (1 + 2.0**-10) + x_RN.abs() * 2.0**-20

@@ -10,8 +10,8 @@ import torch
 from composer3d_plugins.communication.compression.codecs import make_codec
 from support.models import composed, gradient_error, mine, one_step, padded, reference_gradients, seeded
 
-from composer3d import ManifestError
-from composer3d.communication import IntegerBlocks
+from composer3d import ManifestError, block_codec
+from composer3d.communication import IntegerBlocks, block_codecs
 from composer3d.testing import count_collectives, full, run_ranks
 
 NAMES = ("bf16", "int8", "fp8", "int4")
@@ -54,6 +54,19 @@ def test_errors_are_within_the_bound_and_payloads_have_their_bytes(name, length,
 def test_a_row_has_the_payload_that_it_has_alone(name):
     codec, x = make_codec(name, block=16), numbers(4, 37)
     assert all(torch.equal(codec.encode(x)[row], codec.encode(x[row : row + 1])[0]) for row in range(4))
+
+
+@pytest.mark.parametrize("rounding", [None, 1])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_a_piece_has_the_payload_that_it_has_in_the_whole(name, rounding, monkeypatch):
+    x, found = numbers(3, 1000), []
+    for cached in (2**20, 64):
+        monkeypatch.setattr(block_codecs, "_CACHED_ELEMENTS", cached)
+        generator = None if rounding is None else torch.Generator().manual_seed(rounding)
+        codec = block_codec(name, block=16, generator=generator)
+        payload = codec.encode(x)
+        found += [payload, codec.decode(payload, 1000)]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("name", [*NAMES, *BIASED])

@@ -172,7 +172,6 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
     Memory: three times the tensor. Collectives: one all-to-all, and one all-gather.
     """
     import torch
-    from torch.nn.functional import pad
 
     num_ranks, numel = group.size(), x_N.numel()
     length = -(-numel // num_ranks)
@@ -184,7 +183,7 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
             left_L = _padded(owed.owner_N[here], length)
             owed.owner_N[here] = 0.0
             x_N = x_N + owed.sender_N + num_ranks * owed.owner_N  # a mean is over ranks
-        x_WL = pad(x_N, (0, num_ranks * length - numel)).view(num_ranks, length)
+        x_WL = _padded(x_N, num_ranks * length).view(num_ranks, length)
         mean_L = reduce_rows(x_WL, codec, group) / num_ranks + left_L
         gathered_WL = gather_rows(mean_L, codec, group)
         if owed is not None:
@@ -199,4 +198,4 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
 def _padded(x_N: Tensor, length: int) -> Tensor:
     import torch
 
-    return torch.nn.functional.pad(x_N, (0, length - x_N.numel()))
+    return x_N if x_N.numel() == length else torch.nn.functional.pad(x_N, (0, length - x_N.numel()))
