@@ -188,6 +188,20 @@ class RunContext:
                     seen.add(fqn)
                     yield fqn, parameter
 
+    def planned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the same with those of blocks that a plan leaves out, each the parameter of a block that is like it.
+
+        What a plugin counts for a plan's notes it counts over these.
+        """
+        held = dict(self.named_parameters())
+        yield from held.items()
+        for part in self.parts:
+            for name, module in part.module.named_modules():
+                like: str = getattr(module, "composer3d_like", "")
+                for fqn, parameter in held.items():
+                    if like and fqn.startswith(f"{like}."):
+                        yield name + fqn[len(like) :], parameter
+
     def copies(self) -> frozenset[int]:
         """Return `id` of this rank's parameters that an earlier stage counts in the gradient norm."""
         copied = (

@@ -10,7 +10,7 @@ from support.models import composed, full, padded, seeded, sum_loss, unpadded
 
 import composer3d
 from composer3d import ManifestError, block_codec
-from composer3d.testing import count_collectives, run_ranks
+from composer3d.testing import run_ranks
 
 STEPS, LR, ISLANDS = 6, 0.5, 2
 PLAIN = "[mesh]\nisland = 2\n"
@@ -291,7 +291,7 @@ def test_islands_of_several_ranks_are_those_of_one(layout, world_size):
         assert found[-1] and distance(found[-1], alone[rank // (world_size // 2)][-1]) < 1e-13
 
 
-# ---- checkpoints, collectives ----------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -324,35 +324,6 @@ def test_an_exchange_in_flight_goes_on_with_another_number_of_islands(tmp_path):
     undisturbed = run_ranks(partial(trained, make=doubled, save=(tmp_path / "saved", 3)), 2, PLAIN + text)
     (alone,) = run_ranks(partial(trained, make=doubled, load=tmp_path / "saved", first=4), 1, text)
     assert distance(undisturbed[0][-1], alone[-1]) < 1e-13
-
-
-def counted(text):
-    run = composed(text)
-    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
-    found = []
-    for step in range(4):
-        tokens, targets = mine(run, step)
-        with count_collectives(run.mesh) as collectives, run.step(step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-        totals = collectives.summary()
-        found.append(totals.get(("all_reduce", "island")) or totals.get(("all_gather", "island")))
-    run.close()
-    return found
-
-
-def test_collectives():
-    num_bytes = 4 * sum(p.numel() for p in seeded().parameters())
-    for found in run_ranks(counted, 2, PLAIN + table("diloco", every=2)):
-        assert found == [None, (1, num_bytes), None, (1, num_bytes)]
-    for found in run_ranks(counted, 2, PLAIN + table("streaming_diloco", every=2, fragments=2)):
-        assert [each[0] for each in found if each] == [1] * 3
-    codec, length = block_codec("int4"), num_bytes // 4
-    for found in run_ranks(counted, 2, PLAIN + table("diloco", every=2, quantise='"int4"')):
-        assert found == [None, (1, 2 * codec.num_bytes(length))] * 2
-    for first, *_ in run_ranks(counted, 2, PLAIN + table("diloco", every=2, warmup_steps=1)):
-        assert first == (1, num_bytes + 4)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

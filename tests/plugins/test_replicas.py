@@ -118,7 +118,7 @@ def test_collectives_between_groups_are_stated_by_the_plan(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'composer3d = 1\nextends = "quickstart"\n[mesh]\nreplica = 4\ndp_shard = 2\n[train]\nmicrobatch = 2\n'
-        "[communication.replicas]\n"
+        "[model.args]\nnum_layers = 6\n[communication.replicas]\n"  # more blocks than a plan traces
     )
     checked = composer3d.check(path, world_size=8)
     assert checked.ok and checked.lines[0].endswith(" = 8 ranks on cpu")

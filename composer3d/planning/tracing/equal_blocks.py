@@ -73,7 +73,7 @@ class BlockTruncation:
                 if fqn in kept:
                     part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
                 else:
-                    _empty(part.module.get_submodule(fqn), last)
+                    _empty(part.module.get_submodule(fqn), last, like=kept[1] if len(kept) > 2 else kept[0])
 
     def _kept(self, preparation: Preparation, names: list[str]) -> list[str]:
         if self._keep is None or len(names) <= self._keep:
@@ -120,8 +120,14 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _empty(block: nn.Module, last: list[Any]) -> None:
-    """Let a block return its input; of further results those that it was given in their places, as sums of losses."""
+def _empty(block: nn.Module, last: list[Any], *, like: str) -> None:
+    """Let a block return its input; of further results those that it was given in their places, as sums of losses.
+
+    Args:
+        block: That is omitted.
+        last: Structure of what the block before it returned.
+        like: Name of a block that is kept, and like it.
+    """
 
     def forward(hidden: Any, *given: Any, **_: Any) -> Any:
         if last[0] is None:
@@ -138,6 +144,8 @@ def _empty(block: nn.Module, last: list[Any]) -> None:
     block._parameters.clear()
     block._buffers.clear()
     block.forward = forward
+    # For RunContext.planned_parameters.
+    block.composer3d_like = like  # type: ignore[assignment]
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ class Replicas:
     def composer3d_step_actions(self, context: RunContext) -> None:
         """Let a plan say what groups exchange: it is in no trace of one group."""
         groups = context.layout.num_groups
-        trained = [parameter for _, parameter in context.named_parameters() if parameter.requires_grad]
+        trained = [parameter for _, parameter in context.planned_parameters() if parameter.requires_grad]
         local = [torch_compat.local_of(parameter) for parameter in trained]
         num_bytes = sum(each.numel() * max(each.element_size(), _LEAST_BYTES) for each in local)
         context.stash(Decisions).notes.append(

@@ -134,8 +134,7 @@ class LocalSGD:
         islands = context.state[self] = Islands(self._settings, context)
         if self.evaluate == "mean" and context.purpose == "run":
             context.stash(EvaluatedWeights).around.append(islands.evaluated)
-        note = f"islands exchange parameters in one of {self.every} steps; a plan is of a step in which they do not"
-        context.stash(Decisions).notes.append(note)
+        context.stash(Decisions).notes.extend(self._notes(islands.planned()))
         actions = [
             StepAction(name="local_sgd.begin", point=StepPoint.BEGIN, run=islands.begin),
             StepAction(name="local_sgd", point=StepPoint.PARAMETERS_SYNCHRONISED, run=islands.meet),
@@ -153,6 +152,20 @@ class LocalSGD:
         elif self.weigh == "equal":
             return None
         return {"outer": islands}
+
+    def _notes(self, exchanges: Sequence[tuple[str, int]]) -> list[str]:
+        """Return what a plan says of exchanges, which are in no trace of a step."""
+        sent = [(how, num_bytes) for how, num_bytes in exchanges if num_bytes]
+        if not sent:
+            return []
+        what = "parameters" if self.quantise is None else f"outer gradients in {self.quantise}"
+        listed = ", ".join(f"{num_bytes:,}" for _, num_bytes in sent)
+        parts = f", in {len(sent)} of these steps one fragment each: {listed}" if len(sent) > 1 else ""
+        total = sum(num_bytes for _, num_bytes in sent)
+        return [
+            f"over {AXIS}, outside of the trace, which is of a step between exchanges: in every {self.every} steps a "
+            f"rank {sent[0][0]} {total:,} bytes of {what}{parts}; that is {total / self.every:,.0f} bytes a step"
+        ]
 
     @property
     def _settings(self) -> Settings:

@@ -41,10 +41,24 @@ class IslandSums:
     Args:
         codec: Of what travels; None sends the elements as they are.
         group: Process group of K islands.
+        num_islands: K.
     """
 
     codec: Codec | None
     group: Any
+    num_islands: int
+
+    def travelling(self, length: int, itemsize: int, *, is_weighed: bool) -> tuple[str, int]:
+        """Return the collective of a sum, and the bytes of its payload, as `count_collectives` counts them.
+
+        Args:
+            length: N.
+            itemsize: Bytes of an element.
+            is_weighed: Whether weights travel with the islands' tensors.
+        """
+        if self.codec is None:
+            return "all-reduces", (length + is_weighed) * itemsize
+        return "all-gathers", self.num_islands * (self.codec.num_bytes(length) + is_weighed * _WEIGHT_BYTES)
 
     def begin(self, x_N: Tensor, *, weight: float | None, is_async: bool) -> Callable[[], Total]:
         """Begin a sum; return what waits for it.
@@ -69,7 +83,7 @@ class IslandSums:
             if work is not None:
                 work.wait()
             if weight is None:
-                return Total(sum_N=sent_N, weight=self.group.size())
+                return Total(sum_N=sent_N, weight=self.num_islands)
             return Total(sum_N=sent_N[:-1], weight=float(sent_N[-1]))
 
         return wait
@@ -82,7 +96,7 @@ class IslandSums:
         if weight is not None:
             own = torch.tensor([weight], dtype=torch.float64, device=x_N.device)
             sent_P = torch.cat([sent_P, own.view(torch.uint8)])
-        received_KP = sent_P.new_empty((self.group.size(), sent_P.numel()))
+        received_KP = sent_P.new_empty((self.num_islands, sent_P.numel()))
         work = torch_compat.all_gather_single(received_KP.view(-1), sent_P, group=self.group, async_op=is_async)
 
         def wait() -> Total:
@@ -90,7 +104,7 @@ class IslandSums:
                 work.wait()
             assert self.codec is not None, "as above"
             if weight is None:
-                payload_KP, weights = received_KP, [1.0] * self.group.size()
+                payload_KP, weights = received_KP, [1.0] * self.num_islands
             else:
                 payload_KP = received_KP[:, :-_WEIGHT_BYTES].contiguous()
                 weights = received_KP[:, -_WEIGHT_BYTES:].clone().view(torch.float64).view(-1).tolist()

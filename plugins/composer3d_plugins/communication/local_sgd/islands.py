@@ -6,11 +6,13 @@ Shapes: N elements of a fragment's local shards, in one flat buffer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import CodedCollectives, RunContext, StepState, block_codec, select_fqns, torch_compat
+from composer3d import CodedCollectives, RunContext, StepState, block_codec, torch_compat
+from composer3d_plugins.communication.local_sgd.fragments import Fragment, divided
 from composer3d_plugins.communication.local_sgd.island_means import IslandSums, Total
 
 if TYPE_CHECKING:
@@ -38,33 +40,6 @@ class Settings:
     mix: float | None
     quantise: Literal["int8", "fp8", "int4"] | None
     weigh: Literal["equal", "tokens"]
-
-
-@dataclass(kw_only=True, eq=False)
-class Fragment:
-    """Parameters that are exchanged together.
-
-    Args:
-        fqns: Of this rank's parameters.
-        offset: Steps after those of the first fragment.
-        started: Step in which the exchange in flight began; None where there is none.
-        tokens: That this island has trained on since its last exchange of the fragment.
-        wait: Waits for the exchange in flight; None where there is none.
-    """
-
-    fqns: list[str]
-    offset: int
-    started: int | None = None
-    tokens: float = 0.0
-    wait: Callable[[], Total] | None = None
-
-    def total(self) -> Total | None:
-        """Wait for the exchange in flight and return it; it stays in flight until it is applied."""
-        if self.wait is None:
-            return None
-        found = self.wait()
-        self.wait = lambda: found
-        return found
 
 
 class Islands:
@@ -147,13 +122,27 @@ class Islands:
             own = [each.clone() for each in held]
             if held:
                 flat_N = torch.cat([_wide(each).flatten() for each in held])
-                total = IslandSums(codec=None, group=self._group()).begin(flat_N, weight=None, is_async=False)()
+                total = self._sums(None).begin(flat_N, weight=None, is_async=False)()
                 self._put(held, total.sum_N / total.weight)
             try:
                 yield
             finally:
                 for each, value in zip(held, own, strict=True):
                     each.copy_(value)
+
+    def planned(self) -> list[tuple[str, int]]:
+        """Return of each fragment the collective of an exchange, and its bytes on this rank."""
+        import torch
+
+        local = {fqn: _local(p) for fqn, p in self._context.planned_parameters() if _is_trained(p)}
+        sums, is_weighed = self._sums(self._codec), self._options.weigh != "equal"
+        found = []
+        for fragment in self._divided(local):
+            held = [local[fqn] for fqn in fragment.fqns]
+            wide = functools.reduce(torch.promote_types, (each.dtype for each in held), torch.float32)
+            length = sum(each.numel() for each in held)
+            found.append(sums.travelling(length, wide.itemsize, is_weighed=is_weighed) if length else ("sends", 0))
+        return found
 
     def _acts(self, step: int) -> bool:
         """Return whether islands are to meet: not in plans, and in verify where exchanges are counted alone."""
@@ -177,7 +166,7 @@ class Islands:
         x_N = torch.cat(flat) if flat else None
         if x_N is None or not x_N.numel():  # of other ranks' stages or shards, on all islands
             return
-        sums = IslandSums(codec=self._codec, group=self._group())
+        sums = self._sums(self._codec)
         if self._codec is not None:
             x_N = self._flat(fragment) - x_N
             self._note(sums, x_N.numel())
@@ -228,7 +217,7 @@ class Islands:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(fqn, p) for fqn, p in self._context.named_parameters() if p.requires_grad and p.is_floating_point()]
+        return [(fqn, p) for fqn, p in self._context.named_parameters() if _is_trained(p)]
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self._trained())
@@ -244,20 +233,18 @@ class Islands:
             each.copy_(piece.view_as(each))
 
     def _parts(self) -> list[Fragment]:
-        """Return the fragments, whose blocks alternate: block i is in fragment i modulo their number."""
         if self._fragments is None:
-            num, context = self._options.fragments, self._context
-            blocks = select_fqns(context.blocks, context.fqns) if num > 1 else []
-            place = {fqn: index % num for index, fqn in enumerate(blocks)}
-            held: list[list[str]] = [[] for _ in range(num)]
-            for fqn, _ in self._trained():
-                held[next((at for block, at in place.items() if fqn.startswith(f"{block}.")), 0)].append(fqn)
-            offsets = (index * self._options.every // num for index in range(num))
-            self._fragments = [Fragment(fqns=fqns, offset=offset) for fqns, offset in zip(held, offsets, strict=True)]
+            self._fragments = self._divided(fqn for fqn, _ in self._trained())
         return self._fragments
+
+    def _divided(self, fqns: Iterable[str]) -> list[Fragment]:
+        return divided(fqns, num=self._options.fragments, every=self._options.every, context=self._context)
 
     def _group(self) -> Any:
         return self._context.mesh.get_group(AXIS)
+
+    def _sums(self, codec: Any) -> IslandSums:
+        return IslandSums(codec=codec, group=self._group(), num_islands=self._context.degrees[AXIS])
 
     def allocate(self) -> None:
         """Allocate the outer parameters and their momentum, each laid out as its parameter."""
@@ -339,6 +326,10 @@ class Islands:
         """Return this island's tokens; of another number of islands an equal part of all."""
         num = self._context.degrees[AXIS]
         return tokens[self._context.coordinates[AXIS]] if len(tokens) == num else sum(tokens) / num
+
+
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.is_floating_point()
 
 
 def _local(tensor: Any) -> Tensor:
