@@ -180,7 +180,7 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
     left_L: Tensor | float = 0.0
     with torch_compat.without_torch_functions():
         if owed is not None:
-            left_L = _padded(owed.owner_N[here], length)
+            left_L = _padded(owed.owner_N[here].clone(), length)  # its place is emptied
             owed.owner_N[here] = 0.0
             x_N = x_N + owed.sender_N + num_ranks * owed.owner_N  # a mean is over ranks
         x_WL = _padded(x_N, num_ranks * length).view(num_ranks, length)
