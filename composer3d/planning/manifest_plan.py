@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,8 @@ def plan(
     from composer3d.planning.hardware.scaled_hardware import scaled
     from composer3d.planning.plan import plan_of
 
+    _refuse_none(tokens=tokens, samples=samples, price=price, memory_bytes=memory_bytes)
+    _refuse_none(**{} if failures is None else asdict(failures))
     _refuse_idle(tokens or samples, price, hardware, what_if, failures)
     cluster = None if hardware is None else load_hardware(hardware)
     if cluster is not None:
@@ -265,6 +268,13 @@ def _skew(found: Inspection, routing_skew: float) -> None:
         )
         raise ComposerError(f"--routing-skew {routing_skew:g}: {allowed}")
     found.preparation.context.stash(DataDependent).routing_skew = routing_skew
+
+
+def _refuse_none(**amounts: float | None) -> None:
+    """Refuse amounts that are none, which the command line's own types do before."""
+    for name, amount in amounts.items():
+        if amount is not None and not 0 < amount < math.inf:
+            raise ComposerError(f"{name} = {amount:g}; it is a number above 0")
 
 
 def _refuse_idle(

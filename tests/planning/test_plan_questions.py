@@ -9,7 +9,10 @@ from contextlib import redirect_stdout
 
 import pytest
 
+import composer3d
 from composer3d.cli import main
+from composer3d.errors import ComposerError
+from composer3d.planning import Failures
 
 TEXT = """composer3d = 1
 [model.args]
@@ -142,6 +145,16 @@ def test_several_manifests_are_rows_of_a_table(manifest, tmp_path):
 def test_refusals(options, told, capsys):
     assert main(["plan", "quickstart", *options]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "amount", [{"tokens": math.nan}, {"price": -1.0}, {"samples": 0.0}, {"memory_bytes": 0}, {"hours": 0.0}]
+)
+def test_amounts_that_are_none_are_refused_before_anything_is_traced(amount):
+    asked = {"failures": Failures(hours=0.0, storage=1e9)} if "hours" in amount else amount
+    (name, value), *_ = amount.items()
+    with pytest.raises(ComposerError, match=f"{name} = {value:g}; it is a number above 0"):
+        composer3d.plan("quickstart", hardware="h100", **asked)
 
 
 @pytest.mark.parametrize("price", ["2.5.1", "EUR", "$2 EUR", "-1", "0"])

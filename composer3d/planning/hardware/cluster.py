@@ -33,11 +33,14 @@ STACKS: tuple[StackName, ...] = ("eager", "compiled", "megatron")
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
 
-def _quantity(units: Mapping[str, float]) -> BeforeValidator:
+def _quantity(units: Mapping[str, float], *, is_positive: bool = False) -> BeforeValidator:
     """Return the rule of a number that has a unit in files, and is in the base unit in Python."""
 
     def read(value: object, info: ValidationInfo) -> object:
-        return parse(value, units) if info.context or isinstance(value, str) else value
+        found = parse(value, units) if info.context or isinstance(value, str) else value
+        if is_positive and isinstance(found, int | float) and found <= 0:
+            raise ValueError(f"{value!r}; it is above 0")
+        return found
 
     return BeforeValidator(read)
 
@@ -62,13 +65,15 @@ def _in_python_only(value: object, info: ValidationInfo) -> object:
 
 Size = Annotated[float, _quantity(SIZE)]
 WholeSize = Annotated[int, BeforeValidator(int), _quantity(SIZE)]
-Bandwidth = Annotated[float, _quantity(BANDWIDTH)]
-Speed = Annotated[float, _quantity(COMPUTE)]
+Memory = Annotated[int, BeforeValidator(int), _quantity(SIZE, is_positive=True)]
+Bandwidth = Annotated[float, _quantity(BANDWIDTH, is_positive=True)]
+Speed = Annotated[float, _quantity(COMPUTE, is_positive=True)]
 Seconds = Annotated[float, _quantity(TIME)]
 Watts = Annotated[float, _quantity(POWER)]
 Part = Annotated[float, _rule(lambda part: 0 < part <= 1, "it is a part of the whole, above 0 and at most 1")]
 Reserve = Annotated[float, _rule(lambda factor: 1 <= factor < 2, "reserved over allocated bytes, 1 to 2")]
 Whole = Annotated[int, Strict()]
+Count = Annotated[int, Strict(), _rule(lambda number: number >= 1, "it is at least 1")]
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -84,9 +89,9 @@ class Gemm:
     """
 
     dtype: str
-    m: Whole
-    n: Whole
-    k: Whole
+    m: Count
+    n: Count
+    k: Count
     flops_per_s: Speed = Field(validation_alias="speed")
 
 
@@ -103,8 +108,8 @@ class AttentionSpeed:
     """
 
     dtype: str
-    length: Whole
-    width: Whole
+    length: Count
+    width: Count
     forward: Speed
     backward: Speed
 
@@ -138,7 +143,7 @@ class TimedCollective:
     """
 
     op: str
-    ranks: Whole
+    ranks: Count
     bytes: Size
     seconds: Seconds = Field(validation_alias="time")
 
@@ -173,7 +178,7 @@ class Device:
     """
 
     name: str
-    memory_bytes: WholeSize = Field(validation_alias="memory")
+    memory_bytes: Memory = Field(validation_alias="memory")
     memory_bandwidth: Bandwidth
     memory_efficiency: Part
     peaks: Mapping[str, Speed] = Field(
@@ -185,13 +190,13 @@ class Device:
     launch_s: Seconds = Field(validation_alias="launch")
     context_bytes: WholeSize = Field(validation_alias="context")
     reserve_factor: Reserve
-    num_units: Whole = 0
+    num_units: Whole = Field(default=0, ge=0)
     is_asynchronous: Annotated[bool, Strict()] = Field(default=True, validation_alias="asynchronous")
     gemms: tuple[Gemm, ...] = Field(default=(), validation_alias="gemm")
     attentions: tuple[AttentionSpeed, ...] = Field(default=(), validation_alias="attention")
     operators: tuple[TimedOperator, ...] = Field(default=(), validation_alias="operator")
     overheads: Mapping[str, Seconds] = Field(default_factory=dict, validation_alias="overhead")
-    fresh_bandwidth: Bandwidth = 0.0
+    fresh_bandwidth: Annotated[float, _quantity(BANDWIDTH)] = 0.0
     power_w: Watts = Field(default=0.0, ge=0, validation_alias="power")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -33,12 +34,15 @@ def parse(text: object, units: Mapping[str, float]) -> float:
         units: The units that are allowed, with their size in the base unit.
 
     Raises:
-        ValueError: It has no unit, or one of another kind.
+        ValueError: It has no unit, or one of another kind, or is larger than a float holds.
     """
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2] not in units:
         raise ValueError(f"{text!r} is not a number with one of the units {', '.join(units)}")
-    return float(match[1]) * units[match[2]]
+    found = float(match[1]) * units[match[2]]
+    if not math.isfinite(found):
+        raise ValueError(f"{text!r} is larger than any machine's")
+    return found
 
 
 def show(value: float, units: Mapping[str, float]) -> str:

@@ -132,6 +132,11 @@ def test_a_bandwidth_without_direction_or_owner_is_refused(key):
         (lambda file: file["device"].update(asynchronous="yes"), "device.asynchronous = 'yes'; it is true or false"),
         (lambda file: file["device"].update(gemm=[{"m": 1.5}]), "device.gemm[0].m = 1.5; it is a whole number"),
         (lambda file: file["host"].update(speed=1), 'unknown key "host.speed"; one of: '),
+        (lambda file: file["device"].update(memory="0 GiB"), "device.memory = '0 GiB'; it is above 0"),
+        (lambda file: file["device"]["peak"].update(bfloat16="0 FLOP/s"), "device.peak.bfloat16 = '0 FLOP/s'; it is"),
+        (lambda file: file["intra"].update(bandwidth="0 GB/s"), "intra.bandwidth = '0 GB/s'; it is above 0"),
+        (lambda file: file["device"].update(context="1e400 GiB"), "device.context = '1e400 GiB' is larger than any"),
+        (lambda file: file["device"].update(num_units=-1), "device.num_units = -1: Input should be greater than or"),
     ],
 )
 def test_what_a_file_must_not_say(change, problem):
