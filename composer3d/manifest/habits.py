@@ -192,9 +192,14 @@ def _option_hint(word: str, *, within: str = "") -> str | None:
 
 
 def _axis_hint(key: str, table: str) -> str | None:
-    """Return what to write for a plugin's name among the axes: the axis that the plugin owns."""
+    """Return what to write for an axis whose plugin is missing, or for a plugin's name among the axes."""
     catalogue = Catalogue.installed()
-    if table != "mesh" or key not in catalogue.names():
+    if table != "mesh":
+        return None
+    for name, _, info in catalogue.classes():
+        if key in info.owns:
+            return f"it is the axis of [{info.family}.{name}]; write that table too"
+    if key not in catalogue.names():
         return None
     try:
         info = info_of(catalogue.load(key))

@@ -21,6 +21,7 @@ UNKNOWN = {
     "train.max_steps = 5": '[train] unknown key "max_steps"; did you mean "steps"?',
     "data.batch_size = 8": f'[data] unknown key "batch_size"; {BATCH}',
     "data.max_length = 8": '[data] unknown key "max_length"; write seq_len',
+    "mesh.island = 2": '[mesh] unknown key "island"; it is the axis of [communication.local_sgd]; write that table too',
     "mesh.dp = 2": '[mesh] unknown key "dp"; write dp_shard (parameters sharded) or dp_replicate (parameters',
     "optimizer.learning_rate = 1.0": '[optimizer] unknown key "learning_rate"; write lr',
     "lr_schedule.warmup_steps = 1": '[lr_schedule] unknown key "warmup_steps"; write warmup',

@@ -134,7 +134,7 @@ class LocalSGD:
         islands = context.state[self] = Islands(self._settings, context)
         if self.evaluate == "mean" and context.purpose == "run":
             context.stash(EvaluatedWeights).around.append(islands.evaluated)
-        context.stash(Decisions).notes.extend(self._notes(islands.planned()))
+        context.stash(Decisions).notes.extend(self._notes(islands.planned(), num_islands=context.degrees[AXIS]))
         actions = [
             StepAction(name="local_sgd.begin", point=StepPoint.BEGIN, run=islands.begin),
             StepAction(name="local_sgd", point=StepPoint.PARAMETERS_SYNCHRONISED, run=islands.meet),
@@ -153,8 +153,10 @@ class LocalSGD:
             return None
         return {"outer": islands}
 
-    def _notes(self, exchanges: Sequence[tuple[str, int]]) -> list[str]:
+    def _notes(self, exchanges: Sequence[tuple[str, int]], *, num_islands: int) -> list[str]:
         """Return what a plan says of exchanges, which are in no trace of a step."""
+        if num_islands == 1:
+            return [f"{AXIS} = 1: there is one island, and nobody to exchange with; [mesh] {AXIS} = 2 makes two"]
         sent = [(how, num_bytes) for how, num_bytes in exchanges if num_bytes]
         if not sent:
             return []
