@@ -98,7 +98,13 @@ def test_what_is_proposed_of_sharded_stages_fits_by_the_plan(manifest, capsys):
 
 def test_pins_that_leave_nothing(manifest, capsys):
     assert main(["suggest", manifest, "--world-size", "4", "--keep", "tp=3"]) == 1
-    assert "no layout keeps what is pinned" in capsys.readouterr().out
+    assert "no layout of so many ranks keeps what is pinned" in capsys.readouterr().out
+
+
+def test_a_world_without_a_layout_is_told_which_have_one(manifest, capsys):
+    assert main(["suggest", manifest, "--world-size", "7", "--keep", "tp=1"]) == 1
+    told = "the batch, the heads or the layers do not divide so (6 and 8 ranks have a layout)"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class SuggestResult:
         manifest: The given one.
         memory_bytes: Of a device.
         hardware_name: Of the cluster.
+        worlds: Where no layout was found, the nearest numbers of ranks with one.
     """
 
     suggestions: tuple[Suggestion, ...]
@@ -47,6 +48,7 @@ class SuggestResult:
     manifest: Manifest
     memory_bytes: float
     hardware_name: str
+    worlds: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -141,25 +143,30 @@ def suggest_for(
     from composer3d.planning.hardware.hardware_file import load_hardware
     from composer3d.planning.suggesting.given_manifest import GivenManifest
     from composer3d.planning.suggesting.pinned import kept
-    from composer3d.planning.suggesting.search import search_choices
+    from composer3d.planning.suggesting.search import nearest_worlds, search_choices
     from composer3d.planning.suggesting.suggest import suggest
 
     given = GivenManifest.of(str(manifest), overrides, world_size, load_hardware(hardware))
     memory = memory_bytes or given.hardware.device.memory_bytes
-    costs = given.costs
+    costs, choices, keeps = given.costs, search_choices(given.offers), kept(list(keep), given.own)
     suggestions, searched, refused = suggest(
         costs,
         given.own,
         given.hardware,
         world_size=world_size,
         memory_bytes=memory,
-        keep=kept(list(keep), given.own),
+        keep=keeps,
         plan=given.planned,
         given=None if isinstance(given.as_given, str) else given.as_given,
-        choices=search_choices(given.offers),
+        choices=choices,
+    )
+    worlds = (
+        nearest_worlds(costs.num_blocks, given.own, given.hardware, world_size, keep=keeps, choices=choices)
+        if not searched.num_tried
+        else ()
     )
     if costs.refused and not searched.num_tried:
-        raise ComposerError(f"no layout of the model can be traced: {costs.refused[0]}")
+        raise ComposerError(f"no layout of the model can be traced{_instead(worlds)}: {costs.refused[0]}")
     return SuggestResult(
         suggestions=suggestions,
         patches=tuple(given.changes_to(suggestion.candidate.setup) for suggestion in suggestions),
@@ -170,6 +177,7 @@ def suggest_for(
         manifest=given.manifest,
         memory_bytes=memory,
         hardware_name=given.hardware.name,
+        worlds=tuple(worlds),
     )
 
 
@@ -177,7 +185,7 @@ def _lines(result: SuggestResult) -> Iterator[str]:
     """Yield the result as text, a line each."""
     yield result.given
     if not result.suggestions:
-        yield _nothing_fits(result.searched, result.memory_bytes)
+        yield _nothing_fits(result.searched, result.memory_bytes, result.worlds)
         return
     for number, (suggestion, changes) in enumerate(zip(result.suggestions, result.patches, strict=True), 1):
         candidate = suggestion.candidate
@@ -193,10 +201,16 @@ def _lines(result: SuggestResult) -> Iterator[str]:
     )
 
 
-def _nothing_fits(found: Found, memory: float) -> str:
+def _instead(worlds: Sequence[int]) -> str:
+    """Return which worlds have a layout, in brackets."""
+    return f" ({' and '.join(map(str, worlds))} ranks have a layout)" if worlds else ""
+
+
+def _nothing_fits(found: Found, memory: float, worlds: Sequence[int]) -> str:
     least = found.smallest
     if least is None:
-        return "no layout keeps what is pinned: the batch, the heads or the layers do not divide so"
+        told = "no layout of so many ranks keeps what is pinned: the batch, the heads or the layers do not divide so"
+        return told + _instead(worlds)
     if found.num_fitting:
         return "every layout that the search found is refused by check, or does not fit by the plan; --json says why"
     return (

@@ -25,6 +25,7 @@ __all__ = [
     "Keep",
     "divisors",
     "evaluate",
+    "nearest_worlds",
     "search",
     "search_choices",
     "sequence_degrees",
@@ -250,6 +251,34 @@ def evaluate(costs: Costs, setup: Setup, hardware: Hardware) -> Candidate:
     return replace(_sized(costs, setup, hardware, 1.0), step_s=costs.step_s(setup))
 
 
+def nearest_worlds(
+    num_blocks: int, base: Setup, hardware: Hardware, world_size: int, *, keep: Keep, choices: Choices
+) -> list[int]:
+    """Return the next smaller and the next larger world with a layout: its degrees divide batch and blocks.
+
+    Those of tensor parallelism are left out: what divides by them is known of a trace alone.
+
+    Args:
+        num_blocks: Of the model.
+        base: As for `search`.
+        hardware: The cluster.
+        world_size: Ranks, for which nothing was found.
+        keep: What the user wants kept.
+        choices: What installed plugins can make.
+    """
+
+    def has_layout(size: int) -> bool:
+        families = itertools.takewhile(
+            lambda family: family[0].tp == 1, _families(num_blocks, base, hardware, size, choices)
+        )
+        return any(
+            keep(choice) for family in families for setup in family for choice in _memory_choices(setup, choices)
+        )
+
+    ways = range(world_size - 1, 0, -1), range(world_size + 1, 2 * world_size + 1)
+    return [size for size in (next(filter(has_layout, way), None) for way in ways) if size is not None]
+
+
 def _families(
     num_blocks: int, base: Setup, hardware: Hardware, world_size: int, choices: Choices
 ) -> Iterator[list[Setup]]:
@@ -283,6 +312,8 @@ def divisors(number: int) -> list[int]:
 
 
 def _degrees(num_blocks: int, base: Setup, world_size: int) -> Iterator[Setup]:
+    if world_size % base.cp:
+        return
     for tp in divisors(world_size // base.cp):
         for pp in divisors(world_size // base.cp // tp):
             replicas = world_size // base.cp // tp // pp
