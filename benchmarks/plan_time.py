@@ -1,10 +1,11 @@
 """Seconds of `composer3d plan` for large models: Llama-3-70B on 512 ranks, and Llama-3-405B on 16384.
 
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
-the process and of the one beside it is shown too, and as a multiple of what `import torch` takes on the same machine.
-What the median of the rounds takes beyond `import torch` is what is limited: each begins without traces of earlier
-ones. `again` is a plan for another network by the traces that the round has kept; it imports no torch, and may take the
-CPU time of `import torch`.
+the process and of the one beside it is shown too. Both are also given as multiples of what `import torch` takes on the
+same machine, and the multiple of the time that passes is what is limited, of the median of the rounds: 4 times and 9
+times are 3 s and 8 s beyond `import torch` where that takes 1 s. Each round begins without traces of earlier ones.
+`again` is a plan for another network by the traces that the round has kept; it imports no torch, and may take the CPU
+time of `import torch`.
 
 Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
 """
@@ -34,8 +35,8 @@ _OF_405B = {
     "global_batch = 512": "global_batch = 2048",
 }
 CASES: tuple[tuple[str, int, Mapping[str, str], float], ...] = (
-    ("Llama-3-70B on 512 ranks", 512, {}, 3.0),
-    ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 8.0),
+    ("Llama-3-70B on 512 ranks", 512, {}, 4.0),
+    ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 9.0),
 )
 
 
@@ -63,13 +64,13 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
                 "name": name,
                 "seconds": seconds,
                 "slowest_s": slowest,
-                "beyond_torch_s": round(seconds - torch_passed_s, 2),
+                "passed_times_import_torch": round(seconds / torch_passed_s, 1),
                 "cpu_s": cpu_s,
                 "times_import_torch": round(cpu_s / torch_s, 1),
                 "again_s": again_s,
                 "again_cpu_s": again_cpu_s,
                 "again_times_import_torch": round(again_cpu_s / torch_s, 1),
-                "budget_s": limit,
+                "budget_times": limit,
             }
         )
         note(f"{name}: {seconds} s")
@@ -97,7 +98,7 @@ def _planned(path: Path, world_size: int, *more: str) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Read the command line, measure, print; 1 if a plan takes longer than its limit."""
+    """Read the command line, measure, print; 1 if a plan takes more times `import torch` than its limit."""
     parser = argparse.ArgumentParser(description="Time the plan of large models.")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each model (3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -107,7 +108,10 @@ def main() -> int:
     say_rows(rows, stated, as_json=arguments.json)
     return (
         0
-        if all(row["beyond_torch_s"] <= row["budget_s"] and row["again_times_import_torch"] <= 1 for row in rows)
+        if all(
+            row["passed_times_import_torch"] <= row["budget_times"] and row["again_times_import_torch"] <= 1
+            for row in rows
+        )
         else 1
     )
 
