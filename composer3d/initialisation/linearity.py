@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from composer3d.torch_compat import with_values
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -45,13 +47,10 @@ def kind_of(hook: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    # A spread of magnitudes, so that every limit divides some element from others.
-    one, other = (
-        torch.randn(shape, generator=generator) * 10.0 ** (3.0 * torch.rand(shape, generator=generator) - 1.5)
-        for _ in range(2)
-    )
     dtype = torch.float32 if dtype.itemsize < 4 else dtype  # narrower dtypes would lose small or large values
-    with torch.no_grad():
+    # Where check composes on fake tensors, these have values all the same.
+    with torch.no_grad(), with_values():
+        one, other = (_spread(shape, generator) for _ in range(2))
         for scale in _SCALES:
             left, right = (scale * one).to(device, dtype), (scale * other).to(device, dtype)
             try:
@@ -64,6 +63,13 @@ def kind_of(hook: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.
             if not is_linear:
                 return Kind.OTHER
     return Kind.LINEAR
+
+
+def _spread(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw numbers of many magnitudes, so that every limit divides some element from others."""
+    import torch
+
+    return torch.randn(shape, generator=generator) * 10.0 ** (3.0 * torch.rand(shape, generator=generator) - 1.5)
 
 
 def _asked(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor:

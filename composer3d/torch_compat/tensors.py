@@ -146,6 +146,7 @@ def allocate(module: Any, device: Any) -> None:
     tensors stay the objects that they are, so that lists and closures that hold them hold what the module holds.
     """
     import gc
+    import warnings
 
     import torch
 
@@ -160,7 +161,10 @@ def allocate(module: Any, device: Any) -> None:
         gc.collect()  # graphs of dry runs point at them until then
         for tensor in left:
             take_memory(tensor, torch.empty_like(tensor.detach(), device=device))
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    with warnings.catch_warnings():
+        # FSDP2 asks its shards for their addresses, and so do fake ones of a check that composes.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
 def take_memory(tensor: Any, memory: Any) -> bool:

@@ -11,7 +11,9 @@ from torch.nn.functional import cross_entropy
 import composer3d
 from composer3d.errors import ComposerError, InitialisationError
 from composer3d.initialisation import record
+from composer3d.initialisation.linearity import Kind, kind_of
 from composer3d.testing import assert_gradients_equal, gather_full, run_ranks
+from composer3d.torch_compat import fake_tensors
 
 ONE = ""
 SHARDED_ONCE = "[sharding.fsdp2]\n"
@@ -296,3 +298,10 @@ def removed(path):
 def test_a_handle_removes_a_hook_that_is_carried_over():
     first, second = run_ranks(removed, 2, write_manifest(FSDP))[0]
     assert first == 0.0 and second > 0.0
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(0.5, Kind.LINEAR), (None, Kind.OTHER)])
+def test_hooks_are_judged_by_values_where_check_composes_on_fake_tensors(factor, kind):
+    hook = (lambda grad: grad * factor) if factor else (lambda grad: grad.clamp(-0.01, 0.01))
+    with fake_tensors():
+        assert kind_of(hook, (4, 3), torch.float64, device=torch.device("cpu")) is kind
