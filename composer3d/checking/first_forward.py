@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.drawn import Foreign, recorded_draws
-from composer3d.errors import ComposerError, ForkError, Problem
+from composer3d.errors import ComposerError, DataError, ForkError, Problem
 from composer3d.processes import running
 
 if TYPE_CHECKING:
@@ -77,7 +77,12 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
     torch.set_num_threads(1)
     data, document = manifest.tables["data"], manifest.document
     with running("called", data.use, limit_s=_MOST_SECONDS):
-        samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
+        try:
+            samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
+        except DataError as error:
+            return _problem(
+                ("data", "use"), *str(error).removeprefix(f'[data] use = "{data.use}": ').partition("; ")[::2]
+            )
     if samples is None:
         return {"note": f'[data] use = "{data.use}" gives no samples before it is prepared; a method example() would'}
     name = manifest.tables["model"].hf or manifest.tables["model"].reference

@@ -117,6 +117,7 @@ class Trainer:
                 manifest,
                 loss_fn=self.figures.loss,
                 count_fn=self.factory.loss.count,
+                loss_reduction=tables["train"].loss_table.reduction,
                 device=requested_device(tables["run"]),
                 example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
                 timeout_s=tables["run"].timeout_s,

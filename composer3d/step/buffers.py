@@ -107,9 +107,9 @@ def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], d
         log.warning(
             "buffers that the model updates from a rank's own samples differ between data-parallel ranks: %s; they are "
             "averaged here, and between two averages a forward that uses them computes on every rank with its own; "
-            "write run.sync_buffers() after every optimizer.step(), or reduce the batch's statistics over all ranks in "
-            "the model, as torch.nn.SyncBatchNorm does; into a queue of samples, as MoCo's, write those of all ranks, "
-            "which dist.all_gather brings",
+            "write run.sync_buffers() after every optimizer.step() of a loop, or reduce the batch's statistics over "
+            "all ranks in the model, as torch.nn.SyncBatchNorm does; into a queue of samples, as MoCo's, write those "
+            "of all ranks, which dist.all_gather brings",
             _names(differ),
         )
     if counted:

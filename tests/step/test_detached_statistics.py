@@ -123,6 +123,35 @@ def test_detached_statistics_of_a_ranks_samples_are_named_with_their_line(kind):
             assert messages == [], name
 
 
+def surrogate(normalise):
+    """A loop of PPO: advantages from an old policy's forward without gradients, then two updates; return warnings."""
+    records = []
+    logging.getLogger("composer3d.step.losses.mixed_values").addFilter(
+        lambda record: records.append(record.getMessage())
+    )
+    run = composed("[sharding.fsdp2]\n", nn.Linear(4, 3), loss_fn=None)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    x, y, reward = torch.randn(6, 4), torch.randint(0, 3, (6, 1)), torch.randn(6)
+    with torch.no_grad():
+        old = run.model(x).log_softmax(-1).gather(1, y)[:, 0]
+        advantage = reward - 0.01 * old
+        if normalise:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    for _ in range(2):
+        ratio = (run.model(x).log_softmax(-1).gather(1, y)[:, 0] - old).exp()
+        run.backward(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return records
+
+
+def test_advantages_normalised_after_a_forward_without_gradients_are_named():
+    first, second = run_ranks(surrogate, 2, True)
+    assert not second and len(first) == 1 and "mean of detached values in test_detached_statistics.py:" in first[0]
+    assert run_ranks(surrogate, 2, False) == [[], []]
+
+
 def opposed():
     """Train a generator and a discriminator, each composed by itself; return what is warned, and the distance."""
     torch.set_default_dtype(torch.float64)

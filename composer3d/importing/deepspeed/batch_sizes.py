@@ -61,8 +61,14 @@ def _size(t: Translation, key: str, name: str | None) -> int | None:
 
 def _all_three(t: Translation, total: int, micro: int, steps: int, degree: int | None) -> None:
     if total % (micro * steps) or (degree is not None and total != micro * steps * degree):
-        ranks = "a number of ranks" if degree is None else f"{degree} data-parallel ranks"
-        t.wrong(_TOTAL, f"is not {_MICRO} x {_STEPS} x {ranks} = {micro} x {steps} x ...: DeepSpeed raises")
+        product = f"{_MICRO} x {_STEPS} x "
+        if degree is None:
+            product += f"a number of ranks, a multiple of {micro * steps}"
+        else:
+            product += f"{degree} data-parallel ranks = {micro * steps * degree}"
+        t.wrong(_TOTAL, f"is not {product}: DeepSpeed raises")
+        for key in (_MICRO, _STEPS):
+            t.judge(key, "refused", f"contradicts {_TOTAL}: DeepSpeed raises")
         return
     t.put("train.global_batch", total, _TOTAL)
     t.put("train.microbatch", micro, _MICRO)

@@ -30,6 +30,7 @@ def precision(translation: Translation) -> None:
     autocast_on = t.flag("torch_autocast.enabled") if "torch_autocast.enabled" in t else False
     if half_on and brain_on:
         t.wrong(f"{brain}.enabled", "cannot stand beside fp16.enabled = true: DeepSpeed raises")
+        t.judge("fp16.enabled", "refused", f"cannot stand beside {brain}.enabled = true: DeepSpeed raises")
         return
     dtype = "float16" if half_on else "bfloat16" if brain_on else None
     if dtype is not None:

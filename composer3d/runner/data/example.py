@@ -95,6 +95,9 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
         folder: Of the manifest.
         seed: Of the run.
         vocab_size: Tokens are below it; None where unknown.
+
+    Raises:
+        DataError: An item of a user's data set is none that a run takes.
     """
     if table.sources[0].kind == "user":
         return _first_of_user(table.sources[0], folder, seed)
@@ -138,7 +141,10 @@ def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
                 return None
             else:
                 items = _first_items(dataset)
-            samples = [as_sample(item, name="the first item", use=table.use) for item in items]
+    except Exception:  # the run opens it as it has to be, and tells
+        return None
+    samples = [as_sample(item, name="the first item", use=table.use) for item in items]
+    try:
         width = padded_width([num_rows(inputs) for inputs, _ in samples], table)
         batch = collate(samples, step=0, indices=(0, 1), width=width, table=table)
     except Exception:  # the run opens it as it has to be, and tells
@@ -166,10 +172,13 @@ def _sample_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     try:
         with seeded(seed, 0):
             item = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
-            return as_sample(item, name="the first item", use=table.use)
     except BaseException as error:  # the run opens it as it has to be, and tells
         if is_interrupt(error):
             raise
+        return None
+    try:
+        return as_sample(item, name="the first item", use=table.use)
+    except DataError:  # told once, with the first forward
         return None
 
 

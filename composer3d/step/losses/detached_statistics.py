@@ -1,8 +1,9 @@
 """Statistics of a rank's samples that enter a forward or a loss without a gradient: no autograd graph shows them.
 
 `x / x.detach().mean()`, losses weighted by `w / w.mean()` of detached losses, and running normalisers depend on which
-samples a rank has. In the first forwards the values that a model or a loop detaches are followed through torch's
-functions: from samples to what is reduced over them, and on to where it meets a gradient.
+samples a rank has. In the first forwards, and in what a loop computes after them, the values that are detached are
+followed through torch's functions: from samples to what is reduced over them, and on to where it meets a gradient. Of
+forwards without gradients the outputs are samples (old policies, teachers), until the next forward.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DetachedStatistics:
 
     def __init__(self, context: RunContext | None = None) -> None:
         is_watched = context is not None and context.purpose == "run" and context.layout.degree(Role.BATCH) > 1
-        self._num_left = _NUM_FORWARDS if is_watched else 0
+        self._num_left = self._num_bare_left = _NUM_FORWARDS if is_watched else 0
         self._num_samples = 0
         self._found: dict[int, tuple[Callable[[], Tensor | None], str, str]] = {}
         self._aliases: dict[int, Callable[[], Tensor | None]] = {}
@@ -75,16 +76,25 @@ class DetachedStatistics:
         def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if owner is module:
                 self.end()
-                if self._num_left and owner.training and torch.is_grad_enabled():
-                    self._num_left -= 1
+                is_trained = owner.training and torch.is_grad_enabled()
+                if self._num_left and (is_trained or self._num_bare_left):
+                    self._num_left, self._num_bare_left = (
+                        self._num_left - is_trained,
+                        self._num_bare_left - (not is_trained),
+                    )
                     self._num_samples = num_samples((args, kwargs)) or 0
                     self._begin()
 
-        def after(owner: nn.Module, *_: Any) -> None:
-            if owner is module and is_scheduled():
+        def after(owner: nn.Module, _: Any, output: Any) -> None:
+            if owner is not module:
+                return
+            if is_scheduled():
                 self.end()
                 if self.seen is not None:
                     report(self.seen)
+            elif self._mode is not None:
+                bare = (each for each in tensors(output) if not each.requires_grad and each.is_floating_point())
+                self._found.update((id(each), (weakref.ref(each), "", "")) for each in bare)
 
         if self._num_left:
             module.register_forward_pre_hook(before, with_kwargs=True)

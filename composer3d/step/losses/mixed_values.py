@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
 _NUM_NODES = 2000
+_RUN = "a run of a manifest"
 _ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
 _ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
 
@@ -94,13 +95,18 @@ class MixedLosses:
         """
         is_told, self._is_told, self._num_left = self._is_told, True, 0
         if self._is_first and not is_told:
-            stated = "run.backward(loss, reduction" if loss_fn == "the loop" else "compose(loss_reduction"
+            place = _place(loss_fn)
+            stated = 'compose(loss_reduction="mean")'
+            if loss_fn == "the loop":
+                stated = 'run.backward(loss, reduction="mean")'
+            elif place == _RUN:
+                stated = '[train] loss = { use = "module:callable", reduction = "mean" } with a loss of your own'
             log.warning(
                 "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks "
                 "relates its own alone: the average over ranks, which is trained on, is another loss than one "
                 'device\'s over all samples; where that is meant, write %s="mean"), and nothing is said; for one '
                 "device's, gather the samples of all ranks in the loss (torch.distributed.nn.functional.all_gather)",
-                _place(loss_fn),
+                place,
                 seen,
                 self._num_ranks,
                 stated,
@@ -111,6 +117,8 @@ def _place(loss_fn: Callable[..., Any] | str) -> str:
     if isinstance(loss_fn, str):
         return (caller(())[1] if loss_fn == "the loop" else "") or loss_fn
     function = getattr(loss_fn, "__func__", loss_fn)
+    if str(getattr(function, "__module__", "")).startswith("composer3d"):
+        return _RUN  # whose loss wraps what the manifest names
     code = getattr(function, "__code__", None) or getattr(getattr(type(loss_fn), "forward", None), "__code__", None)
     return "loss_fn" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
 

@@ -48,7 +48,8 @@ class LocalSGD:
     each has trained on since its last exchange: a mesh gives all islands as many ranks, and data may give them others.
     Evaluation is of the mean of the islands' weights, moving averages included (the mean of moving averages is the
     moving average of means), so that it is the same on all of them. With a step count that is no multiple of `every`
-    islands end with parameters of their own; an exported model is the first one's.
+    islands end with parameters of their own; an exported model is the first one's. Between exchanges no number crosses
+    islands: loss and grad_norm of a row of metrics are the first island's, tokens and samples are those of all.
 
     Memory: average: a buffer of the largest fragment's local shards. With an outer optimizer besides the outer
         parameters and their momentum, in float32: two more copies of the local shards; with overlap three.

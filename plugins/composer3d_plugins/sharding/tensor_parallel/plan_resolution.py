@@ -262,7 +262,7 @@ def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Col
                 raise PluginError(
                     f'"{group[0]}" and "{name}" are one tensor, but "{first}" is "{styles[0]}" and "{second}" is '
                     f'"{styles[1]}"',
-                    hint='shard both ("vocab" and "head") or neither',
+                    hint='give both one style in plan ("vocab" and "head": an embedding and its head), or neither',
                 )
 
 
