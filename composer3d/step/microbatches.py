@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
@@ -20,11 +22,20 @@ _PIECE = 1 << 16  # weights generated per seed
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor in nested dicts, lists and tuples."""
+    """Apply a function to every tensor in nested dicts, lists, tuples and dataclasses."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return function(value)
+    if _is_output(value):
+        mapped = copy.copy(value)
+        for name in _names(value):
+            found = getattr(value, name)
+            if (new := map_tensors(function, found)) is not found:
+                # Of a frozen one too, and without what its class does when one is made.
+                set_item = mapped.__setitem__ if isinstance(value, Mapping) else partial(object.__setattr__, mapped)
+                set_item(name, new)
+        return mapped
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -35,14 +46,27 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested dicts, lists and tuples, in order."""
+    """Yield every tensor in nested dicts, lists, tuples and dataclasses, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield value
+    elif _is_output(value):
+        for name in _names(value):
+            yield from tensors(getattr(value, name))
     elif isinstance(value, list | tuple | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(item)
+
+
+def _is_output(value: Any) -> bool:
+    """Return whether a value is an object of a dataclass, as models return them, of a field or several."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _names(value: Any) -> list[str]:
+    """Return names of what an output holds: transformers' leave out the fields that are None."""
+    return list(value) if isinstance(value, Mapping) else [field.name for field in dataclasses.fields(value)]
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -56,6 +80,8 @@ def first_tensor(value: Any) -> Tensor | None:
         items: Iterable[Any] = value
     elif isinstance(value, Mapping):
         items = value.values()
+    elif _is_output(value):
+        items = [getattr(value, name) for name in _names(value)]
     else:
         return None
     for item in items:
@@ -143,7 +169,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def move(value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
-    return replace(batch, args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
+    return dataclasses.replace(batch, args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
 
 
 class Digest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
         return {key: tree_map(function, each) for key, each in tree.items()}
     from torch.utils._pytree import tree_map as map_any
 
-    return map_any(function, tree)
+    return map_any(function, _known(tree))
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -115,14 +116,32 @@ def _add_leaves(tree: Any, found: list[Any]) -> None:
     else:
         from torch.utils._pytree import tree_leaves as leaves_of_any
 
-        found += leaves_of_any(tree)
+        found += leaves_of_any(_known(tree))
+
+
+def _known(tree: Any) -> Any:
+    """Return a tree, once torch knows how to take the dataclasses of a model's in it apart; FSDP2 asks torch, too.
+
+    Those with fields that their arguments do not set could not be made again, and stay leaves.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves as leaves_of_any
+
+    for leaf in leaves_of_any(tree):
+        kind = type(leaf)
+        if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] in ("composer3d", "torch"):
+            continue
+        if all(field.init for field in dataclasses.fields(kind)):
+            torch.export.register_dataclass(kind)
+            return _known(tree)
+    return tree
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of nested tuples, lists and dicts, and their form; torch's pytree has no public home."""
     from torch.utils._pytree import tree_flatten
 
-    return tree_flatten(tree)
+    return tree_flatten(_known(tree))
 
 
 def tree_unflatten(leaves: Any, form: Any) -> Any:

@@ -75,7 +75,7 @@ REFUSALS = [
     ),
     (
         ("gpt2", entries(2, wte='"vocab"')),
-        '"wte.weight" and "lm_head.weight" are one tensor, but "wte" is "vocab" and "lm_head" is "replicate"; shard '
+        '"wte.weight" and "lm_head.weight" are one tensor, but "wte" is "vocab" and "lm_head" is "replicate"; '
         'give both one style in plan ("vocab" and "head": an embedding and its head), or neither',
     ),
     (

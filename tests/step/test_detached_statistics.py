@@ -123,33 +123,36 @@ def test_detached_statistics_of_a_ranks_samples_are_named_with_their_line(kind):
             assert messages == [], name
 
 
-def surrogate(normalise):
-    """A loop of PPO: advantages from an old policy's forward without gradients, then two updates; return warnings."""
+def surrogate(place):
+    """A loop of PPO whose advantages are normalised at a place; return what is warned in two updates."""
     records = []
     logging.getLogger("composer3d.step.losses.mixed_values").addFilter(
         lambda record: records.append(record.getMessage())
     )
     run = composed("[sharding.fsdp2]\n", nn.Linear(4, 3), loss_fn=None)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-    x, y, reward = torch.randn(6, 4), torch.randint(0, 3, (6, 1)), torch.randn(6)
-    with torch.no_grad():
-        old = run.model(x).log_softmax(-1).gather(1, y)[:, 0]
-        advantage = reward - 0.01 * old
-        if normalise:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     for _ in range(2):
-        ratio = (run.model(x).log_softmax(-1).gather(1, y)[:, 0] - old).exp()
-        run.backward(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+        x, y, advantage, mask = torch.randn(6, 4), torch.randint(0, 3, (6, 1)), torch.randn(6), torch.rand(6).round()
+
+        def normalised(value, here):
+            return (value - value.mean()) / (value.std() + 1e-8) if here == place else value
+
+        if place == "an old policy":
+            with torch.no_grad():
+                advantage = normalised(advantage - run.model(x).log_softmax(-1).gather(1, y)[:, 0], place)
+        chosen = run.model(x).log_softmax(-1).gather(1, y)[:, 0]
+        run.backward(-(chosen * normalised(advantage, "after") * mask).sum() / mask.sum().clamp(min=1))
         optimizer.step()
         optimizer.zero_grad()
     run.close()
     return records
 
 
-def test_advantages_normalised_after_a_forward_without_gradients_are_named():
-    first, second = run_ranks(surrogate, 2, True)
-    assert not second and len(first) == 1 and "mean of detached values in test_detached_statistics.py:" in first[0]
-    assert run_ranks(surrogate, 2, False) == [[], []]
+def test_advantages_that_a_loop_normalises_are_named_with_their_line():
+    for place in ("an old policy", "after"):
+        first, second = run_ranks(surrogate, 2, place)
+        assert not second and len(first) == 1 and "mean of detached values in test_detached_statistics.py:" in first[0]
+    assert run_ranks(surrogate, 2, "nowhere") == [[], []]
 
 
 def opposed():

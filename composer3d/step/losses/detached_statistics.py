@@ -3,7 +3,8 @@
 `x / x.detach().mean()`, losses weighted by `w / w.mean()` of detached losses, and running normalisers depend on which
 samples a rank has. In the first forwards, and in what a loop computes after them, the values that are detached are
 followed through torch's functions: from samples to what is reduced over them, and on to where it meets a gradient. Of
-forwards without gradients the outputs are samples (old policies, teachers), until the next forward.
+forwards without gradients the outputs are samples (old policies, teachers); in a loop and in a loss so are floats
+with as many rows as the batch, but for their sums, which are counts of masks.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class DetachedStatistics:
         is_watched = context is not None and context.purpose == "run" and context.layout.degree(Role.BATCH) > 1
         self._num_left = self._num_bare_left = _NUM_FORWARDS if is_watched else 0
         self._num_samples = 0
+        self._is_in_model = False
         self._found: dict[int, tuple[Callable[[], Tensor | None], str, str]] = {}
         self._aliases: dict[int, Callable[[], Tensor | None]] = {}
         self._mode: Any = None
@@ -82,12 +84,13 @@ class DetachedStatistics:
                         self._num_left - is_trained,
                         self._num_bare_left - (not is_trained),
                     )
-                    self._num_samples = num_samples((args, kwargs)) or 0
+                    self._num_samples, self._is_in_model = num_samples((args, kwargs)) or 0, True
                     self._begin()
 
         def after(owner: nn.Module, _: Any, output: Any) -> None:
             if owner is not module:
                 return
+            self._is_in_model = False
             if is_scheduled():
                 self.end()
                 if self.seen is not None:
@@ -146,13 +149,13 @@ class DetachedStatistics:
             if statistic and self._matters(name, given):
                 self.seen = statistic
             return
-        if statistic is None and any(self._is_sample(each) for each in given):
+        if statistic is None and any(self._is_sample(each, name) for each in given):
             is_reduced = any(is_over_samples(name, args, kwargs, each, self._num_samples) for each in given)
             last = given[-1]  # by which a product of matrices adds up over rows: a codebook's sums
             is_reduced |= (
                 name in _PRODUCTS
                 and last.dim() == 2
-                and self._is_sample(last)
+                and self._is_sample(last, name)
                 and is_of_samples(last, self._num_samples)
             )
             is_loss = name in ("detach", "__get__") and not given[0].dim() and given[0].requires_grad
@@ -181,11 +184,14 @@ class DetachedStatistics:
         # What no function of torch's has written is a collective's: a statistic of all ranks' samples.
         return tag if reference() is tensor and value == (value_of(tensor) if tag else "") else ""
 
-    def _is_sample(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is computed from samples, with a gradient that is about to be left, or without."""
+    def _is_sample(self, tensor: Tensor, name: str) -> bool:
+        """Return whether a function is of samples, with a gradient that is about to be left, or without."""
         if tensor.requires_grad:
             return tensor.grad_fn is not None and not is_weight(tensor.grad_fn)
-        return self._found.get(id(tensor), _UNKNOWN)[0]() is tensor
+        if self._found.get(id(tensor), _UNKNOWN)[0]() is tensor:
+            return True
+        has_rows = bool(tensor.dim()) and tensor.shape[0] == self._num_samples and tensor.is_floating_point()
+        return has_rows and not self._is_in_model and name != "sum"
 
 
 def is_over_samples(

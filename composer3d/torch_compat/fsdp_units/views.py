@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from composer3d.torch_compat.tensors import tree_flatten, tree_unflatten
+
 __all__ = ["keep_output_hooks"]
 
 
@@ -39,10 +41,10 @@ def keep_output_hooks(module: Any) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return output
         # In the containers in which FSDP2 finds tensors; an output without a view stays the object that it is.
-        leaves, form = torch.utils._pytree.tree_flatten(output)
+        leaves, form = tree_flatten(output)
         kept = [alias(leaf) for leaf in leaves]
         if all(one is other for one, other in zip(kept, leaves, strict=True)):
             return output
-        return torch.utils._pytree.tree_unflatten(kept, form)
+        return tree_unflatten(kept, form)
 
     module.register_forward_hook(keep)
