@@ -100,6 +100,7 @@ def test_the_page_holds_everything_itself(reported):
     assert {name for name, *_ in cells} >= {"parameters", "activations", "peak", "reserved", "context", "total"}
     assert all(bool(within) == (known != "exact" and told != "0 B") for _, told, within, known in cells)
     assert re.findall(r'(?:src|href)="', text) == []
+    assert text.count("overflow-x:auto") == 2, "nodes and schedule may be wider than a page"
     assert text.count("<rect") > 20 and "node 1" in text and "reduce_scatter" in text and "1F1B" in text
 
 

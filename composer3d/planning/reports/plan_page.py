@@ -117,7 +117,8 @@ def _nodes(plan: Plan) -> str:
     rest = f"<p>and {num_nodes - shown} nodes more</p>" if num_nodes > shown else ""
     assumed = "" if plan.gpus_per_node else f"<p>nodes of {_DEFAULT_NODE} are assumed: [mesh] gpus_per_node says</p>"
     rows = -(-shown // _NODE_COLUMNS)
-    return _svg(_NODE_COLUMNS * width, rows * height + 6, parts) + rest + assumed
+    drawing = _svg(min(shown, _NODE_COLUMNS) * width, rows * height + 6, parts)
+    return f'<div style="overflow-x:auto">{drawing}</div>{rest}{assumed}'
 
 
 def _collectives(plan: Plan, index: int) -> str:

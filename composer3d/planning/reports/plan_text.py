@@ -96,7 +96,10 @@ def show_plan(plan: Plan, *, width: int | None = None) -> str:
 def _parts(plan: Plan) -> list[Any]:
     from rich.text import Text
 
-    head = f"{plan.layout} = {plan.layout.world_size} ranks, {plan.num_microbatches} micro-batches a step"
+    ranks, microbatches = plan.layout.world_size, plan.num_microbatches
+    head = (
+        f"{plan.layout} = {ranks} rank{'s' * (ranks > 1)}, {microbatches} micro-batch{'es' * (microbatches > 1)} a step"
+    )
     lines = [head]
     if plan.verdict is not None and plan.memory_bytes is not None:
         fullest = max(plan.ranks, key=lambda rank: rank.allocation.total)
