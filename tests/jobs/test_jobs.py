@@ -7,6 +7,7 @@ import subprocess
 import kubernetes_validate
 import pytest
 import yaml
+from support.sockets import watched_listeners
 
 import composer3d
 from composer3d import Job
@@ -56,8 +57,9 @@ def is_shell(text):
 
 
 def test_a_slurm_job_asks_for_what_the_run_needs_and_is_told_before_its_end(folder):
-    job = composer3d.launch("My run.toml", on="slurm", partition="gpu", time="1-00:00:00", **SIZE)
-    assert job.ok
+    with watched_listeners() as addresses:
+        job = composer3d.launch("My run.toml", on="slurm", partition="gpu", time="1-00:00:00", **SIZE)
+    assert job.ok and not addresses
     assert is_shell(job.text)
     lines = job.text.splitlines()
     assert lines[0] == "#!/bin/bash"

@@ -13,6 +13,7 @@ from pathlib import Path
 import covering_set
 import pytest
 import tomli
+from support.sockets import watched_listeners
 
 from composer3d.cli import main
 from composer3d.errors import PluginError
@@ -149,7 +150,9 @@ def test_a_machine_is_proven_or_told_what_differs(tables, code, monkeypatch, cap
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(sys, "path", list(sys.path))
     report = tmp_path / "report.json"
-    assert main(["selftest", "--minutes", "5", "--output", str(report)]) == code
+    with watched_listeners() as addresses:
+        assert main(["selftest", "--minutes", "5", "--output", str(report)]) == code
+    assert addresses == {"127.0.0.1"}
     told = capsys.readouterr().out
     found = json.loads(report.read_text())
     assert found["ok"] is (code == 0)

@@ -1,10 +1,12 @@
 """Which sockets of a process listen, and a machine whose own name is no loopback interface's first address."""
 
+import contextlib
 import ctypes
 import os
 import socket
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 ELSEWHERE = "127.0.1.5"
@@ -21,6 +23,38 @@ def listening_ports(pid="self"):
         return {int(port, 16) for _, port, _ in _listeners(pid)}
     except (FileNotFoundError, ProcessLookupError):
         return set()
+
+
+@contextlib.contextmanager
+def watched_listeners():
+    """Give the set of addresses on which this process and all that it starts are seen to listen."""
+    found, over = set(), threading.Event()
+
+    def look():
+        while not over.wait(0.02):
+            for pid in _descendants(os.getpid()):
+                with contextlib.suppress(OSError):  # it has ended
+                    found.update(listening(pid))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def _descendants(pid):
+    children = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
 
 
 def _listeners(pid):

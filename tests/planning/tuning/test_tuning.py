@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from support.sockets import watched_listeners
 
 from composer3d.checking import open_manifest
 from composer3d.cli import main
@@ -112,7 +113,11 @@ def test_a_file_that_is_there_is_refused_before_anything_runs(manifest, tmp_path
 def test_a_trial_times_real_steps_and_leaves_no_process(manifest, tmp_path):
     place = tmp_path / "trial"
     place.mkdir()
-    measured = measure_steps(str(manifest), ["mesh.dp_shard=2"], num_ranks=2, num_steps=3, folder=place, timeout_s=300)
+    with watched_listeners() as addresses:
+        measured = measure_steps(
+            str(manifest), ["mesh.dp_shard=2"], num_ranks=2, num_steps=3, folder=place, timeout_s=300
+        )
+    assert addresses == {"127.0.0.1"}
     assert measured.step_s is not None and 0 < measured.step_s < 60 and measured.failure == ""
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 5 <= len(rows) < 1000
