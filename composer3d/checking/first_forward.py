@@ -87,7 +87,22 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
         return {"note": f'[data] use = "{data.use}" gives no samples before it is prepared; a method example() would'}
     name = manifest.tables["model"].hf or manifest.tables["model"].reference
     with running("called", name, limit_s=_MOST_SECONDS):
-        return _call(manifest, factory, preparation, samples)
+        found = _call(manifest, factory, preparation, samples)
+    return found if "message" in found else _unfilled(manifest, preparation, samples[1]) or found
+
+
+def _unfilled(manifest: Manifest, preparation: Preparation, targets: Any) -> Mapping[str, Any] | None:
+    """Return what the first evaluation would refuse."""
+    from composer3d.runner.data import unfilled_evaluation
+
+    if manifest.tables["evaluation"].every is None:
+        return None
+    data, degree = manifest.tables["data"], preparation.context.data_parallel_degree
+    with running("called", data.use, limit_s=_MOST_SECONDS):
+        message = unfilled_evaluation(
+            data, manifest.document.folder, batch_size=manifest.train.batch_over(degree), targets=targets
+        )
+    return None if message is None else _problem(("data", "evaluation_fraction"), message.removeprefix("[data] "), None)
 
 
 def _call(

@@ -36,6 +36,7 @@ class Document:
             shipped manifests.
         stem: The file's name without folder and suffix.
         secrets: Key paths of secrets, set once the tables are typed.
+        unusable: Problems of values that nothing can read, and which the tables therefore lack.
     """
 
     tables: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Document:
     folder: Path
     stem: str
     secrets: frozenset[KeyPath] = frozenset()
+    unusable: tuple[Problem, ...] = ()
 
     def place(self, key_path: Iterable[str | int]) -> Place:
         """Return where a key path was written, or its nearest ancestor that was; the file's start if none was."""
@@ -165,8 +167,8 @@ def _finish(layer: Layer, overrides: Sequence[str], problems: list[Problem], **a
         else:
             layer = result
     if problems:
-        raise ManifestError(problems)
-    return Document(tables=layer.tables, places=layer.places, **attributes)
+        raise ManifestError([*problems, *layer.problems])
+    return Document(tables=layer.tables, places=layer.places, unusable=layer.problems, **attributes)
 
 
 def _read_chain(chain: tuple[Source, ...], problems: list[Problem]) -> Layer:
@@ -184,12 +186,11 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
     if isinstance(layer, Problem):
         problems.append(layer)
         return Layer(tables={}, places={})
-    problems += layer.problems
     problem = _check_format(layer, file)
     if problem is not None:
         problems.append(problem)
     tables = {key: value for key, value in layer.tables.items() if key not in ("composer3d", "extends")}
-    own = Layer(tables=tables, places=layer.places)
+    own = Layer(tables=tables, places=layer.places, problems=layer.problems)
     if "extends" not in layer.tables:
         return own
     base = _find_base(layer.tables["extends"], chain)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tomli
@@ -91,7 +91,9 @@ def parse(text: str, *, file: str) -> Layer | Problem:
         line, column = before.count("\n") + 1, len(before.rpartition("\n")[2]) + 1
         return Problem(message=f"an integer {_BEYOND}", file=file, line=line, column=column)
     places = {path: Place(file, line, column) for path, (line, column) in located.items()}
-    return _expand(Layer(tables=tables, places=places, problems=tuple(_unusable(tables, places, ()))))
+    unusable = list(_unusable(tables, places, ()))
+    kept = _without(tables, [path for path, _ in unusable], ())
+    return _expand(Layer(tables=kept, places=places, problems=tuple(problem for _, problem in unusable)))
 
 
 def _slip(line: str, said: str) -> str | None:
@@ -121,7 +123,7 @@ def merge(base: Layer, top: Layer) -> Layer:
     """
     places = dict(base.places)
     tables = _merge(base.tables, top.tables, (), places)
-    return Layer(tables=tables, places=places | dict(top.places))
+    return Layer(tables=tables, places=places | dict(top.places), problems=(*base.problems, *top.problems))
 
 
 def override(layer: Layer, text: str) -> Layer | Problem:
@@ -150,11 +152,11 @@ def override(layer: Layer, text: str) -> Layer | Problem:
     for name in reversed(path[:-1]):
         tables = {name: tables}
     places: dict[KeyPath, Place] = {path: Place(file)}
-    for problem in _unusable(tables, places, ()):
+    for _, problem in _unusable(tables, places, ()):
         return problem
     merged = merge(layer, _expand(Layer(tables=tables, places=places)))
     ancestors = {path[:length]: Place(file) for length in range(1, len(path))}
-    return Layer(tables=merged.tables, places=ancestors | dict(merged.places))
+    return replace(merged, places=ancestors | dict(merged.places))
 
 
 def _value(text: str) -> Any:
@@ -176,20 +178,33 @@ def _expand(layer: Layer) -> Layer:
     return Layer(tables=tables, places=places, problems=layer.problems)
 
 
-def _unusable(value: Any, places: Mapping[KeyPath, Place], path: KeyPath) -> Iterator[Problem]:
-    """Yield the problem of every value that TOML can hold and nothing that reads a manifest can use."""
+def _unusable(value: Any, places: Mapping[KeyPath, Place], path: KeyPath) -> Iterator[tuple[KeyPath, Problem]]:
+    """Yield path and problem of every value that TOML can hold and nothing that reads a manifest can use."""
     if isinstance(value, Mapping):
         for key, item in value.items():
+            here = (*path, key)
             if "\0" in key:
-                yield _unusable_problem("a key holds the character NUL", places, (*path, key))
-            yield from _unusable(item, places, (*path, key))
+                yield here, _unusable_problem("a key holds the character NUL", places, here)
+            yield from _unusable(item, places, here)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unusable(item, places, (*path, index))
     elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
-        yield _unusable_problem(f"{dotted(path)} is an integer {_BEYOND}", places, path)
+        yield path, _unusable_problem(f"{dotted(path)} is an integer {_BEYOND}", places, path)
     elif isinstance(value, str) and "\0" in value:
-        yield _unusable_problem(f"{dotted(path)} holds the character NUL", places, path)
+        yield path, _unusable_problem(f"{dotted(path)} holds the character NUL", places, path)
+
+
+def _without(value: Any, paths: Sequence[KeyPath], path: KeyPath) -> Any:
+    """Return tables without the keys at paths; a list loses its key where one of its items would be left out."""
+    if not isinstance(value, Mapping) or not any(each[: len(path)] == path for each in paths):
+        return value
+    return {
+        key: _without(item, paths, (*path, key))
+        for key, item in value.items()
+        if (*path, key) not in paths
+        and not (isinstance(item, list) and any(each[: len(path) + 1] == (*path, key) for each in paths))
+    }
 
 
 def _unusable_problem(message: str, places: Mapping[KeyPath, Place], path: KeyPath) -> Problem:

@@ -127,7 +127,7 @@ def inspect_manifest(
     """Type a document and collect its mistakes; see `load_manifest`."""
     classes: dict[str, type] = {**CORE_TABLES, **(tables or {})}
     catalogue = catalogue or Catalogue.installed()
-    problems: list[Problem] = _unknown_tables(document, classes)
+    problems: list[Problem] = [*document.unusable, *_unknown_tables(document, classes)]
     # A table with a misspelt name is not also reported for missing keys.
     meant = {near for problem in problems for near in get_close_matches(str(problem.table), classes, n=1, cutoff=0.6)}
     plugins = _plugins(document, catalogue, problems)

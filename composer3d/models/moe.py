@@ -83,11 +83,13 @@ class MoEConfig(LlamaConfig):
         return self.balance_loss > 0 or self.z_loss > 0
 
 
-def moe(**sizes: Any) -> MoE:
+def moe(*, vocab_size: int = 256, max_seq_len: int = 2048, **sizes: Any) -> MoE:
     """Build a mixture of experts; this is `use = "composer3d.models:moe"` of a manifest.
 
     Args:
-        sizes: Those of `composer3d.models:llama`, of which ffn_dim and ffn_multiple_of are for dense layers, and
+        vocab_size: Tokens.
+        max_seq_len: Positions at most.
+        sizes: Others of `composer3d.models:llama`, of which ffn_dim and ffn_multiple_of are for dense layers, and
 
             num_experts: Routed experts of a layer.
             top_k: Experts a token.
@@ -115,7 +117,7 @@ def moe(**sizes: Any) -> MoE:
     >>> model(torch.zeros(1, 3, dtype=torch.int64)).logits.shape
     torch.Size([1, 3, 256])
     """
-    return MoE(MoEConfig(**sizes))
+    return MoE(MoEConfig(vocab_size=vocab_size, max_seq_len=max_seq_len, **sizes))
 
 
 class Output(NamedTuple):

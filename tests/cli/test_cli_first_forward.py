@@ -75,6 +75,11 @@ class Rows(torch.utils.data.Dataset):
         return {"features": torch.zeros(3), "unknown": 1.0, "targets": torch.zeros(2)}
 
 
+class Known(Rows):
+    def __getitem__(self, index):
+        return torch.zeros(3), torch.zeros(2)
+
+
 class Features(nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
@@ -166,6 +171,12 @@ CASES = {
         'model.use = "plain_models:autoencoder"\ndata.use = "plain_models:images"\ntrain.loss = "mse"\n',
         "run.toml:7:7: [model] its forward fails on the first samples: RuntimeError: mat1 and mat2 shapes cannot be "
         "multiplied",
+    ),
+    "held out": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Known"\ntrain.loss = "mse"\n'
+        "evaluation.every = 1\n",
+        "run.toml:8:6: [data] 2 samples held out do not fill a batch of 4, and torch.float32 targets cannot be marked "
+        "as without loss; hold out more (evaluation_fraction), or lower global_batch",
     ),
     "shapes": (
         'model.use = "plain_models:classifier"\ndata.use = "plain_models:images"\ntrain.loss = "mse"\n',

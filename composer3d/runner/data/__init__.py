@@ -8,7 +8,13 @@ from composer3d.runner.data.chats import probe_chats
 from composer3d.runner.data.collate import Batch
 from composer3d.runner.data.data_source import Source
 from composer3d.runner.data.data_table import DataTable
-from composer3d.runner.data.example import example_of, first_samples, foreseen_batch, foreseen_example
+from composer3d.runner.data.example import (
+    example_of,
+    first_samples,
+    foreseen_batch,
+    foreseen_example,
+    unfilled_evaluation,
+)
 from composer3d.runner.data.inputs import Inputs, call_of, named_leaves
 from composer3d.runner.data.loader import Loader
 from composer3d.runner.data.open_source import open_source
@@ -44,4 +50,5 @@ __all__ = [
     "python_docs",
     "read_tokenizer",
     "tokenizer_key",
+    "unfilled_evaluation",
 ]

@@ -29,6 +29,15 @@ def can_be_ignored(targets: object) -> bool:
     return isinstance(targets, torch.Tensor) and not targets.is_floating_point() and not targets.is_complex()
 
 
+def unfilled(num_samples: int, batch_size: int, targets: object) -> str:
+    """Return the message for samples held out that are fewer than a batch, and whose targets cannot be ignored."""
+    kind = f"{targets.dtype} targets" if isinstance(targets, torch.Tensor) else "such targets"
+    return (
+        f"[data] {num_samples} samples held out do not fill a batch of {batch_size}, and {kind} cannot be marked as "
+        "without loss; hold out more (evaluation_fraction), or lower global_batch"
+    )
+
+
 class MapBatches:
     """Builds the batch of any step; it has no position, so that several processes may use it.
 
@@ -116,9 +125,5 @@ class MapBatches:
         if sample >= 0:
             return inputs, targets
         if not can_be_ignored(targets):
-            kind = f"{targets.dtype} targets" if isinstance(targets, torch.Tensor) else "such targets"
-            raise DataError(
-                f"[data] {len(self._source)} samples held out do not fill a batch of {self._batch_size_of(0)}, and "
-                f"{kind} cannot be marked as without loss; hold out more (evaluation_fraction), or lower global_batch"
-            )
+            raise DataError(unfilled(len(self._source), self._batch_size_of(0), targets))
         return inputs, torch.full_like(targets, self._ignored)

@@ -12,8 +12,9 @@ from torch import Tensor
 from composer3d import map_tensors
 from composer3d.errors import DataError, describe_error, is_interrupt
 from composer3d.processes import running
+from composer3d.runner.data.batches import can_be_ignored, unfilled
 from composer3d.runner.data.collate import collate, padded_width
-from composer3d.runner.data.data_source import Sample, Source
+from composer3d.runner.data.data_source import Sample, Source, num_held_out
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.inputs import Inputs, call_of, num_rows
 from composer3d.runner.data.items import as_sample
@@ -22,7 +23,14 @@ from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.tokens import map_token_file
 from composer3d.runner.data.user_data import call_user, seeded
 
-__all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen_example"]
+__all__ = [
+    "Example",
+    "example_of",
+    "first_samples",
+    "foreseen_batch",
+    "foreseen_example",
+    "unfilled_evaluation",
+]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 # Not one sample: in a model's shapes, a dim of 1 cannot be distinguished from one that is broadcast.
@@ -109,6 +117,24 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
         numbers = torch.stack([torch.zeros(table.seq_len, dtype=torch.int64), torch.arange(table.seq_len)])
         return Inputs(args=(rows[:, :-1],), kwargs=dict.fromkeys(names, numbers)), rows[:, 1:]
     return rows[:, :-1], rows[:, 1:]
+
+
+def unfilled_evaluation(table: DataTable, folder: Path, *, batch_size: int, targets: Any) -> str | None:
+    """Return what an evaluation refuses: samples held out that fill no batch, of targets that cannot be ignored.
+
+    Args:
+        table: The manifest's `[data]`; other data than a user's has targets that can.
+        folder: Of the manifest.
+        batch_size: Samples of a global batch.
+        targets: Of first samples, stacked.
+    """
+    if table.kind != "user" or table.order == "stream" or can_be_ignored(targets):
+        return None
+    dataset = call_user(table, folder)
+    if not hasattr(dataset, "__len__"):
+        return None
+    num_samples = num_held_out(len(dataset), table.evaluation_fraction)
+    return unfilled(num_samples, batch_size, targets) if 0 < num_samples < batch_size else None
 
 
 def _told(table: DataTable) -> list[str]:
