@@ -35,7 +35,7 @@ from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
 from composer3d.processes.arrival import await_all
 from composer3d.processes.foreign_peers import refuse_foreign_peers
-from composer3d.processes.process_group import default_device, join_world, own_device
+from composer3d.processes.process_group import default_device, join_world, own_device, own_groups
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
 from composer3d.step.counted_buffers import counting_actions
@@ -151,7 +151,7 @@ def assemble(
             agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
         else:
             agree_on_factory(preparation.recipe, context)
-        with refuse_foreign_peers():
+        with refuse_foreign_peers(), own_groups():
             build_mesh(preparation)
             apply_transforms(preparation)
         materialise(preparation)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["default_device", "join_world", "own_device", "set_timeouts"]
+__all__ = ["default_device", "join_world", "own_device", "own_groups", "set_timeouts"]
 
 _JOIN_S = 600.0  # a launcher starts all ranks at once: one that has not come by then is stuck, and torch waits 30 min
 
@@ -39,6 +40,41 @@ class _OwnWorld:
     num_users: int = 0
     num_made: int = 0
     leave_loopback: Callable[[], None] = lambda: None
+
+
+@dataclass(kw_only=True, eq=False)
+class _LoopsWorld:
+    """A default process group that a loop made, and the process groups that compositions made in it.
+
+    Attributes:
+        group: The loop's.
+        num_users: Compositions that have not let go of it.
+        made: Process groups of compositions, which live until the last of these has let go: DTensors of equal meshes
+            have each other's.
+    """
+
+    group: Any = None
+    num_users: int = 0
+    made: list[Any] = field(default_factory=list)
+
+
+@functools.cache
+def _loops_world(pid: int) -> _LoopsWorld:
+    """Return what is known of the loop's world; a forked process has one of its own."""
+    return _LoopsWorld()
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Note the process groups that are made in a loop's world as those of compositions, which end with the last."""
+    import torch.distributed as dist
+
+    world, before = _loops_world(os.getpid()), torch_compat.process_groups()
+    try:
+        yield
+    finally:
+        if world.num_users and world.group is dist.group.WORLD:
+            world.made += [group for group in torch_compat.process_groups() if group not in before]
 
 
 @functools.cache
@@ -90,9 +126,8 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
             ten minutes, and torch's.
 
     Returns:
-        A function that lets go of the group. One that this made is destroyed when all compositions have. In a group
-        that was there before, those of the mesh stay with it: torch keeps meshes in caches, and a later mesh of the
-        same shape would use destroyed groups.
+        A function that lets go of the group. One that this made is destroyed when all compositions have; of one that
+        was there before, the groups that compositions made in it (see `own_groups`).
 
     Raises:
         RendezvousError: Names the ranks that did not come; or the launcher's variables contradict each other.
@@ -106,7 +141,7 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
             torch_compat.set_group_timeout(None, timedelta(seconds=timeout_s))
         world = _own_world(os.getpid())
         if world.group is not dist.group.WORLD:
-            return lambda: None
+            return _join_loops_world()
         world.num_users += 1
         return functools.partial(_let_go, world)
     if _own_world(os.getpid()).num_made:
@@ -135,6 +170,36 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
     world.group, world.num_users, world.num_made = dist.group.WORLD, 1, world.num_made + 1
     world.leave_loopback = leave_loopback
     return functools.partial(_let_go, world)
+
+
+def _join_loops_world() -> Callable[[], None]:
+    import torch.distributed as dist
+
+    world = _loops_world(os.getpid())
+    if dist.get_backend() == "fake":  # whoever imitates ranks ends their world with its groups
+        return lambda: None
+    if world.group is not dist.group.WORLD:
+        gc.collect()  # as for a world of compositions' own, and of these none is left
+        world.group, world.num_users, world.made = dist.group.WORLD, 0, []
+    world.num_users += 1
+    return functools.partial(_let_go_of_groups, world, world.group)
+
+
+def _let_go_of_groups(world: _LoopsWorld, group: Any) -> None:
+    import torch.distributed as dist
+
+    if world.group is not group:  # the loop has ended that world, and made another one
+        return
+    world.num_users -= 1
+    if world.num_users > 0:
+        return
+    made, world.group, world.made = world.made, None, []
+    if made and dist.is_initialized() and group is dist.group.WORLD:
+        torch_compat.clear_sharding_caches()  # they hold meshes, and a later one of the same shape has other groups
+        there = torch_compat.process_groups()
+        for each in made:
+            if each in there:
+                dist.destroy_process_group(each)
 
 
 def _let_go(world: _OwnWorld) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.models import composed
 from torch import nn
 
+from composer3d import torch_compat
 from composer3d.processes.process_group import default_device, own_device
 from composer3d.testing import run_ranks
 
@@ -88,6 +89,31 @@ def test_a_process_composes_again_and_again(is_agents):
     for ends, held in (first, second):
         assert ends == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
         assert max(held[10:]) <= max(held[:10]), "sockets of earlier worlds are held"
+
+
+def compose_in_a_loops_world():
+    """Compose and close in the loop's own world; return groups and descriptors after each round, and a sum of both."""
+    ends, held, groups = [], [], []
+    for number in range(ROUNDS):
+        run = composed("[sharding.fsdp2]\n", model=lambda: nn.Linear(4, 4), loss_fn=F.mse_loss, device="cpu")
+        if number == 0:
+            own = dist.new_group([0, 1])
+        ends.append(end_one_way_or_another(run, number))
+        groups.append(len(torch_compat.process_groups()))
+        held.append(len(os.listdir("/proc/self/fd")))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=own)
+    return ends, held, groups, total.item()
+
+
+@pytest.mark.slow
+def test_groups_that_compositions_made_in_a_loops_world_end_with_them():
+    for ends, held, groups, total in run_ranks(compose_in_a_loops_world, 2):
+        assert ends == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
+        assert groups == [2] * ROUNDS  # the world, and the loop's own
+        assert max(held[10:]) <= max(held[:10]), "sockets of earlier groups are held"
+        assert total == 4
 
 
 def together(layouts):

@@ -137,10 +137,14 @@ def test_a_group_s_timeout_can_be_set_after_it_was_made():
 def exchange():
     store, rank = torch_compat.default_store(), dist.get_rank()
     store.set(f"number/{rank}", str(rank * 10))
+    group = dist.new_group()
+    assert torch_compat.process_groups() == [dist.group.WORLD, group]
+    dist.destroy_process_group(group)
+    assert torch_compat.process_groups() == [dist.group.WORLD]
     return [int(store.get(f"number/{other}")) for other in range(2)]
 
 
-def test_the_default_store_is_that_of_all_ranks():
+def test_the_default_store_is_that_of_all_ranks_and_groups_are_listed():
     assert run_ranks(exchange, 2) == [[0, 10], [0, 10]]
 
 

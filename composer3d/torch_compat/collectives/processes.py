@@ -25,6 +25,7 @@ __all__ = [
     "lone_rendezvous",
     "mesh_dim",
     "process_group",
+    "process_groups",
     "ranks_of_group",
     "reduce_scatter_single",
     "set_group_timeout",
@@ -71,6 +72,13 @@ def inherit_timeouts(group: Any) -> None:
         if timeout is not None and group_timeout(group, device) is not None:
             backend = group._get_backend(device)
             getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups that this process is in; torch has no public list of them (torch 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return [*_world.pg_map]
 
 
 def default_store() -> Any:
