@@ -60,7 +60,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     backend: str = "gloo",
     init: bool = True,
     max_ranks: int = 8,

@@ -32,7 +32,7 @@ def on_a_terminal(function, columns=140, **environment):
         with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
             code = function() or 0
         os._exit(code)
-    written, deadline = b"", time.monotonic() + 60
+    written, deadline = b"", time.monotonic() + 300
     while time.monotonic() < deadline:
         if select.select([master], [], [], 1.0)[0]:
             try:

@@ -77,7 +77,7 @@ def test_hugging_face_models_have_their_key():
 def test_a_pipe_is_asked_nothing(folder):
     code = "import sys; from composer3d.cli import main; sys.exit(main(['init']))"
     done = subprocess.run(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0 and done.stdout.startswith("manifest ")
     assert sorted(path.name for path in folder.iterdir()) == ["cli_models.py", "run.toml", "text.txt"]
@@ -91,7 +91,7 @@ def test_a_terminal_is_asked(folder):
         code = "import sys; from composer3d.cli import main; sys.exit(main(['init']))"
         os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, "COLUMNS": "40"})
     os.write(terminal, b"\n" * 5)
-    told, ends = b"", time.monotonic() + 120
+    told, ends = b"", time.monotonic() + 250
     while time.monotonic() < ends:
         if select.select([terminal], [], [], 1)[0]:
             try:

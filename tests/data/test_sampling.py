@@ -75,7 +75,7 @@ def test_a_billion_samples_cost_neither_memory_nor_time():
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # A permutation of 1e9 would take 8e9 bytes and minutes.
-    assert peak_bytes < 1e6 and min(times_s) < 1
+    assert peak_bytes < 1e6 and min(times_s) < 10
 
 
 def test_unshuffled_epochs_keep_the_order():

@@ -45,7 +45,7 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
         gc.freeze()  # as composer3d's own forks do: see `composer3d.processes.forking.fork`
         os._exit(main(start('data.args.fault="hangs"', "run.grace_s=0.1")))
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         while (found := diagnosed()) is None or found.kind != "data":
             assert time.monotonic() < deadline, found
             time.sleep(0.1)

@@ -106,7 +106,7 @@ def _imported():
 
 def errors(degree, method, names):
     work = [(CASES[name][0], context(method, degree=degree), CASES[name][1]) for name in names]
-    found = run_ranks(in_double, degree, work, timeout_s=200.0)
+    found = run_ranks(in_double, degree, work, timeout_s=600)
     return {
         (name, each[2]): each[:2]
         for result in found

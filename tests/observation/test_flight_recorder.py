@@ -50,7 +50,7 @@ def faulty_step(run, case, tokens, targets):
 
 def linger():
     """Wait for what rank 0 will say, without a collective."""
-    store, deadline = torch_compat.default_store(), time.monotonic() + 80
+    store, deadline = torch_compat.default_store(), time.monotonic() + 250
     while not store.check(["composer3d/flight/1/message"]) and time.monotonic() < deadline:
         time.sleep(0.05)
     raise RuntimeError("Timed out waiting for nothing")
@@ -179,7 +179,7 @@ def late(recorded):
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     logger.propagate = False
-    store, deadline = torch_compat.default_store(), time.monotonic() + 80
+    store, deadline = torch_compat.default_store(), time.monotonic() + 250
     with run.step(1):
         while not told and not store.check(["done"]) and time.monotonic() < deadline:
             time.sleep(0.05)

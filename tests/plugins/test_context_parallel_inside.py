@@ -132,7 +132,7 @@ def uneven():
 
 
 def assert_equal_to_one_device(degree, cases):
-    found = run_ranks(sequence_steps, degree, cases, timeout_s=120.0)
+    found = run_ranks(sequence_steps, degree, cases, timeout_s=600)
     wrong = [(at, each[:3]) for result in found for at, each in enumerate(result) if not max(each[:2]) <= 1e-12]
     assert wrong == []
     return [each[3] for each in found[0]]

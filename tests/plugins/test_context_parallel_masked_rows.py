@@ -22,7 +22,7 @@ LAYOUTS = {
 
 def assert_equal_to_one_device(ways, text, degree=2):
     work = [(functools.partial(Language, way), text, padded_batch) for way in ways]
-    results = run_ranks(sequence_steps, degree, work, timeout_s=200.0)
+    results = run_ranks(sequence_steps, degree, work, timeout_s=600)
     wrong = [(ways[at], *each[:3]) for found in results for at, each in enumerate(found) if not max(each[:2]) <= 1e-12]
     assert wrong == []
 

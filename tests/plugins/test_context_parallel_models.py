@@ -31,7 +31,7 @@ def assert_equal_to_one_device(degree, cases):
         (factory, text, two_lengths if factory is TwoLengths else padded_batch)
         for (factory, _), text in zip(cases, texts, strict=True)
     ]
-    results = run_ranks(sequence_steps, degree, work, timeout_s=120.0)
+    results = run_ranks(sequence_steps, degree, work, timeout_s=600)
     wrong = [
         (factory.__name__, method, *found[at][:3])
         for found in results
@@ -82,7 +82,7 @@ def test_four_ranks_with_fewer_key_heads():
 
 def test_attention_of_a_module_whose_parameters_tp_holds():
     text = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
-    for found in run_ranks(sequence_steps, 4, [(Heads, text, padded_batch)], timeout_s=120.0):
+    for found in run_ranks(sequence_steps, 4, [(Heads, text, padded_batch)], timeout_s=600):
         assert max(found[0][:2]) <= 1e-12
 
 

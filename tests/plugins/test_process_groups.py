@@ -195,7 +195,7 @@ print(json.dumps(run_ranks(counted, 4)[0]))
 def on_the_loopback(algorithm):
     """Return the bytes of one reduce-scatter over 4 ranks, in sizes of the tensor, in a network of its own."""
     command = ["unshare", "-n", "-r", sys.executable, "-c", COUNTING, algorithm]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -263,7 +263,7 @@ def told_late(text):
 
 def test_a_timeout_is_kept_and_names_its_axis():
     text, seconds = run_ranks(told_late, 2, FSDP + GROUPS + of_axis("dp_shard", "timeout_s = 3"))[0]
-    assert 3.0 <= seconds < 60  # the world's is 120
+    assert 3.0 <= seconds < 250  # the world's is 300
     assert "dp_shard" in text and "rank 1" in text
 
 

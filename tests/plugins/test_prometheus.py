@@ -31,7 +31,7 @@ def scraped(run):
     (node,) = [value for value in run.context.state.values() if hasattr(value, "port")]
     if node.port is None:
         return None
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/metrics", timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
 

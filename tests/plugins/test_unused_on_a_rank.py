@@ -184,7 +184,7 @@ def test_units_that_ranks_call_in_another_order_end_the_run_before_anything_is_s
     path = write_manifest(f'[sharding.fsdp2]\nunits = ["{units}"]\n')
     for text, seconds in run_ranks(refused, 2, path, model_type, ROUTES[route]):
         assert text == f"ranks call other modules in step 0: {difference}{ADVICE}"
-        assert seconds < 30
+        assert seconds < 250  # the timeout is 300
 
 
 def several(path, *steps):

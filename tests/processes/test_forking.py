@@ -239,7 +239,7 @@ def test_a_child_dies_with_its_parent():
     # The grandchild holds the other end: the pipe ends when it does.
     started = time.monotonic()
     assert os.read(read, 1) == b""
-    assert time.monotonic() - started < 60  # else the grandchild waits for ever
+    assert time.monotonic() - started < 250  # else the grandchild waits for ever
     os.close(read)
 
 
@@ -255,10 +255,10 @@ def test_ranks_wait_for_room(tmp_path):
     with limit_ranks(2, limit=3, folder=tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(120)
         thread.join(0.1)
         order.append("first")
-    thread.join(10)
+    thread.join(120)
     assert order == ["first", "second"]
 
 

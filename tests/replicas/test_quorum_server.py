@@ -36,7 +36,7 @@ def connect(tmp_path):
     def made():
         opened.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         opened[-1].connect(str(tmp_path / "quorum"))
-        opened[-1].settimeout(5)
+        opened[-1].settimeout(120)
         return opened[-1]
 
     yield made
@@ -60,7 +60,7 @@ def say(server, connection, *messages):
     except BlockingIOError:
         return None
     finally:
-        connection.settimeout(5)
+        connection.settimeout(120)
     return [json.loads(line) for line in data.splitlines()]
 
 

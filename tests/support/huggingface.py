@@ -209,7 +209,7 @@ def steps_of(cases):
 def results_of(cases, folders, world_size):
     """Return by case what every rank found; cases are (family, layout, whether the loss is the model's own)."""
     work = [(folders[family], text, own_loss) for family, text, own_loss, *_ in cases.values()]
-    by_rank = run_ranks(steps_of, world_size, work, timeout_s=120)
+    by_rank = run_ranks(steps_of, world_size, work, timeout_s=600)
     return {name: [results[index] for results in by_rank] for index, name in enumerate(cases)}
 
 

@@ -26,9 +26,9 @@ class Exchange:
 
     def all(self, rank, x):
         self.given[rank] = x
-        self.barrier.wait(timeout=100)
+        self.barrier.wait(timeout=600)
         found = list(self.given)
-        self.barrier.wait(timeout=100)
+        self.barrier.wait(timeout=600)
         return found
 
 

@@ -22,7 +22,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",  # no name leads anywhere: there is no network
     "--window-size=1300,900",
 )
-LIMIT_S = 120
+LIMIT_S = 600
 
 
 def free_port():
@@ -54,10 +54,10 @@ def serving(command, log, ready):
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(200)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(200)
 
 
 def ask(url, content=None, method=None):

@@ -74,7 +74,7 @@ def test_a_rank_that_waits_for_one_that_is_done_fails_soon():
     started = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 failed: RuntimeError: .*[Cc]onnection closed"):
         run_ranks(work, 2)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 250
 
 
 def test_the_first_failure_is_reported_and_its_victims_are_told_apart():
@@ -90,7 +90,7 @@ def test_the_first_failure_is_reported_and_its_victims_are_told_apart():
     assert text.startswith("rank 1 of 2 failed: ValueError: no such layer\nTraceback (most recent call last):\n")
     assert 'raise ValueError("no such layer")' in text
     assert "\nrank 0 failed after it: " in text
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 250
 
 
 def test_the_cause_outranks_a_victim_that_died_before_it():
@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_notice_a_failure_is_killed():
         run_ranks(work, 2)
     assert str(caught.value).startswith("rank 0 of 2 failed: ValueError: gone\n")
     assert "rank 1 of 2 did not finish within 2 s after that and was killed; it was at\n" in str(caught.value)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 250
 
 
 def test_a_result_that_cannot_travel_is_said_so():

@@ -118,7 +118,7 @@ def test_a_trial_times_real_steps_and_leaves_no_process(manifest, tmp_path):
             str(manifest), ["mesh.dp_shard=2"], num_ranks=2, num_steps=3, folder=place, timeout_s=300
         )
     assert addresses == {"127.0.0.1"}
-    assert measured.step_s is not None and 0 < measured.step_s < 60 and measured.failure == ""
+    assert measured.step_s is not None and measured.step_s > 0 and measured.failure == ""
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 5 <= len(rows) < 1000
     running = [pid for pid in os.listdir("/proc") if pid.isdigit() and str(place) in _command_line(pid)]
