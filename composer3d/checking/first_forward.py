@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.drawn import Foreign, recorded_draws
-from composer3d.errors import ComposerError, DataError, ForkError, Problem
+from composer3d.errors import ComposerError, DataError, ForkError, LossError, Problem
 from composer3d.processes import running
 
 if TYPE_CHECKING:
@@ -76,12 +76,16 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
 
     torch.set_num_threads(1)
     data, document = manifest.tables["data"], manifest.document
+    degree = preparation.context.data_parallel_degree
     with running("called", data.use, limit_s=_MOST_SECONDS):
         try:
             samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
         except DataError as error:
+            if "meet in one batch" in str(error) and manifest.train.batch_over(degree) == degree:
+                raise  # in the run no two samples do
             return _problem(
-                ("data", "use"), *str(error).removeprefix(f'[data] use = "{data.use}": ').partition("; ")[::2]
+                ("data", "use"),
+                *str(error).removeprefix(f'[data] use = "{data.use}": ').removeprefix("[data] ").partition("; ")[::2],
             )
     if samples is None:
         return {"note": f'[data] use = "{data.use}" gives no samples before it is prepared; a method example() would'}
@@ -117,7 +121,10 @@ def _call(
     model, has_values = _with_values(preparation, manifest.train.seed)
     note = None if has_values else f"it has no values, only shapes: the model is above {_MOST_BYTES >> 20} MiB"
     args, kwargs = call_of(inputs)
-    kwargs = {**kwargs, **factory.inputs(targets)}
+    try:
+        kwargs = {**kwargs, **factory.inputs(targets)}
+    except LossError as error:
+        return _problem(("train", "loss"), str(error), None)
     if not has_values:
         args, kwargs = _on_meta((args, kwargs))
     foreign = Foreign()
@@ -198,7 +205,6 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
     import torch
 
     from composer3d import torch_compat
-    from composer3d.errors import LossError
 
     tensors = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not tensors:

@@ -40,7 +40,7 @@ _WORDS = {
     "write train.grad_clip": "clip_grad max_grad_norm gradient_clipping gradient_clip_val gradient_clip "
     "gradient_clip_norm max_norm",
     "write train.seed": "seed",
-    "write train.loss": "loss_fn criterion",
+    "write train.loss": "loss loss_fn criterion",
     "write run.output": "output_dir out_dir save_dir default_root_dir",
     "write checkpoint.every": "save_steps save_every save_interval save_strategy checkpoint_interval",
     "write checkpoint.keep": "save_total_limit save_top_k keep_last",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from composer3d.processes.child import Child, ChildError, ForeignCodeError
 from composer3d.processes.fake_process_group import fake_world
 from composer3d.processes.foreign_code import own_attribute, running
+from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.processes.garbage import scanning_new_objects_only
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
@@ -53,6 +54,7 @@ __all__ = [
     "prewarm",
     "private_attempt",
     "private_folder_in",
+    "refuse_foreign_peers",
     "refuse_unsafe_fork",
     "remove_if_abandoned",
     "running",

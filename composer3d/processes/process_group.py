@@ -69,12 +69,12 @@ def own_groups() -> Iterator[None]:
     """Note the process groups that are made in a loop's world as those of compositions, which end with the last."""
     import torch.distributed as dist
 
-    world, before = _loops_world(os.getpid()), torch_compat.process_groups()
+    world, before = _loops_world(os.getpid()), torch_compat.all_groups()
     try:
         yield
     finally:
         if world.num_users and world.group is dist.group.WORLD:
-            world.made += [group for group in torch_compat.process_groups() if group not in before]
+            world.made += [group for group in torch_compat.all_groups() if group not in before]
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def _let_go_of_groups(world: _LoopsWorld, group: Any) -> None:
     made, world.group, world.made = world.made, None, []
     if made and dist.is_initialized() and group is dist.group.WORLD:
         torch_compat.clear_sharding_caches()  # they hold meshes, and a later one of the same shape has other groups
-        there = torch_compat.process_groups()
+        there = torch_compat.all_groups()
         for each in made:
             if each in there:
                 dist.destroy_process_group(each)

@@ -21,8 +21,7 @@ from composer3d import all_gather_json, broadcast_json
 from composer3d.checkpoint import Staging
 from composer3d.composition import StoredState
 from composer3d.errors import CheckpointError
-from composer3d.processes import private_folder_in
-from composer3d.processes.foreign_peers import refuse_foreign_peers
+from composer3d.processes import private_folder_in, refuse_foreign_peers
 from composer3d.runner.abandoned_states import claim_states, remove_abandoned_states
 from composer3d.runner.reporting.progress import attempt_before
 

@@ -80,6 +80,21 @@ class Known(Rows):
         return torch.zeros(3), torch.zeros(2)
 
 
+class Uneven(Rows):
+    def __getitem__(self, index):
+        return torch.zeros(3 + index), torch.zeros(2)
+
+
+class Pixels(Rows):
+    def __getitem__(self, index):
+        return torch.zeros(3, 2, 2), torch.full((2, 2), 3)
+
+
+class Classes(nn.Conv2d):
+    def __init__(self):
+        super().__init__(3, 3, 1)
+
+
 class Features(nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
@@ -177,6 +192,25 @@ CASES = {
         "evaluation.every = 1\n",
         "run.toml:8:6: [data] 2 samples held out do not fill a batch of 4, and torch.float32 targets cannot be marked "
         "as without loss; hold out more (evaluation_fraction), or lower global_batch",
+    ),
+    "uneven": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Uneven"\ntrain.loss = "mse"\n',
+        "run.toml:8:6: [data] samples 0 and 1 meet in one batch and their input have the shapes (3,) and (4,); set ",
+    ),
+    "no place for targets": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Known"\ntrain.loss = "model"\n',
+        'run.toml:9:7: [train] with [train] loss = "model" the model is given the targets, and its forward has no ',
+    ),
+    "classes second": (
+        'model.use = "first_models:Classes"\ndata.use = "first_models:Pixels"\n',
+        "run.toml: [train] logits of shape [2, 3, 2, 2] (classes last) do not fit torch.int64 targets of shape "
+        "[2, 2, 2]; cross_entropy takes one integer for each row of logits; where dim 1 holds the classes, write "
+        'train.loss = { use = "cross_entropy", class_dim = 1 }',
+    ),
+    "classes from 1": (
+        'model.use = "first_models:Classes"\ndata.use = "first_models:Pixels"\ntrain.loss.class_dim = 1\n',
+        "run.toml:9:12: [train] the model returns 3 classes, 0 to 2, and targets are 3 to 3; count classes from 0, "
+        "give the model more of them, or mark targets without loss as -100",
     ),
     "shapes": (
         'model.use = "plain_models:classifier"\ndata.use = "plain_models:images"\ntrain.loss = "mse"\n',

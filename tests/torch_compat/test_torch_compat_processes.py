@@ -138,9 +138,9 @@ def exchange():
     store, rank = torch_compat.default_store(), dist.get_rank()
     store.set(f"number/{rank}", str(rank * 10))
     group = dist.new_group()
-    assert torch_compat.process_groups() == [dist.group.WORLD, group]
+    assert torch_compat.all_groups() == [dist.group.WORLD, group]
     dist.destroy_process_group(group)
-    assert torch_compat.process_groups() == [dist.group.WORLD]
+    assert torch_compat.all_groups() == [dist.group.WORLD]
     return [int(store.get(f"number/{other}")) for other in range(2)]
 
 

@@ -105,7 +105,7 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
         vocab_size: Tokens are below it; None where unknown.
 
     Raises:
-        DataError: An item of a user's data set is none that a run takes.
+        DataError: An item of a user's data set is none that a run takes, or two of them cannot be stacked.
     """
     if table.sources[0].kind == "user":
         return _first_of_user(table.sources[0], folder, seed)
@@ -173,6 +173,8 @@ def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     try:
         width = padded_width([num_rows(inputs) for inputs, _ in samples], table)
         batch = collate(samples, step=0, indices=(0, 1), width=width, table=table)
+    except DataError:
+        raise
     except Exception:  # the run opens it as it has to be, and tells
         return None
     return batch.inputs, batch.targets

@@ -140,7 +140,6 @@ def token_loss(
         LossError: The logits are inside an object that torch cannot look into, there are none, or targets do not fit.
     """
     import torch
-    import torch.nn.functional as F
 
     from composer3d import Loss
 
@@ -165,18 +164,28 @@ def token_loss(
         logits_XV = logits_XV.movedim(class_dim, -1)
     logits_NV = logits_XV.flatten(0, -2)
     if target.is_floating_point() or logits_NV.shape[0] != target.numel():
+        shape, is_second = list(logits_XV.shape), class_dim == -1 and _is_classes_second(logits_XV, target)
+        more = '; where dim 1 holds the classes, write train.loss = { use = "cross_entropy", class_dim = 1 }'
         raise LossError(
-            f"logits of shape {list(logits_XV.shape)} (classes last) do not fit {target.dtype} targets of shape "
-            f"{list(target.shape)}; cross_entropy takes one integer for each row of logits"
+            f"logits of shape {shape} (classes last) do not fit {target.dtype} targets of shape "
+            f"{list(target.shape)}; cross_entropy takes one integer for each row of logits{more if is_second else ''}"
         )
-    total = F.cross_entropy(
-        _widened(logits_NV),
-        target.flatten(),
-        reduction="sum",
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
+    total = _summed_entropy(logits_NV, target.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing)
     return Loss(sum=total, count=(target != ignore_index).sum(), auxiliary=_auxiliary_of(output))
+
+
+def _summed_entropy(logits_NV: Tensor, target_N: Tensor, *, ignore_index: int, label_smoothing: float) -> Tensor:
+    import torch.nn.functional as F
+
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    try:
+        return F.cross_entropy(_widened(logits_NV), target_N, reduction="sum", **options)
+    except IndexError as error:  # of the CPU; a GPU's assertion comes later, and ends the process
+        classes, (least, most) = logits_NV.shape[1], target_N[target_N != ignore_index].aminmax()
+        raise LossError(
+            f"the model returns {classes} classes, 0 to {classes - 1}, and targets are {least} to {most}; count "
+            f"classes from 0, give the model more of them, or mark targets without loss as {ignore_index}"
+        ) from error
 
 
 def _auxiliary_of(output: Any) -> Tensor | None:
@@ -225,6 +234,10 @@ def logits_of(output: Any) -> Any:
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
+
+
+def _is_classes_second(logits: Tensor, target: Tensor) -> bool:
+    return logits.shape[:1] + logits.shape[2:] == target.shape
 
 
 def _refuse_targets(target: Any) -> None:

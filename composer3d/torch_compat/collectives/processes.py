@@ -14,6 +14,7 @@ __all__ = [
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
     "all_gather_single",
+    "all_groups",
     "default_store",
     "fake_store",
     "flight_records",
@@ -25,7 +26,6 @@ __all__ = [
     "lone_rendezvous",
     "mesh_dim",
     "process_group",
-    "process_groups",
     "ranks_of_group",
     "reduce_scatter_single",
     "set_group_timeout",
@@ -74,7 +74,7 @@ def inherit_timeouts(group: Any) -> None:
             getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
-def process_groups() -> list[Any]:
+def all_groups() -> list[Any]:
     """Return the process groups that this process is in; torch has no public list of them (torch 2.11-2.15)."""
     from torch.distributed.distributed_c10d import _world
 
