@@ -160,11 +160,8 @@ def suggest_for(
         given=None if isinstance(given.as_given, str) else given.as_given,
         choices=choices,
     )
-    worlds = (
-        nearest_worlds(costs.num_blocks, given.own, given.hardware, world_size, keep=keeps, choices=choices)
-        if not searched.num_tried
-        else ()
-    )
+    of_model = costs.num_blocks, given.own, given.hardware, world_size
+    worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
     if costs.refused and not searched.num_tried:
         raise ComposerError(f"no layout of the model can be traced{_instead(worlds)}: {costs.refused[0]}")
     return SuggestResult(
