@@ -129,7 +129,7 @@ def _known(tree: Any) -> Any:
 
     for leaf in leaves_of_any(tree):
         kind = type(leaf)
-        if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] in ("composer3d", "torch"):
+        if not dataclasses.is_dataclass(kind) or kind.__module__.startswith(("composer3d", "torch.")):
             continue
         if all(field.init for field in dataclasses.fields(kind)):
             torch.export.register_dataclass(kind)

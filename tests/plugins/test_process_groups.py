@@ -234,9 +234,9 @@ def groups(text):
 def test_an_axis_has_its_own_timeout_and_the_world_keeps_its():
     """The axis has all ranks of the world, whose group it would share."""
     found, world = run_ranks(groups, 2, FSDP + GROUPS + of_axis("dp_shard", 'timeout_s = 7.5\nbackend = "gloo"'))[0]
-    assert found["dp_shard"] == (7.5, "gloo", False) and world == 120
+    assert found["dp_shard"] == (7.5, "gloo", False) and world == 300
     shared, _ = run_ranks(groups, 2, FSDP + GROUPS)[0]
-    assert shared["dp_shard"] == (120, "gloo", True)
+    assert shared["dp_shard"] == (300, "gloo", True)
 
 
 def told_late(text):

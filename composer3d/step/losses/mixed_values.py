@@ -104,7 +104,7 @@ class MixedLosses:
             log.warning(
                 "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks "
                 "relates its own alone: the average over ranks, which is trained on, is another loss than one "
-                'device\'s over all samples; where that is meant, write %s="mean"), and nothing is said; for one '
+                "device's over all samples; where that is meant, write %s, and nothing is said; for one "
                 "device's, gather the samples of all ranks in the loss (torch.distributed.nn.functional.all_gather)",
                 place,
                 seen,
