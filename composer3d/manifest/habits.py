@@ -196,9 +196,9 @@ def _axis_hint(key: str, table: str) -> str | None:
     catalogue = Catalogue.installed()
     if table != "mesh":
         return None
-    for name, _, info in catalogue.classes():
-        if key in info.owns:
-            return f"it is the axis of [{info.family}.{name}]; write that table too"
+    for name, _, owner in catalogue.classes():
+        if key in owner.owns:
+            return f"it is the axis of [{owner.family}.{name}]; write that table too"
     if key not in catalogue.names():
         return None
     try:
