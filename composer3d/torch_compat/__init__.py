@@ -95,7 +95,6 @@ from composer3d.torch_compat.fsdp_units.whole import whole_parameters
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
 from composer3d.torch_compat.later_backwards import LaterBackwards
 from composer3d.torch_compat.layouts import (
-    ShardOf,
     clear_sharding_caches,
     concatenate,
     find_unused_in,
@@ -217,7 +216,6 @@ __all__ = [
     "MetaResults",
     "ResultMemory",
     "SCALED_STEP",
-    "ShardOf",
     "UNSCALING",
     "UnitShard",
     "Units",

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ShardOf",
     "clear_sharding_caches",
     "concatenate",
     "find_unused_in",
@@ -147,14 +146,14 @@ def find_unused_in(module: Any, loss: Tensor) -> None:
         ddp.reducer.prepare_for_backward([loss])
 
 
-class ShardOf(NamedTuple):
+class _ShardOf(NamedTuple):
     """Sharding of a tensor by a placement: its dim, and the number of shards that the dim had before."""
 
     dim: int
     split_factor: int
 
 
-def shard_of(placement: Any) -> ShardOf | None:
+def shard_of(placement: Any) -> _ShardOf | None:
     """Return how a DTensor placement shards, None for replicas and partial sums.
 
     FSDP2 places a tensor that tensor parallelism has sharded before with `_StridedShard`, which is private and,
@@ -163,8 +162,8 @@ def shard_of(placement: Any) -> ShardOf | None:
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     if isinstance(placement, _StridedShard):
-        return ShardOf(int(placement.dim), int(placement.split_factor))
-    return ShardOf(placement.dim, 1) if isinstance(placement, Shard) else None
+        return _ShardOf(int(placement.dim), int(placement.split_factor))
+    return _ShardOf(placement.dim, 1) if isinstance(placement, Shard) else None
 
 
 def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
