@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def run(*arguments, script="gpu.py"):
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -257,7 +257,7 @@ begin.set()
 def test_a_fork_does_not_wait_for_the_save_of_its_parent(tmp_path):
     # Python 3.12 warns of every fork beside threads.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(tmp_path / "step-1")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
     assert read_tensor(tmp_path / "step-1", "w").tolist() == [1, 1, 1]
 

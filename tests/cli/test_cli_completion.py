@@ -83,5 +83,5 @@ def test_bash_completes(line, reply, folder):
         "COMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n_composer3d\n"
         'echo "${COMPREPLY[*]}"\ncomplete -p composer3d'
     )
-    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=1200, check=True)
     assert done.stdout.splitlines() == [reply, "complete -F _composer3d composer3d"], done.stderr

@@ -77,7 +77,7 @@ def test_hugging_face_models_have_their_key():
 def test_a_pipe_is_asked_nothing(folder):
     code = "import sys; from composer3d.cli import main; sys.exit(main(['init']))"
     done = subprocess.run(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0 and done.stdout.startswith("manifest ")
     assert sorted(path.name for path in folder.iterdir()) == ["cli_models.py", "run.toml", "text.txt"]

@@ -45,7 +45,7 @@ print("heavy:", sorted({heavy!r} & {{name.split(".")[0] for name in sys.modules}
 def test_help_imports_neither_torch_nor_anything_heavy():
     commands = [[], *([name] for name in NAMES)]
     script = WATCHED.format(commands=commands, heavy=set(HEAVY))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("heavy: []\n")
     assert done.stdout.count("usage: composer3d") == 1 + len(NAMES)

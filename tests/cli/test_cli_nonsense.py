@@ -246,10 +246,10 @@ def test_files_beside_the_manifest_stand_in_for_no_installed_module(folder, star
     text = (folder / "run.toml").read_text().replace("cli_models:build", "neighbour:build")
     (folder / "run.toml").write_text(text)
     check = [sys.executable, *start, "check", "run.toml"]
-    done = subprocess.run(check, capture_output=True, text=True, cwd=folder, timeout=600, check=False)
+    done = subprocess.run(check, capture_output=True, text=True, cwd=folder, timeout=1200, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     (folder / "run.toml").write_text(text.replace("neighbour:build", "random:build"))
-    done = subprocess.run(check, capture_output=True, text=True, cwd=folder, timeout=600, check=False)
+    done = subprocess.run(check, capture_output=True, text=True, cwd=folder, timeout=1200, check=False)
     assert done.returncode == 2
     assert "not from the folder of the manifest; rename random.py" in done.stderr
 

@@ -84,7 +84,7 @@ def test_a_process_that_cannot_fork_ranks_is_exit_code_3(folder):
         "from composer3d.cli import main\nsys.exit(main(['run', 'run.toml']))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("ranks cannot be forked from this process: ") and done.stderr.count("\n") == 1
 
@@ -123,7 +123,7 @@ def test_under_torchrun_it_joins(folder):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "composer3d", "run", "run.toml", "--set", "run.output=out"]
     with limit_ranks(2):
-        done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert re.fullmatch(r"finished: 2 steps, loss \d\.\d{4}; out\n", done.stdout)
@@ -132,7 +132,7 @@ def test_under_torchrun_it_joins(folder):
 def test_a_rank_under_torchrun_tells_what_is_wrong_with_the_manifest(folder):
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}
     command = [sys.executable, "-m", "composer3d", "run", "run.toml", "--set", "train.stepz=1"]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT | rank, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT | rank, capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         '--set train.stepz=1: [train] unknown key "stepz"; did you mean "steps"?\n'

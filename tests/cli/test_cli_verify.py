@@ -217,7 +217,7 @@ def test_what_all_ranks_warn_of_is_shown_once(folder):
     # As a command: what a test is told of as an error would end the ranks.
     with limit_ranks(2):
         command = [sys.executable, "-m", "composer3d", "verify", "run.toml", "--steps", "1"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        told = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert told.returncode == 0, told.stderr
     for warning in ("made as 0", "made as 1", "UserWarning: forward of a kind", "a library says so"):
         assert told.stderr.count(warning) == 1, told.stderr

@@ -44,9 +44,9 @@ def test_who_waits_says_so_and_does_not_do_the_work_again(tmp_path):
     with (tmp_path / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
-        assert said.get(timeout=600) == "rank 1 waits for the text to be prepared"
+        assert said.get(timeout=1200) == "rank 1 waits for the text to be prepared"
         made.touch()
-    waiting.join(timeout=600)
+    waiting.join(timeout=1200)
     assert not waiting.is_alive() and said.empty()
 
 

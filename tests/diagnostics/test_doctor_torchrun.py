@@ -15,7 +15,7 @@ def test_a_rank_that_was_killed_under_torchrun(folder, capfd):
     write("killed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "composer3d"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "run", "run.toml"], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "run", "run.toml"], env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode != 0
     shown, found = lines(capfd)
     assert found["rank"] == 1

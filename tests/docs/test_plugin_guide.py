@@ -56,6 +56,6 @@ def test_two_ranks_run_inside_a_notebook(tmp_path):
     cells = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     cells += files(GUIDE)["notebook.py"] + "print(len(losses))\n"
     done = subprocess.run(
-        [sys.executable, "-P", "-"], input=cells, cwd=tmp_path, capture_output=True, text=True, timeout=600
+        [sys.executable, "-P", "-"], input=cells, cwd=tmp_path, capture_output=True, text=True, timeout=1200
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -60,5 +60,5 @@ def test_its_commands_start_it(name, copied):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     for command in EXAMPLES[name].start:
-        done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

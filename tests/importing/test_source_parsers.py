@@ -99,7 +99,7 @@ def parsers(tmp_path_factory):
     (site / "tested.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
     for packages in PACKAGES:
         pip = [python, "-m", "pip", "install", "-q", "-c", str(TESTS / "constraints.txt"), *packages]
-        done = subprocess.run(pip, capture_output=True, text=True, timeout=500, check=False)
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=1200, check=False)
         if done.returncode:
             why = (done.stderr.strip() or "no reason given").splitlines()[-1]
             pytest.skip(
@@ -121,7 +121,7 @@ def assert_equal(case, python, folder):
     assert result.manifest, result.problems
     manifest = tomli.loads(result.manifest)
     script = [python, str(TESTS / "support" / "source_parsers.py"), system, str(folder / name), str(folder / "out")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     resolved = json.loads((folder / "out").read_text())
     assert {path: value_at(manifest, path) for path in resolved} == resolved

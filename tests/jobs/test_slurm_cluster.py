@@ -112,7 +112,7 @@ def cluster(tmp_path_factory):
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
-            daemon.wait(timeout=600)
+            daemon.wait(timeout=1200)
 
 
 def said(environment, *command, cwd=None):

@@ -195,7 +195,7 @@ print(json.dumps(run_ranks(counted, 4)[0]))
 def on_the_loopback(algorithm):
     """Return the bytes of one reduce-scatter over 4 ranks, in sizes of the tensor, in a network of its own."""
     command = ["unshare", "-n", "-r", sys.executable, "-c", COUNTING, algorithm]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

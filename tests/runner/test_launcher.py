@@ -76,7 +76,7 @@ def told(tmp_path_factory):
             for cases in (WAITING, LOCAL)
         ]
         for process in reversed(started):
-            own_out, own_err = process.communicate(timeout=300)
+            own_out, own_err = process.communicate(timeout=1200)
             assert process.returncode == 0, own_err
             out |= sections(own_out)
             err |= sections(own_err)

@@ -35,7 +35,7 @@ def listeners(output, *cases):
         env=inherited | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,  # with the wait for room
+        timeout=1200,  # with the wait for room
     )
     assert done.returncode == 0, done.stderr
     parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]

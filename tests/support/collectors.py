@@ -27,7 +27,7 @@ def collector(kind):
 
     def stop():
         process.terminate()
-        lines.extend(process.communicate(timeout=600)[0].splitlines())
+        lines.extend(process.communicate(timeout=1200)[0].splitlines())
         return lines
 
     try:
@@ -35,7 +35,7 @@ def collector(kind):
     finally:
         if process.poll() is None:
             process.kill()
-            process.communicate(timeout=600)
+            process.communicate(timeout=1200)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def oteltap(folder):
         yield f"http://127.0.0.1:{port}", path
     finally:
         process.kill()
-        process.communicate(timeout=600)
+        process.communicate(timeout=1200)
 
 
 def say(text):

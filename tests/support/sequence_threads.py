@@ -26,9 +26,9 @@ class Exchange:
 
     def all(self, rank, x):
         self.given[rank] = x
-        self.barrier.wait(timeout=600)
+        self.barrier.wait(timeout=1200)
         found = list(self.given)
-        self.barrier.wait(timeout=600)
+        self.barrier.wait(timeout=1200)
         return found
 
 

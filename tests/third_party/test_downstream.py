@@ -32,7 +32,7 @@ def environment(tmp_path_factory):
 
 def output(environment, *command, folder=None):
     done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
