@@ -302,8 +302,14 @@ def works_on_meta(args: tuple[Any, ...]) -> bool:
     import torch
     from torch._subclasses import FakeTensor
 
-    kinds = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    return any(type(each) in kinds and each.device.type == "meta" for each in args)
+    for each in args:
+        kind = type(each)
+        if kind is FakeTensor:  # asked for its device, it is dispatched as an operator is
+            if each.fake_device.type == "meta":
+                return True
+        elif kind in (torch.Tensor, torch.nn.Parameter) and each.device.type == "meta":
+            return True
+    return False
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 
+@functools.lru_cache(maxsize=256)  # asked for every operator
 def is_wrapper_subclass(cls: type) -> bool:
     """Return whether a tensor class wraps tensors and dispatches again: DTensor, AsyncCollectiveTensor, float8."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type

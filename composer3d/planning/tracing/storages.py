@@ -85,7 +85,7 @@ class StorageCounter:
                 self._mode, self._is_mode_known = torch_compat.active_fake_mode(), True
             if mode is not self._mode:
                 return  # DTensor finds out global shapes in a fake mode of its own
-        if tensor.device.type == "meta":
+        if (tensor.device if mode is None else tensor.fake_device).type == "meta":  # type: ignore[attr-defined]
             return  # propagation finds out global shapes on it, in the fake mode of a fake rank too
         storage = tensor.untyped_storage()
         key = storage._cdata
