@@ -52,7 +52,7 @@ class Job:
     @property
     def ok(self) -> bool:
         """Whether the run would start."""
-        return not any(problem.severity == "error" for problem in self.problems)
+        return not _has_errors(self.problems)
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON values."""
@@ -144,10 +144,10 @@ def launch(
         hosts=tuple(hosts),
     )
     _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
-    problems = _problems(request)
+    problems, refused = _problems(request)
     counted = f"{request.least} to {request.nodes}" if request.is_elastic else f"{request.nodes}"
     title = f"composer3d launch {manifest}: {counted} nodes of {gpus_per_node} ranks"
-    remarks = (title, *_remarks(request, problems))
+    remarks = (title, *_remarks(request, problems, refused))
     text = _text(on, replace(request, remarks=remarks), kind)
     return Job(system=on, name=request.name, text=text, problems=problems, output=request.output)
 
@@ -205,8 +205,12 @@ def _node_range(stated: Any) -> tuple[int, int]:
     return counts[0], counts[-1]
 
 
-def _problems(request: JobRequest) -> tuple[Problem, ...]:
-    """Check the manifest, and refuse groups of ranks that come and go: a job starts one world."""
+def _problems(request: JobRequest) -> tuple[tuple[Problem, ...], list[int]]:
+    """Check the manifest, and refuse groups of ranks that come and go: a job starts one world.
+
+    Returns:
+        The problems, and the world sizes that have errors among them.
+    """
     from composer3d import check
     from composer3d.checking import open_manifest
     from composer3d.composition import layout_of
@@ -216,12 +220,18 @@ def _problems(request: JobRequest) -> tuple[Problem, ...]:
     sizes = request.world_sizes
     every = [check(request.manifest, world_size=size, overrides=request.overrides).problems for size in sizes]
     found = tuple(dict.fromkeys(problem for problems in every for problem in problems))
+    refused = [size for size, problems in zip(sizes, every, strict=True) if _has_errors(problems)]
     opened = open_manifest(request.manifest, list(request.overrides)).manifest
     try:
         layout = layout_of(opened, Hooks(opened.plugins), world_size=None)
     except ComposerError:  # the check has told it
-        return found
-    return (*found, *group_problems(opened, layout))
+        return found, refused
+    of_groups = tuple(group_problems(opened, layout))
+    return (*found, *of_groups), list(sizes) if _has_errors(of_groups) else refused
+
+
+def _has_errors(problems: Sequence[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
 
 
 def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:
@@ -231,11 +241,11 @@ def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) 
     return {"slurm": slurm_script, "ray": ray_driver, "ssh": ssh_script}[on](request)
 
 
-def _remarks(request: JobRequest, problems: Sequence[Problem]) -> list[str]:
+def _remarks(request: JobRequest, problems: Sequence[Problem], refused: Sequence[int]) -> list[str]:
     """Return what was checked and planned, as lines."""
     found = [f"check: {problem}" for problem in problems]
-    if any(problem.severity == "error" for problem in problems):
-        return [*found, f"this run would not start on {' or '.join(map(str, request.world_sizes))} ranks"]
+    if _has_errors(problems):
+        return [*found, f"this run would not start on {' or '.join(map(str, refused))} ranks"]
     ends = sorted({request.world_sizes[0], request.world_sizes[-1]})
     return [*found, *(_planned(request, size, of_several=len(ends) > 1) for size in ends)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +36,17 @@ __all__ = [
 ]
 
 
-@functools.lru_cache(maxsize=256)  # asked for every operator
+_WRAPPERS: dict[type, bool] = {}  # asked for every operator
+
+
 def is_wrapper_subclass(cls: type) -> bool:
     """Return whether a tensor class wraps tensors and dispatches again: DTensor, AsyncCollectiveTensor, float8."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-    return is_traceable_wrapper_subclass_type(cls)
+    known = _WRAPPERS.get(cls)
+    if known is None:
+        known = _WRAPPERS[cls] = is_traceable_wrapper_subclass_type(cls)
+    return known
 
 
 def plain_tensors(tensor: Any) -> list[Any]:

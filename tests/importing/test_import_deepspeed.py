@@ -145,6 +145,32 @@ def test_a_warmup_from_above_0_is_derived(tmp_path):
     assert verdicts_of(translation)["scheduler.params.warmup_min_lr"] == "derived"
 
 
+@pytest.mark.parametrize(("kind", "more", "decay"), [("AdamW", {}, 0.01), ("Adam", {"adam_w_mode": False}, 0.0)])
+def test_torchs_adam_decays_by_its_own_default(tmp_path, kind, more, decay):
+    given = {"type": kind, "params": {"lr": 1e-3, "torch_adam": True} | more}
+    translation = translated(tmp_path, "ds.json", document(optimizer=given), target="run", world_size=4)
+    assert manifest_of(translation)["optimizer"]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize("target", ["compose", "run"])
+def test_the_schedule_sets_the_rate_and_not_the_optimizer(tmp_path, target):
+    block = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 4}}
+    given = {"type": "AdamW", "params": {"lr": 1e-3}}
+    described = document(optimizer=given, scheduler=block)
+    translation = translated(tmp_path, "ds.json", described, target=target, world_size=4)
+    assert translation.settings["optimizer.lr"].value == 3e-4
+    assert verdicts_of(translation)["optimizer.params.lr"] == "ignored-there"
+
+
+def test_the_first_step_of_a_cosine_has_no_rate(tmp_path):
+    numbers = {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1}
+    described = document(scheduler={"type": "WarmupCosineLR", "params": numbers})
+    run = translated(tmp_path, "ds.json", described, target="run", world_size=4)
+    assert verdicts_of(run)["scheduler.params.warmup_min_ratio"] == "changed"
+    loop = translated(tmp_path, "ds.json", described, target="compose", world_size=4).loop
+    assert any(line.endswith("lambda step: multiple(step - 1) if step else 0.0)") for line in loop)
+
+
 @pytest.mark.parametrize(
     ("stage", "state", "parameters", "expected"),
     [

@@ -87,7 +87,7 @@ def _adam(t: Translation, kind: str) -> None:
         arguments |= {key: setting.value for key, setting in moved.items() if setting is not None}
     if arguments:
         t.put("optimizer.args", arguments, f"{_PARAMS}.betas", f"{_PARAMS}.eps", reason="arguments of the class")
-    _decay(t)
+    _decay(t, of_torch=not as_l2 and t.flag(f"{_PARAMS}.torch_adam") and f"{_PARAMS}.weight_decay" not in t)
 
 
 def _betas(t: Translation) -> list[float] | None:
@@ -105,7 +105,15 @@ def _betas(t: Translation) -> list[float] | None:
     return [float(beta) for beta in betas]
 
 
-def _number(t: Translation, name: str, default: float, argument_name: str, *, to: str | None = None) -> None:
+def _number(
+    t: Translation,
+    name: str,
+    default: float,
+    argument_name: str,
+    *,
+    to: str | None = None,
+    whose: str = "DeepSpeed's default",
+) -> None:
     key = f"{_PARAMS}.{name}"
     if t.get(key) == "auto":
         value = resolve(t, key, argument_name)
@@ -113,18 +121,25 @@ def _number(t: Translation, name: str, default: float, argument_name: str, *, to
             return
     else:
         value = t.number(key, default)
-    reason = None if key in t else "DeepSpeed's default"
-    t.put(f"optimizer.{name}", float(value), key, reason=reason)
+    t.put(f"optimizer.{name}", float(value), key, reason=None if key in t else whose)
     t.judge(key, "carried", to=to or f"optimizer.{name}")
 
 
-def _decay(t: Translation) -> None:
-    """Write weight decay for every parameter: DeepSpeed exempts none, composer3d those of less than two dims."""
+def _decay(t: Translation, *, of_torch: bool) -> None:
+    """Write weight decay for every parameter: DeepSpeed exempts none, composer3d those of less than two dims.
+
+    Args:
+        of_torch: The file chooses torch's AdamW, which decays where it is not told to.
+    """
     key = f"{_PARAMS}.weight_decay"
     if t.get(key) == "auto" and t.options.arguments is None:
         resolve(t, key, "weight_decay")
         return
-    _number(t, "weight_decay", 0.0, "weight_decay")
+    if of_torch:
+        t.judge(f"{_PARAMS}.torch_adam", "derived", "torch's AdamW, whose default is 0.01", to="optimizer.weight_decay")
+        _number(t, "weight_decay", 0.01, "weight_decay", whose="torch's default, whose AdamW torch_adam chooses")
+    else:
+        _number(t, "weight_decay", 0.0, "weight_decay")
     decay = t.settings["optimizer.weight_decay"].value
     if decay:
         group = [{"match": ".", "weight_decay": decay}]

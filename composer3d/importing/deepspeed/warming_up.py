@@ -1,7 +1,7 @@
 """Learning-rate schedules of a DeepSpeed file, each with its formula.
 
 A schedule there is stepped behind the optimizer, so step s, from 0, has the rate of its iteration k = s - 1, and the
-first two have the lowest. Source: deepspeed/runtime/lr_schedules.py.
+first two have the lowest; WarmupCosineLR's first has none at all. Source: deepspeed/runtime/lr_schedules.py.
 """
 
 from __future__ import annotations
@@ -99,8 +99,13 @@ def _lowest(numbers: dict[str, Any]) -> float:
 def _in_a_loop(t: Translation, name: str, numbers: dict[str, Any]) -> None:
     t.loop.append(f"def multiple(k):  # {name}, as DeepSpeed computes it")
     t.loop.append(f"    return {_formula(name, numbers)}")
-    t.loop.append("schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: multiple(max(step - 1, 0)))")
-    if "optimizer.lr" not in t.settings and "warmup_max_lr" in numbers:
+    of_step = "multiple(max(step - 1, 0))"
+    if name == "WarmupCosineLR" and numbers["warmup_min_ratio"]:
+        of_step = "multiple(step - 1) if step else 0.0"
+    t.loop.append(f"schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: {of_step})")
+    if "optimizer.lr" in t.settings:
+        _set_rate(t, numbers)
+    elif "warmup_max_lr" in numbers:
         t.loop.append(f"# The highest rate is warmup_max_lr = {numbers['warmup_max_lr']}.")
     t.judge_block("scheduler", "carried", "the loop's own: multiple(k) in the manifest's comments is this schedule")
 
@@ -119,7 +124,10 @@ def _in_a_run(t: Translation, name: str, numbers: dict[str, Any]) -> None:
     }
     for key, (value, source) in keys.items():
         t.put(f"lr_schedule.{key}", value, source, reason=None if source in t else "DeepSpeed's default")
-        t.judge(source, "derived" if key == "warmup_start" else "carried", to=f"lr_schedule.{key}")
+        verdict, note = "derived" if key == "warmup_start" else "carried", ""
+        if key == "warmup_start" and is_cosine and first:
+            verdict, note = "changed", f"DeepSpeed's first step has the rate 0, here {first:g} of the highest"
+        t.judge(source, verdict, note, to=f"lr_schedule.{key}")
     t.put("lr_schedule.warmup_delay", 1, reason="the schedule is stepped behind the optimizer there")
     if kind != "constant":
         source = f"{_PARAMS}.cos_min_ratio"
@@ -131,10 +139,19 @@ def _in_a_run(t: Translation, name: str, numbers: dict[str, Any]) -> None:
         if not is_cosine:
             t.put("lr_schedule.decay", max(total - length, 1), reason="total_num_steps - warmup_num_steps")
             t.put("lr_schedule.decay_end", total + 1, reason="a step behind")
-    highest = numbers.get("warmup_max_lr")
-    if highest is not None:
-        t.put("optimizer.lr", float(highest), f"{_PARAMS}.warmup_max_lr")
-        t.judge(f"{_PARAMS}.warmup_max_lr", "carried", "the schedule sets the rate", to="optimizer.lr")
+    _set_rate(t, numbers)
     begun = f"{_PARAMS}.last_batch_iteration"
     t.judge(begun, "equal" if t.get(begun) == -1 else "changed", "a schedule that has begun before its first step")
     t.judge_block(_PARAMS, "ignored-there", "not of this schedule")
+
+
+def _set_rate(t: Translation, numbers: dict[str, Any]) -> None:
+    """Write the highest rate, which the schedule sets whatever the optimizer was given."""
+    source, own = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
+    if (highest := numbers.get("warmup_max_lr")) is None:
+        return
+    if own in t and (written := t.settings.get("optimizer.lr")) and written.value != float(highest):
+        t.verdicts.pop(own, None)
+        t.judge(own, "ignored-there", f"the schedule sets the rate, up to warmup_max_lr = {highest}")
+    t.put("optimizer.lr", float(highest), source)
+    t.judge(source, "carried", "the schedule sets the rate", to="optimizer.lr")
