@@ -20,7 +20,7 @@ from composer3d.importing.shell_flags import read_words
 from composer3d.importing.source_file import parse, read_source_text
 from composer3d.importing.translation import AUTO, Options, Translation, translate
 from composer3d.importing.verdicts import ImportResult, Verdict
-from composer3d.manifest import FILL_IN
+from composer3d.manifest import FILL_IN, make_importable
 
 __all__ = ["import_config", "read_translation", "translate_tree"]
 
@@ -219,6 +219,9 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     """Return what `check` finds in the manifest; what is to be filled in is a warning at its line."""
     from composer3d import check
 
+    if not translation.settings:
+        return []  # a loop keeps everything: `check` takes a manifest without a table for that of a run
+    make_importable(Path(name).resolve().parent)
     lines = manifest.splitlines()
     places = {
         what: next((number for number, line in enumerate(lines, 1) if f'"{FILL_IN}:{what}"' in line), None)

@@ -6,7 +6,7 @@ from composer3d.manifest.descriptions import describe_keys, fields, summary
 from composer3d.manifest.document import Document, Place, read, read_text
 from composer3d.manifest.load import InspectedManifest, Manifest, inspect_manifest, load_manifest, type_manifest
 from composer3d.manifest.positions import KeyPath, locate
-from composer3d.manifest.references import FILL_IN, resolve_reference
+from composer3d.manifest.references import FILL_IN, make_importable, resolve_reference
 from composer3d.manifest.regular_expressions import Expression, SlowExpression, search
 from composer3d.manifest.schema import json_schema
 from composer3d.manifest.secret import HIDDEN, Secret, hide, redacted
@@ -57,6 +57,7 @@ __all__ = [
     "mesh_table",
     "read",
     "read_text",
+    "make_importable",
     "resolve_reference",
     "search",
     "shipped",

@@ -14,19 +14,27 @@ from typing import Any
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
 from composer3d.processes.foreign_code import own_attribute, running
 
-__all__ = ["FILL_IN", "resolve_reference"]
+__all__ = ["FILL_IN", "make_importable", "resolve_reference"]
 
 FILL_IN = "FILL_IN"  # module of references that an imported manifest leaves open
 
 _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
 
-def resolve_reference(reference: str, folder: Path) -> Any:
-    """Import the object that `module:name` names.
+def make_importable(folder: Path) -> None:
+    """Put a manifest's folder at the end of `sys.path`, where it stays.
 
-    The manifest's folder is put at the end of `sys.path` and stays there: modules may import their neighbours later,
-    and pickled objects must find their modules again. At the end, so that a file `json.py` or `torch.py` beside the
-    manifest never stands in for the module that everybody else means by that name.
+    Modules may import their neighbours later, and pickled objects must find their modules again. At the end, so that a
+    file `json.py` or `torch.py` beside the manifest never stands in for the module that everybody else means by that
+    name.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def resolve_reference(reference: str, folder: Path) -> Any:
+    """Import the object that `module:name` names; the manifest's folder is importable from then on.
 
     Args:
         reference: `module:name`, both dotted if need be.
@@ -48,9 +56,7 @@ def resolve_reference(reference: str, folder: Path) -> Any:
     folder = folder.absolute()
     if match[1].endswith(".py") and _files(match[1].split(".")[0], folder):
         raise ReferenceFailure(f'"{reference}" names a file, not a module', hint=f'write "{match[1][:-3]}:{match[2]}"')
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-        importlib.invalidate_caches()
+    make_importable(folder)
     holder = match[1]
     with running("imported", reference):
         found: Any = _import(match[1], folder)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,18 @@ def test_classes_of_a_model_that_is_not_here_are_carried_and_not_sought_in_a_sta
     result = composer3d.import_config(path, system=system)
     assert result.ok, result.problems
     assert 'unit_classes = ["LlamaDecoderLayer"]' in result.manifest
+
+
+def test_a_model_beside_the_output_is_checked(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (folder / "beside_the_output.py").write_text("from torch.nn import Linear as Model\n")
+    (folder / "ds.json").write_text(SMALL)
+    result = composer3d.import_config("ds.json", target="run", model="beside_the_output:Model", name="run.toml")
+    assert not [problem for problem in result.problems if problem.table == "model" and "no module" in problem.message]
+
+
+def test_a_loop_that_keeps_everything_has_an_empty_manifest(tmp_path):
+    (tmp_path / "one.yaml").write_text("distributed_type: NO\nmixed_precision: no\nnum_processes: 1\n")
+    result = composer3d.import_config(tmp_path / "one.yaml", system="accelerate")
+    assert result.ok
+    assert tomllib.loads(result.manifest) == {"composer3d": 1}

@@ -26,7 +26,10 @@ def schedule(translation: Translation) -> None:
         return
     name = t.text(_TYPE)
     if name not in _NAMES:
-        note = "ranges and cycles of rates (F2)" if name in ("LRRangeTest", "OneCycle") else "no schedule of DeepSpeed"
+        if name in ("LRRangeTest", "OneCycle"):
+            note = f"DeepSpeed's {name} sets the rate in every step; no schedule of a manifest does as it does"
+            t.judge(_TYPE, "refused" if t.is_run else "missing", note)
+        note = f"of {name}" if name in ("LRRangeTest", "OneCycle") else "no schedule of DeepSpeed"
         t.judge_block("scheduler", "missing", note)
         return
     numbers = _numbers(t, name)

@@ -6,6 +6,8 @@ from composer3d.importing.translation import Translation
 
 __all__ = ["optimizer", "precision"]
 
+_CHANGING_DECAY = "a weight decay that changes in the run"
+
 _TITLE = "Megatron-LM's default"
 _REFUSED = ("lion", "dist_muon", "soap", "adopt", "dion")
 
@@ -132,10 +134,12 @@ def _groups(t: Translation) -> None:
     for key in ("start_weight_decay", "end_weight_decay"):
         stated = t.number(key)
         same = stated is None or stated == decay
-        t.judge(key, "meaningless" if same else "missing", "a weight decay that changes (F2)")
+        t.judge(key, "meaningless" if same else "missing", "a weight decay that changes in the run")
     style = t.get("weight_decay_incr_style", "constant")
     t.judge(
-        "weight_decay_incr_style", "equal" if style == "constant" else "missing", "a weight decay that changes (F2)"
+        "weight_decay_incr_style",
+        "equal" if style == "constant" else "missing",
+        "a weight decay that changes in the run",
     )
     t.judge(
         "apply_wd_to_qk_layernorm", "missing" if t.flag("apply_wd_to_qk_layernorm") else "equal", "a group of its own"
