@@ -394,3 +394,9 @@ def test_a_file_that_is_changed_while_it_is_read_is_noticed(tmp_path):
     with pytest.raises(DataError, match=r"^\[data\] t.bin was changed while the run reads it, so its samples"):
         for index in range(64):
             source[index]
+
+
+def test_a_class_written_with_a_dot_is_told_how_it_is_written(tmp_path):
+    (tmp_path / "forecast.py").write_text("class Series: ...\n")
+    with pytest.raises(DataError, match='write "forecast:Series"'):
+        opened(tmp_path, "forecast.Series")

@@ -119,7 +119,7 @@ def test_a_lone_pipeline_replaces_methods_that_torch_has():
     stage = torch_compat.described_stage() if describing[0] == "_recv_meta" else PipelineStage
     places = [*((stage, name) for name in describing), *beginning, (schedules, "_batch_p2p")]
     before = [getattr(owner, name) for owner, name in places]
-    with torch_compat.lone_pipeline(lambda on: None, lambda *said: None, lambda *asked: None):
+    with torch_compat.lone_pipeline(lambda on: None, lambda *said: None, lambda *asked: None, lambda *told: None):
         assert not any(getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True))
     assert [getattr(owner, name) for owner, name in places] == before
 

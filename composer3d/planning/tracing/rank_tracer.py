@@ -277,7 +277,7 @@ class Tracer:
                 args, inputs, target = job.batch(number)
                 with (
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
-                    torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),
+                    torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
                     torch_compat.lone_buckets() as buckets,
                 ):
                     make_lasting(run, args, target, inputs)

@@ -29,6 +29,8 @@ _ACTIONS: Mapping[str, SegmentKind] = {
 _NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
 _MESSAGES = frozenset({"send", "recv"})
 
+# Of a message: "forward" or "backward", stage and micro-batch of the action that uses it.
+_Purpose = tuple[str, int, int]
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
 Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
 # Host work for an operator on DTensors, besides the operators that it decomposes into.
@@ -100,7 +102,9 @@ class _Observer:
         self._question = torch_compat.device_question()
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
-        self._messages: list[tuple[Collective, bool]] = []
+        # Received, and not yet used: each with the action that it is for, as far as that is known.
+        self._messages: list[tuple[Collective, bool, _Purpose | None]] = []
+        self._purposes: dict[int, _Purpose] = {}
         self._is_quiet = self._is_forward_backward = False
         self._births: list[tuple[int, int]] = []
         self._unused: list[Any] = []
@@ -129,8 +133,7 @@ class _Observer:
             self._measure_gradients()
         made = self._stretch(kind, attributes.get("stage", 0), attributes.get("microbatch"))
         self._open.append(made)
-        made.collectives += self._messages  # what was received for it
-        self._messages.clear()
+        self._take_messages(made)
         self.storages.kind = MADE_FORWARD if kind == "forward" else MADE_LATER
         self._note_peak()
         return made
@@ -246,14 +249,27 @@ class _Observer:
         makes_nothing = torch_compat.is_in_place(operator) or torch_compat.is_view(operator)
         return ".".join(short[:2]), is_collective, is_silent, makes_nothing
 
+    def await_message(self, tensor: Any, kind: str, stage: int, microbatch: int) -> None:
+        """Remember which action a tensor is received for: a schedule may run others in between."""
+        self._purposes[id(tensor)] = kind, stage, microbatch
+
+    def _take_messages(self, made: Stretch) -> None:
+        """Give an action what was received for it."""
+        kind = "backward" if made.kind == "input_backward" else made.kind
+        own = (None, (kind, made.stage, made.microbatch))
+        made.collectives += [(row, waits) for row, waits, purpose in self._messages if purpose in own]
+        self._messages = [message for message in self._messages if message[2] not in own]
+
     def _collect(self, operator: Any, args: tuple[Any, ...]) -> None:
         before = len(self.collectives.rows)
         self.collectives.observe(operator, args)
         waits = operator.namespace == "c10d"
-        for row in self.collectives.rows[before:]:
+        rows = self.collectives.rows[before:]
+        purposes = [self._purposes.pop(id(leaf), None) for leaf in _flat(args) if hasattr(leaf, "untyped_storage")]
+        for row, purpose in zip(rows, purposes if len(purposes) == len(rows) else [None] * len(rows), strict=True):
             if row.op in _MESSAGES and self._is_forward_backward and not self._open:
                 if row.op == "recv":
-                    self._messages.append((row, waits))
+                    self._messages.append((row, waits, purpose))
                 else:
                     self._last_action().collectives.append((row, waits))
             else:

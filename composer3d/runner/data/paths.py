@@ -130,5 +130,8 @@ def _missing(use: str, folder: Path) -> str:
     choices = names + (["python_docs", "synthetic"] if there == folder else [])
     near = get_close_matches(part, choices, n=1, cutoff=0.6)
     hint = f'did you mean "{shown / near[0]}"?' if near else f"give {_CHOICES}"
+    module, _, name = use.rpartition(".")
+    if name.isidentifier() and (folder / f"{module.replace('.', '/')}.py").is_file():
+        hint = f'write "{module}:{name}"'
     where = "beside the manifest" if there == folder else f'in "{shown}"'
     return f"there is no {inline(part)} {where}; {hint}"

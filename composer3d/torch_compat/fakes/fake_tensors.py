@@ -193,7 +193,10 @@ def watch_storages(resized: Callable[[Any], None], paused: Callable[[bool], None
 
 @contextlib.contextmanager
 def lone_pipeline(
-    preparing: Callable[[bool], None], sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], Any]
+    preparing: Callable[[bool], None],
+    sent: Callable[[int, int, Any], None],
+    wanted: Callable[[int, int], Any],
+    awaited: Callable[[Any, str, int, int], None],
 ) -> Iterator[None]:
     """Let a pipeline's stages learn their shapes where the other stages do not exist.
 
@@ -205,6 +208,7 @@ def lone_pipeline(
         preparing: Called with True as the first step begins to learn shapes, and with False after.
         sent: Called with (stage, to, description of the stage's outputs).
         wanted: Called with (stage, from); returns such a description.
+        awaited: Called with (tensor, "forward" or "backward", stage, micro-batch) before that is received for it.
     """
     from torch.distributed.pipelining import schedules
 
@@ -215,7 +219,7 @@ def lone_pipeline(
         works = issue(operations, *args, **kwargs)
         return [_Held(work, [operation.tensor for operation in operations]) for work in works]
 
-    replaced = _heard(sent, wanted) | _prepared(preparing)
+    replaced = _heard(sent, wanted) | _prepared(preparing) | _asked(awaited)
     replaced[running, "_batch_p2p"] = batch
     originals = {(owner, name): getattr(owner, name) for owner, name in replaced}
     for (owner, name), function in replaced.items():
@@ -246,6 +250,24 @@ def _heard(sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], A
             sent(self.stage_index, target, meta)
 
     return {(cls, "_recv_meta"): receive, (cls, "_send_meta"): send}
+
+
+def _asked(awaited: Callable[[Any, str, int, int], None]) -> dict[tuple[Any, str], Any]:
+    """Return, by owner and name, what is called in place of what asks for the messages of an action."""
+    from torch.distributed.pipelining import stage as stages
+
+    def telling(ask: Any, kind: str) -> Any:
+        def operations(self: Any, microbatch: int) -> Any:
+            found = ask(self, microbatch)
+            for operation in found:
+                awaited(operation.tensor, kind, self.stage_index, microbatch)
+            return found
+
+        return operations
+
+    kinds = {"get_fwd_recv_ops": "forward", "get_bwd_recv_ops": "backward"}
+    owner = next(cls for cls in stages.PipelineStage.__mro__ if kinds.keys() <= vars(cls).keys())
+    return {(owner, name): telling(vars(owner)[name], kind) for name, kind in kinds.items()}
 
 
 def _heard_forward(
