@@ -80,6 +80,11 @@ class Layout:
         return self.degree(Role.REPLICA)
 
     @property
+    def num_readers(self) -> int:
+        """The number of ranks that read samples of their own, over all models and all groups."""
+        return self.degree(Role.BATCH, Role.INDEPENDENT, Role.REPLICA)
+
+    @property
     def num_ranks(self) -> int:
         """The number of ranks of all groups."""
         return self.num_groups * self.world_size

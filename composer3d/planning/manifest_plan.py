@@ -218,7 +218,6 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
     import torch
 
     from composer3d.checking import find_factory
-    from composer3d.mesh import Role
     from composer3d.planning.tracing.fake_composition import Job
     from composer3d.runner import BatchSize, make_optimizer, with_tokenizer
     from composer3d.runner.data import foreseen_batch
@@ -228,7 +227,7 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
     train, data = manifest.tables["train"], manifest.tables["data"]
-    microbatch, degree = train.microbatch or 1, found.layout.degree(Role.BATCH, Role.REPLICA)
+    microbatch, degree = train.microbatch or 1, found.layout.num_readers
     batch = foreseen_batch(data, manifest.document.folder, seed=train.seed, num_samples=microbatch)
     if batch is None:
         file = manifest.document.file

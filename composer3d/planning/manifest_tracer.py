@@ -63,7 +63,7 @@ def trace_manifest(
     parameters = list(job.model.parameters())
     return TracedManifest(
         layout=replace(layout, degrees=dict(layout.degrees)),
-        setup=setup_of(job.manifest, dict(layout.degrees)),
+        setup=setup_of(job.manifest, dict(layout.degrees), num_models=layout.degree(Role.INDEPENDENT, Role.REPLICA)),
         schedule=schedule,
         orders=None if orders is None else tuple(map(tuple, orders)),
         traces=tuple(traces),
@@ -84,7 +84,7 @@ def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
     """Return the unit of the model's inputs, and how many of it an optimizer step has."""
     unit, count = units_of(job.example)
     samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    return unit, count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH, Role.REPLICA)
+    return unit, count // samples * job.microbatch * job.num_microbatches * layout.num_readers
 
 
 def _offers(manifest: Manifest) -> dict[str, str]:

@@ -94,12 +94,13 @@ def _shards_over(axis: str, offers: Sequence[Offered]) -> bool:
     return any(alone is None and several is not None for alone, several in tables)
 
 
-def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
+def setup_of(manifest: Manifest, degrees: Mapping[str, int], *, num_models: int = 1) -> Setup:
     """Return what a manifest says, in numbers.
 
     Args:
         manifest: Typed, with the runner's tables.
         degrees: By axis, resolved.
+        num_models: Islands and groups, whose ranks share the global batch with those of `degrees`.
 
     Raises:
         QueryError: Two plugins say different things of one trait.
@@ -110,7 +111,7 @@ def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
     pp = degrees.get("pp", 1)
     return Setup(
         seq_len=manifest.tables["data"].seq_len,
-        global_batch=manifest.train.batch_over(replicas),
+        global_batch=manifest.train.batch_over(replicas * num_models) // num_models,
         microbatch=microbatch,
         dp_replicate=degrees.get("dp_replicate", 1),
         dp_shard=degrees.get("dp_shard", 1),

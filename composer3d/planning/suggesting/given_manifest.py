@@ -77,10 +77,15 @@ class GivenManifest:
     @cached_property
     def own(self) -> Setup:
         """The manifest in numbers; degrees that do not fit the world stay as they are stated."""
+        from composer3d.mesh import Role
         from composer3d.planning.formulas.manifest_setup import setup_of
 
         degrees = {axis: degree for axis, degree in self.manifest.degrees.items() if degree is not None and degree > 0}
-        return setup_of(self.manifest, degrees if self.found.layout is None else dict(self.found.layout.degrees))
+        layout = self.found.layout
+        if layout is None:
+            return setup_of(self.manifest, degrees)
+        models = layout.degree(Role.INDEPENDENT, Role.REPLICA)
+        return setup_of(self.manifest, dict(layout.degrees), num_models=models)
 
     @cached_property
     def offers(self) -> tuple[Offered, ...]:

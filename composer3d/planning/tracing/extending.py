@@ -191,7 +191,10 @@ def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
     last = max((place for place, s in enumerate(actions) if s.kind == "forward"), default=None)
     if last is None:
         return []
-    kinds = [kind for kind in ("backward", "input_backward", "weight_backward") if any(s.kind == kind for s in actions)]
+    # Of a stage that runs some backwards whole and others in halves, a micro-batch has either.
+    ways: tuple[tuple[SegmentKind, ...], ...] = ("backward",), ("input_backward", "weight_backward")
+    follows = next((s.kind for s in actions[last:] if s.kind != "forward"), "backward")
+    kinds = [kind for kind in next(way for way in ways if follows in way) if any(s.kind == kind for s in actions)]
     behind = {kind: next((s for s in actions[last:] if s.kind == kind), actions[last]) for kind in kinds}
     if any(s.microbatch == num_microbatches - 1 for s in behind.values()):
         # The last micro-batch differs from the others: take all of the one before it.

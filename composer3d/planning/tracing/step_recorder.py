@@ -29,7 +29,7 @@ _ACTIONS: Mapping[str, SegmentKind] = {
 _NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
 _MESSAGES = frozenset({"send", "recv"})
 
-# Of a message: "forward" or "backward", stage and micro-batch of the action that uses it.
+# Of a message: "forward" or "backward", stage and micro-batch of the action that it is for, or from.
 _Purpose = tuple[str, int, int]
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
 Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
@@ -250,13 +250,12 @@ class _Observer:
         return ".".join(short[:2]), is_collective, is_silent, makes_nothing
 
     def await_message(self, tensor: Any, kind: str, stage: int, microbatch: int) -> None:
-        """Remember which action a tensor is received for: a schedule may run others in between."""
+        """Remember which action a message is of: a schedule may run others in between."""
         self._purposes[id(tensor)] = kind, stage, microbatch
 
     def _take_messages(self, made: Stretch) -> None:
         """Give an action what was received for it."""
-        kind = "backward" if made.kind == "input_backward" else made.kind
-        own = (None, (kind, made.stage, made.microbatch))
+        own = (None, _purpose_of(made))
         made.collectives += [(row, waits) for row, waits, purpose in self._messages if purpose in own]
         self._messages = [message for message in self._messages if message[2] not in own]
 
@@ -271,13 +270,14 @@ class _Observer:
                 if row.op == "recv":
                     self._messages.append((row, waits, purpose))
                 else:
-                    self._last_action().collectives.append((row, waits))
+                    self._sender(purpose).collectives.append((row, waits))
             else:
                 self.stretch.collectives.append((row, waits))
 
-    def _last_action(self) -> Stretch:
-        actions = (stretch for stretch in reversed(self.result.stretches) if stretch.kind != "gradients")
-        return next(actions, self._between)
+    def _sender(self, purpose: _Purpose | None) -> Stretch:
+        """Return the action that made what is sent: the last one, where it is not known."""
+        actions = [stretch for stretch in reversed(self.result.stretches) if stretch.kind != "gradients"]
+        return next((each for each in actions if _purpose_of(each) == purpose), next(iter(actions), self._between))
 
     def _count(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count a call; the count depends only on the shapes and dtypes of its tensors and on its other arguments."""
@@ -291,6 +291,13 @@ class _Observer:
             if form is not None:
                 self._calls[form] = calls
         self.stretch.operators[calls] += 1
+
+
+def _purpose_of(stretch: Stretch) -> _Purpose | None:
+    """Return what the messages of an action are for; the halves of a backward have those of the first."""
+    if stretch.microbatch is None:
+        return None
+    return "backward" if stretch.kind == "input_backward" else stretch.kind, stretch.stage, stretch.microbatch
 
 
 def _form(values: Iterable[Any]) -> tuple[Any, ...]:

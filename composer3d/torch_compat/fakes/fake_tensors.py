@@ -208,7 +208,7 @@ def lone_pipeline(
         preparing: Called with True as the first step begins to learn shapes, and with False after.
         sent: Called with (stage, to, description of the stage's outputs).
         wanted: Called with (stage, from); returns such a description.
-        awaited: Called with (tensor, "forward" or "backward", stage, micro-batch) before that is received for it.
+        awaited: Called with (tensor, "forward" or "backward", stage, micro-batch) before it is received or sent.
     """
     from torch.distributed.pipelining import schedules
 
@@ -265,7 +265,8 @@ def _asked(awaited: Callable[[Any, str, int, int], None]) -> dict[tuple[Any, str
 
         return operations
 
-    kinds = {"get_fwd_recv_ops": "forward", "get_bwd_recv_ops": "backward"}
+    names = (("get_fwd_recv_ops", "get_fwd_send_ops"), ("get_bwd_recv_ops", "get_bwd_send_ops"))
+    kinds = {name: kind for kind, those in zip(("forward", "backward"), names, strict=True) for name in those}
     owner = next(cls for cls in stages.PipelineStage.__mro__ if kinds.keys() <= vars(cls).keys())
     return {(owner, name): telling(vars(owner)[name], kind) for name, kind in kinds.items()}
 

@@ -215,6 +215,21 @@ def test_what_is_extrapolated_is_what_is_there(extrapolated, tmp_path):
     assert [getattr(short.memory, name) for name in same] == [getattr(whole.memory, name) for name in same]
 
 
+# Schedules that run other actions between a message and what it is for, and some backwards whole and others in halves.
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [pytest.param("InterleavedZeroBubble", 1, marks=pytest.mark.slow), ("ZBVZeroBubble", 1), ("DualPipeV", 0)],
+)
+def test_further_microbatches_send_and_receive_what_the_others_do(schedule, rank, tmp_path):
+    text = f'mesh.pp = 2\n[scheduling.pipeline]\nschedule = "{schedule}"\n'
+    case = Case(text, num_layers=4, num_microbatches=8)
+    short = tracer_of(case, tmp_path, enough=4).trace(rank)
+    whole = tracer_of(case, tmp_path, extrapolate=False).trace(rank)
+    assert short.is_extrapolated and not whole.is_extrapolated
+    one, other = figures(short), figures(whole)
+    assert (one["collectives"], one["flops"]) == (other["collectives"], other["flops"])
+
+
 def test_work_is_halved_between_two_processes():
     costs = {"a3": 18, "a4": 24, "b3": 12, "b4": 16, "c3": 9, "c4": 12}
     assert halve(costs, begin=("a3", "a4")) == (["a3", "b4", "c4"], ["a4", "b3", "c3"])
