@@ -12,6 +12,9 @@ from composer3d.errors import ComposerError
 __all__ = ["JobRequest"]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")  # of a host, since Kubernetes makes host names of it
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+# Minutes, minutes:seconds, hours:minutes:seconds, or days before hours (sbatch(1)).
+_TIME = r"\d+(:[0-5]?\d){0,2}|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,14 @@ class JobRequest:
     remarks: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for option, value, pattern in (("partition", self.partition, r"[\w,.-]+"), ("time", self.time, r"[\d:-]+")):
+        for option, value, pattern in (("partition", self.partition, r"[\w,.-]+"), ("time", self.time, _TIME)):
             if value is not None and not re.fullmatch(pattern, value):
                 raise ComposerError(f'--{option} "{value}" is none of Slurm\'s')
+        if not _CLAIM.fullmatch(self.volume):
+            raise ComposerError(
+                f'--volume "{self.volume}": the name of a claim is at most 63 of the letters a to z, digits, - and ., '
+                "and begins and ends with a letter or a digit"
+            )
         if not _NAME.fullmatch(self.name):
             raise ComposerError(
                 f'--name "{self.name}": a job\'s name is at most 47 of the letters a to z, digits and -, and ends in a '

@@ -253,6 +253,12 @@ def test_a_host_file_may_be_one_of_mpirun(folder, capfd):
         ({"on": "ssh", "hosts": ["a", "-oProxyCommand=x"]}, '--hosts: "-oProxyCommand=x" is no address of a machine'),
         ({"on": "ray", "partition": "gpu"}, "--partition is slurm's; ray does not take it"),
         ({"on": "kubernetes", "time": "1:00"}, "--time is slurm's; kubernetes does not take it"),
+        ({"on": "slurm", "time": "3-99:99:99"}, '--time "3-99:99:99" is none of Slurm\'s'),
+        (
+            {"on": "kubernetes", "image": "a/b", "volume": "data\n- name: evil"},
+            '--volume "data\n- name: evil": the name of a claim is at most 63 of the letters a to z, digits, - and ., '
+            "and begins and ends with a letter or a digit",
+        ),
         ({"on": "slurm", "time": "1\n#SBATCH --uid=0"}, '--time "1\n#SBATCH --uid=0" is none of Slurm\'s'),
         ({"on": "slurm", "name": "a b"}, '--name "a b": a job\'s name is at most 47 of the letters a to z, digits'),
     ],

@@ -50,6 +50,7 @@ def confident(losses):
     return (losses * mask).sum() / mask.sum().clamp(min=1)
 
 
+CLASSES = torch.tensor([0, 0, 1, 2, 2, 2])
 FORWARDS = {
     "a mean": ("mean", lambda model, h: h / h.detach().abs().mean()),
     "a running mean": ("mean", running),
@@ -65,6 +66,14 @@ LOSSES = {
     "weights": ("mean", lambda losses: losses * (losses.detach() / losses.detach().mean())),
     "hardest": ("topk", hardest),
     "its own size": ("detach", lambda losses: losses.mean() / losses.mean().detach()),
+    "neighbours": ("detach", lambda losses: (losses - losses.roll(1, 0).detach()).pow(2)),
+    "neighbours, detached": ("roll", lambda losses: (losses - losses.detach().roll(1, 0)).pow(2)),
+    "reversed": ("flip", lambda losses: (losses - losses.detach().flip(0)).pow(2)),
+    "classes": ("bincount", lambda losses: losses / torch.bincount(CLASSES)[CLASSES]),
+    "classes' means": (
+        "bincount",
+        lambda losses: torch.zeros(3).scatter_add(0, CLASSES, losses) / torch.bincount(CLASSES),
+    ),
     "focal": ("", lambda losses: losses * (1 - torch.exp(-losses.detach())) ** 2),
     "confident": ("", confident),
 }
@@ -118,7 +127,8 @@ def test_detached_statistics_of_a_ranks_samples_are_named_with_their_line(kind):
     for (name, _), messages in first.items():
         if kind[name][0]:
             (message,) = messages
-            assert f"({kind[name][0]} of detached values in test_detached_statistics.py:" in message
+            of = "a batch" if kind[name][0] == "bincount" else "detached values"
+            assert f"({kind[name][0]} of {of} in test_detached_statistics.py:" in message
         else:
             assert messages == [], name
 

@@ -40,13 +40,14 @@ RELATED = {
     "deviations": ("Std over the samples", lambda x: F.relu(1 - x.std(0)).mean()),
     "softmax over samples": ("LogSoftmax over the samples", lambda x: -x.log_softmax(0).mean()),
     "hardest": ("Topk over the samples", lambda x: x.pow(2).mean(1).topk(2).values.mean()),
+    "hardest tokens": ("Topk over the samples", lambda x: x.pow(2).repeat(1, 2).view(-1, 5).mean(1).topk(3)[0].mean()),
     "hardest elements": ("Topk over the samples", lambda x: x.pow(2).flatten().topk(4).values.mean()),
     "sorted": ("Sort over the samples", lambda x: x.pow(2).mean(1).sort().values[-2:].mean()),
     "sums so far": ("Cumsum over the samples", lambda x: x.cumsum(0).mean()),
     "of losses so far": ("Cumsum over the samples", lambda x: x.pow(2).mean(1).cumsum(-1).mean()),
     "reversed": ("values of samples beside those of others", lambda x: (x * x.flip(0)).mean()),
     "another order": ("values of samples beside those of others", lambda x: (x - x[ORDER].exp()).pow(2).mean()),
-    "neighbours": ("values of samples beside those of the next", lambda x: (x - x.roll(1, 0)).pow(2).mean()),
+    "neighbours": ("values of samples beside those of others", lambda x: (x - x.roll(1, 0)).pow(2).mean()),
 }
 PARAMETER = nn.Parameter(torch.ones(()))
 WEIGHT, FROZEN = nn.Parameter(torch.ones(N, 5)), nn.Parameter(torch.ones(N, 5), requires_grad=False)

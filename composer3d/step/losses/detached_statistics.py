@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.mesh import Role
 from composer3d.step.call_sites import caller
-from composer3d.step.losses.sample_mixing import is_weight
+from composer3d.step.losses.sample_mixing import is_exchanged, is_weight
 from composer3d.step.microbatches import num_samples, tensors
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ _OVER_ALL = {
 _OVER_LAST = {"argsort": 1, "kthvalue": 2, "log_softmax": 1, "softmax": 1, "sort": 1, "topk": 2, "normalize": 2} | {
     name: 1 for name in ("cumprod", "cumsum", "logcumsumexp")
 }
+_COUNTS = frozenset(("bincount", "histc"))  # of classes in a batch: weights of its samples are made of them
+_ORDERS = {"flip": 1, "roll": 2}  # with the place of their dims
 _LAST = {"normalize": 1}  # where the dim that is meant by none is not the last
 _PRODUCTS = ("matmul", "mm", "__matmul__", "__rmatmul__")
 _SHIFTS = frozenset("add sub __add__ __sub__ __radd__ __rsub__ rsub".split())
@@ -158,23 +160,44 @@ class DetachedStatistics:
                 and self._is_sample(last, name)
                 and is_of_samples(last, self._num_samples)
             )
-            is_loss = name in ("detach", "__get__") and not given[0].dim() and given[0].requires_grad
-            if is_reduced or is_loss:
+            if is_reduced or self._is_detached(name, given[0]) or self._is_reordered(name, args, kwargs, given[0]):
                 statistic = f"{name.strip('_')} of detached values in {caller(())[1] or 'the forward'}"
             elif not any(each.is_floating_point() and is_of_samples(each, self._num_samples) for each in returned):
                 return
+        elif statistic is None and name in _COUNTS and self._is_of_batch(given[0]):
+            statistic = f"{name} of a batch in {caller(())[1] or 'the loss'}"
         elif statistic is None:
             return
         written = (self._aliases.get(id(each), lambda: None)() for each in returned)
         for each in (*returned, *(tensor for tensor in written if tensor is not None)):
             self._found[id(each)] = weakref.ref(each), value_of(each) if statistic else "", statistic or ""
 
+    def _is_detached(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a loss, or values of samples in another order, are about to be left without their gradient."""
+        if name not in ("detach", "__get__") or not tensor.requires_grad:
+            return False
+        return not tensor.dim() or is_exchanged(tensor.grad_fn, self._num_samples)
+
+    def _is_reordered(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor) -> bool:
+        """Return whether values that a model computed of samples, without a gradient, come in another order."""
+        place = _ORDERS.get(name)
+        if place is None or self._found.get(id(tensor), _UNKNOWN)[0]() is not tensor:
+            return False
+        dims = kwargs.get("dims", args[place:] if place < len(args) else ())
+        flat = dims[0] if isinstance(dims, tuple | list) and dims and isinstance(dims[0], tuple | list) else dims
+        return 0 in (flat if isinstance(flat, tuple | list) else (flat,))
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        """Return whether a tensor that a loss reads, and no forward made, is of the batch: its labels."""
+        return not self._is_in_model and not tensor.is_floating_point() and is_of_samples(tensor, self._num_samples)
+
     def _matters(self, name: str, given: list[Tensor]) -> bool:
         """Return whether a gradient depends on a statistic that an operation combines with what has one."""
         bent = [each for each in given if each.requires_grad and each.grad_fn is not None]
         if any(is_of_samples(each, self._num_samples) for each in bent):
             return True
-        return bool(bent) and not bent[0].dim() and name.strip("_") not in _SHIFTS
+        is_made_of_samples = bool(bent) and (not bent[0].dim() or not is_weight(bent[0].grad_fn))
+        return is_made_of_samples and name.strip("_") not in _SHIFTS
 
     def _tag(self, tensor: Tensor) -> str:
         """Return the statistic that a tensor is, or is made of; empty where it is none."""

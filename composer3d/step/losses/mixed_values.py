@@ -15,10 +15,12 @@ from composer3d.mesh import Role
 from composer3d.step.call_sites import caller
 from composer3d.step.losses.detached_statistics import DetachedStatistics
 from composer3d.step.losses.sample_mixing import (
+    ELEMENTWISE,
     LINEAR,
     REDUCTIONS,
     base,
     dims_of,
+    is_exchanged,
     is_parameter,
     is_weight,
     operands_of,
@@ -36,7 +38,6 @@ log = logging.getLogger(__name__)
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
 _NUM_NODES = 2000
 _RUN = "a run of a manifest"
-_ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
 _ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
 
 
@@ -142,7 +143,7 @@ def relation(node: Any, num_samples: int) -> str | None:
         name, operands = base(each), operands_of(each)
         weights = [operand for operand in operands if is_weight(operand)]
         others = [operand for operand in operands if operand not in weights]
-        if weights and name not in _ELEMENTWISE:
+        if weights and name not in ELEMENTWISE:
             continue  # a layer of the model
         if (found := _related(each, name, others, is_bent, num_samples)) is not None:
             return found
@@ -157,14 +158,14 @@ def _related(node: Any, name: str, operands: list[Any], is_bent: bool, num_sampl
         return "distances between samples" if sizes[0] is not None and sizes[0].dim() == 2 else None
     if name in ("Mm", "Bmm") and operands and _is_product_of_samples(node, operands, num_samples):
         return "a product of values of samples with one another"
-    if name in _ELEMENTWISE and len(operands) == 2 and {_inserted(each) for each in operands} in ({0, 1}, {0, 2}):
+    if name in ELEMENTWISE and len(operands) == 2 and {_inserted(each) for each in operands} in ({0, 1}, {0, 2}):
         return "values of samples beside those of each other one"
     if name in _ORDERS and _is_along_samples(node, operands, num_samples):
         return f"{name} over the samples of a batch"
-    if name in _ELEMENTWISE and len(operands) == 2 and any(_is_exchanged(each, num_samples) for each in operands):
+    if name in ELEMENTWISE and len(operands) == 2 and any(is_exchanged(each, num_samples) for each in operands):
         return "values of samples beside those of others"
     if name == "Roll" and 0 in tuple(getattr(node, "_saved_dims", ())):
-        return "values of samples beside those of the next one"
+        return "values of samples beside those of others"
     if name in REDUCTIONS and (is_bent or name not in ("Mean", "Sum")):
         dims = dims_of(node)
         if dims is not None and 0 in dims[0] and dims[1] > 1 and num_samples in (0, dims[1]):
@@ -182,25 +183,11 @@ def _is_along_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
         return False
     viewed: tuple[int, ...] = getattr(operands[0], "_saved_self_sym_sizes", ()) if operands else ()
     is_flat = base(operands[0]) in ("View", "UnsafeView", "Reshape", "MaskedSelect", "Index") if operands else False
-    return num_samples in (0, found[1]) or (is_flat and len(viewed) > 1 and viewed[0] == num_samples)
-
-
-def _is_exchanged(node: Any, num_samples: int) -> bool:
-    """Return whether a node gives samples in another order, through what changes its elements one by one."""
-    import torch
-
-    for _ in range(8):
-        name = base(node)
-        if node is None or name not in (*LINEAR, *_ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt"):
-            break
-        node = next(iter(operands_of(node)), None)
-    if name == "Flip":
-        return 0 in tuple(node._saved_dims)
-    index = node._saved_indices[0] if name == "Index" else getattr(node, "_saved_index", None)
-    if name not in ("Index", "IndexSelect") or not isinstance(index, torch.Tensor) or index.dtype is torch.bool:
-        return False
-    is_first = name == "Index" or node._saved_dim == 0
-    return is_first and index.dim() == 1 and len(index) == num_samples == node._saved_self_sym_sizes[0]
+    if is_flat and len(viewed) > 1 and viewed[0] == num_samples:
+        return True
+    # Of one dim, it is of samples, or of their tokens.
+    is_row = len(torch_compat.node_shape(node) or ()) == 1
+    return not num_samples or found[1] == num_samples or (is_row and found[1] % num_samples == 0)
 
 
 def _is_product_of_samples(node: Any, operands: list[Any], num_samples: int) -> bool:
@@ -228,7 +215,7 @@ def _inserted(node: Any) -> int | None:
         if node is None or base(node) == "Unsqueeze":
             break
         operands = operands_of(node)
-        if base(node) not in (*LINEAR, *_ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt") or not operands:
+        if base(node) not in (*LINEAR, *ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt") or not operands:
             return None
         node = operands[0]
     return None if node is None or base(node) != "Unsqueeze" else int(node._saved_dim)

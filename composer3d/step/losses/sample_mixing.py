@@ -11,11 +11,13 @@ from typing import Any, Literal
 from composer3d import torch_compat
 
 __all__ = [
+    "ELEMENTWISE",
     "LINEAR",
     "REDUCTIONS",
     "Summands",
     "base",
     "dims_of",
+    "is_exchanged",
     "is_parameter",
     "is_weight",
     "means_groups",
@@ -30,6 +32,7 @@ REDUCTIONS = (
     "Amax", "Amin", "Cumsum", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Max", "Mean", "Min", "Norm", "Prod",
     "Softmax", "Std", "Sum", "Var",
 )  # fmt: skip
+ELEMENTWISE = frozenset("Add Addcmul Atan2 Div Lerp Maximum Minimum Mul Pow Rsub Sub Where".split())
 LINEAR = frozenset(
     "Add Alias Clone Expand Neg Permute Reshape Rsub Squeeze Sub T ToCopy Transpose Unsqueeze View".split()
 )
@@ -126,6 +129,24 @@ def dims_of(node: Any) -> tuple[set[int], int] | None:
     given = range(len(sizes)) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
     # Negative ones are saved without their sign.
     return {(dim - 2**64 if dim >= 2**63 else dim) % len(sizes) for dim in given}, int(sizes[0])
+
+
+def is_exchanged(node: Any, num_samples: int) -> bool:
+    """Return whether a node gives samples in another order, through what changes its elements one by one."""
+    import torch
+
+    for _ in range(8):
+        name = base(node)
+        if node is None or name not in (*LINEAR, *ELEMENTWISE, "Abs", "Exp", "Log", "Sqrt"):
+            break
+        node = next(iter(operands_of(node)), None)
+    if name in ("Flip", "Roll"):
+        return 0 in tuple(node._saved_dims)
+    index = node._saved_indices[0] if name == "Index" else getattr(node, "_saved_index", None)
+    if name not in ("Index", "IndexSelect") or not isinstance(index, torch.Tensor) or index.dtype is torch.bool:
+        return False
+    is_first = name == "Index" or node._saved_dim == 0
+    return is_first and index.dim() == 1 and len(index) == num_samples == node._saved_self_sym_sizes[0]
 
 
 def _is_normalised(node: Any) -> bool:
