@@ -107,6 +107,16 @@ def nudge_data(parameter):
     parameter.data.add_(0.01)
 
 
+def clip_data(parameter):
+    """Change one element of the whole, which one rank has."""
+    parameter.data.clamp_(max=parameter.detach().full_tensor().max().item() * 0.999)
+
+
+@torch.no_grad()
+def clip_data_without_gradients(parameter):
+    clip_data(parameter)
+
+
 def told(text, write, ranks, at=4):
     """Train steps, between two of which some ranks write into a weight; return what is said."""
     run = composed(text)
@@ -145,5 +155,5 @@ def test_a_shard_that_one_rank_writes_through_data_is_named_where_values_are_com
 @pytest.mark.parametrize("layout", ["zero 3", "zero 1"])
 def test_a_weight_that_all_ranks_write_is_the_loops_own_choice(layout):
     world_size, text = LAYOUTS[layout]
-    for write in (nudge, overwrite):
-        assert run_ranks(told, world_size, text, write, range(world_size)) == [""] * world_size
+    for write in (nudge, overwrite, clip_data, clip_data_without_gradients):
+        assert run_ranks(told, world_size, text, write, range(world_size), 2) == [""] * world_size

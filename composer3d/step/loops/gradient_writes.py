@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from composer3d.step.gradients import local
+from composer3d.step.sharded_tensors.assigned_values import forget_aliases, num_alias_writes
 from composer3d.step.sharded_tensors.written_values import words_of
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class GradientWrites:
 class ShardWrites:
     """Counts the parameters into whose shards a loop writes between steps. Memory: references. Collectives: none.
 
-    Writes through `.data` move no version: where values are looked at, each shard is summed up twice, after a step and
-    before the next one.
+    Writes through `.data` move no version but that of what a loop was given for it, which is counted. Where values are
+    looked at, each shard is summed up twice, after a step and before the next one: an operator that all ranks have run
+    may change some shards and leave others as they are, as a clamp does, and any other change is a rank's own.
     """
 
     def __init__(self) -> None:
@@ -96,6 +98,7 @@ class ShardWrites:
 
     def forget(self) -> None:
         """Take what is written before the next step as not the loop's: a checkpoint that is loaded."""
+        forget_aliases(getattr(self, "_parameters", {}).values())
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._counts: list[Tensor] = []
         self._versions: list[int] = []
@@ -113,27 +116,30 @@ class ShardWrites:
         with torch.no_grad():
             self._counts = [each for parameter in parameters.values() for each in (parameter, local(parameter))]
         self._parameters, self._versions = parameters, [each._version for each in self._counts]
+        forget_aliases(parameters.values())
         self._sums = sums_of(parameters) if looks else {}
 
     def number(self) -> int:
         """Return a number that is alike where ranks have written alike; 0 where nothing is written."""
         versions = [each._version for each in self._counts]
-        if versions == self._versions and (not self._sums or self._sums == sums_of(self._parameters)):
+        is_written = versions != self._versions or any(map(num_alias_writes, self._parameters.values()))
+        if not is_written and (not self._sums or self._sums == sums_of(self._parameters)):
             return 0
         return hash(tuple(self._written().values()))
 
     def described(self) -> dict[str, int]:
         """Return the parameters that were written into."""
-        return {f'writes between steps into the shards of "{fqn}"': int(yes) for fqn, yes in self._written().items()}
+        return {f'writes between steps into the shards of "{fqn}"': number for fqn, number in self._written().items()}
 
-    def _written(self) -> dict[str, bool]:
+    def _written(self) -> dict[str, int]:
         changes = iter([each._version != before for each, before in zip(self._counts, self._versions, strict=True)])
         now = sums_of(self._parameters) if self._sums else {}
-        return {
-            fqn: any([next(changes), next(changes), now.get(fqn) != self._sums.get(fqn)])
-            and _is_on_all_ranks(parameter)
-            for fqn, parameter in self._parameters.items()
-        }
+        found: dict[str, int] = {}
+        for fqn, parameter in self._parameters.items():
+            is_written = any([next(changes), next(changes)])
+            number = num_alias_writes(parameter) or int(now.get(fqn) != self._sums.get(fqn))
+            found[fqn] = (1 if is_written else number) if _is_on_all_ranks(parameter) else 0
+        return found
 
 
 def sums_of(parameters: Mapping[str, Tensor]) -> dict[str, int]:

@@ -7,6 +7,7 @@ before, to put it back later, keeps the values that it had.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,18 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["assign_values", "record_gathered", "refuse_late_writes"]
+__all__ = [
+    "assign_values",
+    "forget_aliases",
+    "num_alias_writes",
+    "record_alias",
+    "record_gathered",
+    "refuse_late_writes",
+]
 
+_MOST_ALIASES = 16  # of a parameter, between two steps
+# What loops were given for `p.data`, by the parameter's identity, each with its version then.
+_ALIASES: dict[int, list[tuple[Any, int]]] = {}
 _ASSIGNED: weakref.WeakKeyDictionary[RunContext, _Assigned] = weakref.WeakKeyDictionary()
 
 
@@ -110,6 +121,30 @@ def refuse_late_writes(context: RunContext) -> None:
                 "which each rank holds a shard, does not see; assign it after the last write, or write "
                 "p.data = tensor.clone()"
             )
+
+
+def record_alias(tensor: Any, alias: Any) -> None:
+    """Remember what is returned for a parameter's `.data`: a write into it moves no version but its own."""
+    from torch import nn
+
+    if isinstance(tensor, nn.Parameter):
+        aliases = _ALIASES.setdefault(id(tensor), [])
+        aliases[:-_MOST_ALIASES] = []
+        aliases.append((alias, alias._version))
+
+
+def num_alias_writes(parameter: Any) -> int:
+    """Return how many operators have written into what a loop was given for a parameter's `.data`.
+
+    Alike on all ranks that run the same lines, whatever they changed in a rank's shard.
+    """
+    return sum(alias._version - before for alias, before in _ALIASES.get(id(parameter), ()))
+
+
+def forget_aliases(parameters: Iterable[Any]) -> None:
+    """Count from here on."""
+    for parameter in parameters:
+        _ALIASES.pop(id(parameter), None)
 
 
 def record_gathered(fqn: str, parameter: DTensor, whole: Tensor) -> None:

@@ -11,14 +11,15 @@ from composer3d.torch_compat.layouts import fsdp_groups
 __all__ = ["UnitShard", "assign_data", "leave_data", "take_local", "unit_shards"]
 
 
-def assign_data(assign: Callable[[Any, Any], bool]) -> None:
-    """Call a function for each `tensor.data = value` of a DTensor, until `leave_data`.
+def assign_data(assign: Callable[[Any, Any], bool], read: Callable[[Any, Any], None] = lambda *_: None) -> None:
+    """Call a function for each `tensor.data = value` of a DTensor, and one for each `tensor.data`, until `leave_data`.
 
     Torch gives the wrapper the value's metadata, and leaves the local tensor, which has the values, as it is (torch
     2.11-2.15). Attributes of tensors are properties of their class, so the class gets one of its own.
 
     Args:
         assign: Given tensor and value; returns whether it has assigned it, else torch does what it does.
+        read: Given the tensor and what is returned.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -29,7 +30,12 @@ def assign_data(assign: Callable[[Any, Any], bool]) -> None:
         if not assign(tensor, value):
             inherited.__set__(tensor, value)
 
-    DTensor.data = property(inherited.__get__, assigned)  # type: ignore[assignment]
+    def told(tensor: Any) -> Any:
+        alias = inherited.__get__(tensor)
+        read(tensor, alias)
+        return alias
+
+    DTensor.data = property(told, assigned)  # type: ignore[assignment]
 
 
 def leave_data() -> None:
