@@ -199,7 +199,7 @@ def _compared(family: str, manifest: Path) -> tuple[str, str]:
     model = make(family)
     inputs, targets = batch_of(model)
     try:
-        run = composer3d.compose(model, manifest, loss_fn=token_sum, example=((), inputs))
+        run = composer3d.compose(model, manifest, loss_fn=token_sum, example=((), {**inputs, "use_cache": False}))
     except composer3d.ComposerError as error:
         return "refused", str(error).strip().splitlines()[0].partition("] ")[2]
     mine = slice(run.context.data_parallel_rank, None, run.context.data_parallel_degree)

@@ -12,7 +12,7 @@ import composer3d
 from composer3d.testing import run_ranks
 
 EP = "[mesh]\ndp_shard = 2\nep = 2\n{}\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
-CP = EP.format("cp = 2") + '[sharding.context_parallel]\nmethod = "gather"\n'
+CP = EP.format("cp = 2").replace("dp_shard = 2\n", "") + "[sharding.context_parallel]\nbalanced = false\n[train]\nmicrobatch = 1\n"
 
 
 def assert_equal_to_one_device(world_size, cases):
@@ -29,6 +29,10 @@ def test_every_form_equals_one_device():
         num_exchanges = 2 if name.startswith("counted") else 1
         layers = 2
         assert counted["all_to_all", "ep"][0] == 5 * num_exchanges * layers, name
+
+
+def test_experts_are_not_sharded_inside_where_they_are_given_the_whole_sequence():
+    assert_equal_to_one_device(2, [("counted in attention", CP)])
 
 
 class Several(nn.Module):

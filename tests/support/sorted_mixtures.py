@@ -94,6 +94,46 @@ class Sorted(nn.Module):
         return x_BSD + out_TD.view_as(x_BSD)
 
 
+class OfAttention(nn.Module):
+    """Projections of queries and outputs as experts, as JetMoE's: methods of a module without a forward call them.
+
+    Every expert has as many rows, so that a rank receives as many as it sends.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = Looped().gate, Counted(DIM, 12), Counted(12, DIM)
+
+    def map(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        chosen_TK = torch.arange(2 * x_TD.shape[0]).view(-1, 2) % NUM_EXPERTS
+        weights_R = self.gate(x_TD).softmax(-1).gather(1, chosen_TK).flatten()
+        order_R = chosen_TK.flatten().sort(stable=True).indices
+        topology = order_R, weights_R[order_R], torch.bincount(chosen_TK.flatten()).tolist()
+        rows_RF = self.up(x_TD[order_R // 2], topology[-1])
+        return torch.zeros_like(rows_RF).index_add(0, order_R, rows_RF).view(*x_BSD.shape[:2], 2, -1), topology
+
+    def reduce(self, x_BSKF, topology):
+        order_R, weights_R, sizes = topology
+        out_RD = self.down(x_BSKF.flatten(0, 2)[order_R], sizes) * weights_R[:, None]
+        out_TD = out_RD.new_zeros(len(order_R) // 2, DIM).index_add(0, order_R // 2, out_RD)
+        return out_TD.view(*x_BSKF.shape[:2], DIM)
+
+
+class Attended(nn.Module):
+    """Attention whose queries and outputs experts compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.kv = OfAttention(), nn.Linear(DIM, 24)
+
+    def forward(self, x_BSD):
+        q_BSKF, topology = self.experts.map(x_BSD)
+        k, v = (x_BSF[:, None].expand(-1, 2, -1, -1) for x_BSF in self.kv(x_BSD).chunk(2, -1))
+        attended = F.scaled_dot_product_attention(q_BSKF.transpose(1, 2), k, v, is_causal=True)
+        return x_BSD + self.experts.reduce(attended.transpose(1, 2), topology)
+
+
 class Weighted(nn.Module):
     """All tokens to all experts, times weights of which most are zero."""
 
@@ -175,6 +215,7 @@ class Helped(Looped):
 FORMS = {
     "counted": lambda: MixtureNet(Sorted, form="counted"),
     "counted starved": lambda: MixtureNet(Sorted, form="counted", starved=True),
+    "counted in attention": lambda: MixtureNet(Attended),
     "tensor of counts": lambda: MixtureNet(Sorted, form="counts"),
     "ends": lambda: MixtureNet(Sorted, form="ends", starved=True),
     "grouped": lambda: MixtureNet(Weighted, experts=Grouped),

@@ -313,20 +313,23 @@ class PropagatedSequence:
     # ---- rowwise modules ---------------------------------------------------------------------------------------------
 
     def _pass_through(self, module: nn.Module, fqn: str) -> list[RemovableHandle]:
-        """Let a module work on local shards, its hooks included, and mark its results as its input is."""
+        """Let a module work on local shards, its hooks included, and mark its results as its input is.
+
+        Of what it is given whole, nothing is sharded inside: experts compute rows of other ranks, of any number.
+        """
         entered: list[tuple[SequencePropagation | None, Any]] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = specs_in(args, kwargs, axis=self._axis)
-            mode = self._at_work if specs else None
+            mode = self._at_work
             if mode is not None:
-                mode.num_paused += 1
+                mode.pauses.append(not specs)
             entered.append((mode, specs[0] if specs else None))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             mode, spec = entered.pop()
             if mode is not None:
-                mode.num_paused -= 1
+                mode.pauses.pop()
             if spec is None or output is None:
                 return
             with torch_compat.without_torch_functions():

@@ -65,15 +65,17 @@ class SequencePropagation(SequenceWholes):
         memory: Memory | None = None,
     ) -> None:
         super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis)
-        # Rowwise modules at work, whose code sees its local shard.
-        self.num_paused = 0
+        # Of rowwise modules at work, whose code sees its local shard: whether they were given whole tensors.
+        self.pauses: list[bool] = []
         self._is_busy = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
-        if self._is_busy or self.num_paused:
+        if self._is_busy or self.pauses:
+            if not self._is_busy and self.pauses[0]:
+                self._note_draw(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         self._is_busy = True
         try:

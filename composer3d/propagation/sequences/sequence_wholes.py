@@ -66,8 +66,7 @@ class SequenceWholes(Propagation):
         self.has_begun = True
 
     def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        if self.has_begun and draws(name_of(func), args, options):
-            self._rules.note("drawn", name_of(func))
+        self._note_draw(func, args, options)
         result = super()._unsharded(func, args, options)
         if self._operands.lengths:
             name = name_of(func)
@@ -76,6 +75,10 @@ class SequenceWholes(Propagation):
             elif name in STACKS:
                 return self._stacked(name, args, options, result)
         return result
+
+    def _note_draw(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        if self.has_begun and draws(name_of(func), args, options):
+            self._rules.note("drawn", name_of(func))
 
     def _local_size(self, size: int) -> int:
         return self._rules.local_length(size)
