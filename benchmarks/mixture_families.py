@@ -3,7 +3,8 @@
 A family is a small model of it, made from its configuration, in float64, and one step of two sequences a rank, some
 of whose targets are padding. It is `equal` where the loss and all gradients are one device's (relative 1e-12),
 `refused` where composer3d says before the first step why it cannot be, `absent` where transformers makes no model of
-these sizes, and else `wrong`. A whole run with `ep2` is written to benchmarks/results/mixture_families.json.
+these sizes, and else `wrong`. Rows are written to benchmarks/results/mixture_families_LAYOUT.json as they are found, in
+place of earlier ones of the same family.
 
 Usage: python benchmarks/mixture_families.py [--only 'deepseek*'] [--layout ep2|ep2_tp2|ep2_cp2] [--json]
 """
@@ -17,10 +18,10 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,7 +37,7 @@ from composer3d.huggingface.folder import import_transformers
 from composer3d.testing import full, run_ranks
 from composer3d.verification.arithmetic import in_double_precision
 
-RESULT = Path(__file__).resolve().parent / "results" / "mixture_families.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 TIGHT = 1e-12
 LAYOUTS = {
     "ep2": "[mesh]\nep = 2\ndp_shard = 2\n",
@@ -54,7 +55,8 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim"), 16),
     **dict.fromkeys(("expert_hidden_dim", "moe_hidden_size", "moe_latent_size", "router_hidden_size"), 16),
     **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
-    "num_key_value_heads": 2,
+    **dict.fromkeys(("num_key_value_heads", "mamba_expand"), 2),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "vocab_size_per_layer_input"), 8),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
     "qk_head_dim": 16,
@@ -83,9 +85,21 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "jamba": {"expert_layer_offset": 0},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
     "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
 }
+
+
+@dataclass
+class Logits:
+    """What a model with a head returns."""
+
+    logits: Tensor
 
 
 class Headed(nn.Module):
@@ -99,7 +113,7 @@ class Headed(nn.Module):
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
         """Return logits of every next token."""
         hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
-        return SimpleNamespace(logits=self.head(hidden))
+        return Logits(self.head(hidden))
 
 
 def families() -> dict[str, str]:
@@ -128,6 +142,9 @@ def config_of(family: str) -> Any:
 
     cls = CONFIG_MAPPING[family]
     known = cls().to_dict()
+    if "vocab_size" not in known:  # of several modalities, the text's
+        cls = type(cls().get_text_config())
+        known = cls().to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in known}
     if "kv_lora_rank" in known:  # keys of all heads are made of one vector
         sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
@@ -255,15 +272,17 @@ def main() -> None:
     some = [family for family in families() if fnmatchcase(family, arguments.only)]
     if not some:
         fail(f"no family matches {arguments.only}")
-    rows = []
+    file = RESULTS / f"mixture_families_{arguments.layout}.json"
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     for family in some:
-        rows.append(outcome_of(family, arguments.layout))
+        rows[family] = outcome_of(family, arguments.layout)
         if not arguments.json:
-            say("  ".join(rows[-1].values()))
-    counts = Counter(row["outcome"] for row in rows)
-    found = {"layout": arguments.layout, "summary": dict(counts), "conditions": stated, "rows": rows}
-    if arguments.only == "*" and arguments.layout == "ep2":
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+            say("  ".join(rows[family].values()))
+        known = [rows[name] for name in sorted(rows)]
+        summary = dict(Counter(row["outcome"] for row in known))
+        found = {"layout": arguments.layout, "summary": summary, "conditions": stated, "rows": known}
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    counts = Counter(rows[family]["outcome"] for family in some)
     say(json.dumps(found, indent=1) if arguments.json else ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
 
 

@@ -12,7 +12,8 @@ import composer3d
 from composer3d.testing import run_ranks
 
 EP = "[mesh]\ndp_shard = 2\nep = 2\n{}\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
-CP = EP.format("cp = 2").replace("dp_shard = 2\n", "") + "[sharding.context_parallel]\nbalanced = false\n[train]\nmicrobatch = 1\n"
+LOCAL = "[sharding.context_parallel]\nbalanced = false\n[train]\nmicrobatch = 1\n"
+CP = EP.format("cp = 2").replace("dp_shard = 2\n", "") + LOCAL
 
 
 def assert_equal_to_one_device(world_size, cases):
@@ -31,6 +32,7 @@ def test_every_form_equals_one_device():
         assert counted["all_to_all", "ep"][0] == 5 * num_exchanges * layers, name
 
 
+@pytest.mark.slow
 def test_experts_are_not_sharded_inside_where_they_are_given_the_whole_sequence():
     assert_equal_to_one_device(2, [("counted in attention", CP)])
 
@@ -96,6 +98,17 @@ class Mixed(nn.Module):
         return x
 
 
+class Flat(nn.Module):
+    """The rows of all experts below one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.up, self.down = 4, nn.Linear(4, 8, bias=False), nn.Embedding(8, 4)
+
+    def forward(self, x, chosen, weights):
+        return x
+
+
 class Shared(Counted):
     """Experts that all tokens have, and a weight of each token and expert."""
 
@@ -109,6 +122,8 @@ UNKNOWN = {
     Unequal: 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down',
     Normed: 'of modules with weights of three dims "" (Normed) has norm.weight, which is not stacked',
     Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 Dropout',
+    Flat: '; "" (Flat) says num_experts = 4, and has weights of two dims, up.weight, down.weight, of which no rows are '
+    "known to be one expert's",
 }
 
 

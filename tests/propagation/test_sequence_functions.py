@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from support.sequence_threads import run_sharded
 from torch import nn
 
+from composer3d import propagation, torch_compat
+from composer3d.verification.arithmetic import in_double_precision
+
 LENGTH, DIM = 8, 4
 
 FUNCTIONS = {
@@ -65,3 +68,41 @@ def test_a_function_of_shards_is_that_of_everything(name):
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model.embedding.weight.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Doubled(nn.Module):
+    """Two rows of each position for experts, of which as many as there are positions are concatenated."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.experts = nn.Embedding(LENGTH, DIM), Experts()
+
+    def forward(self, tokens):
+        rows_RD = self.table(tokens).flatten(0, 1)[torch.arange(2 * LENGTH) // 2]
+        return self.experts(rows_RD).view(1, LENGTH, 2, DIM).sum(2)
+
+
+class Experts(nn.Module):
+    rows = 0
+
+    def forward(self, x_RD):
+        first_RD = torch.cat([x_RD[:3], x_RD[3:LENGTH] * 2])
+        with torch_compat.without_torch_functions():
+            Experts.rows = first_RD.shape[0]
+        return torch.cat([first_RD, x_RD[LENGTH:]])
+
+
+def test_rowwise_modules_that_are_given_all_positions_shard_none_inside():
+    tokens, model = torch.arange(LENGTH)[None], Doubled().double()
+    expected = model(tokens).sum()
+    found, _ = run_sharded(model, tokens, lambda out, index: out.sum() * len(index) / out.shape[1], ["experts"])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    assert Experts.rows == LENGTH
+
+
+def test_a_dry_run_of_shards_reads_named_dtypes_as_the_verification_around_it():
+    marks = propagation.Marks(2, frozenset({propagation.SEQUENCE}))
+    x = torch.empty(4, DIM, dtype=torch.float64, device="meta")
+    share, whole = marks.mark(x, propagation.Placed(dim=0, parts=(LENGTH,))), torch.empty_like(x)
+    with in_double_precision(), propagation.Propagation(2, "router"):
+        assert [share.float().dtype, whole.float().dtype] == [torch.float64, torch.float64]

@@ -91,13 +91,14 @@ class ThreadRules:
         self.notes[what, name] += 1
 
 
-def run_sharded(model, tokens, loss):
+def run_sharded(model, tokens, loss, rowwise=()):
     """Return the sum of both ranks' losses of a model whose sequence is sharded, and what the first noted.
 
     Args:
         model: Its parameters are both ranks'.
         tokens: Of shape B x S.
         loss: Takes an output and this rank's positions.
+        rowwise: As of `PropagatedSequence`.
     """
     exchange, found, failed = Exchange(), [None] * DEGREE, []
     rules = [ThreadRules(exchange, rank) for rank in range(DEGREE)]
@@ -113,7 +114,8 @@ def run_sharded(model, tokens, loss):
             exchange.barrier.abort()
 
     for each, rule in zip(models, rules, strict=True):
-        PropagatedSequence(degree=DEGREE, rules=rule, blocks={}, inputs=lambda args, kwargs: {0: 1}).install(each)
+        options = {"rules": rule, "rowwise": rowwise, "inputs": lambda args, kwargs: {0: 1}}
+        PropagatedSequence(degree=DEGREE, blocks={}, **options).install(each)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(DEGREE)]
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of all threads

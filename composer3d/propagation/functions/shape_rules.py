@@ -80,22 +80,18 @@ class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, spec)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == spec.placed.dim:
                 return self._glu(func, x, spec, args, options, whole)
-        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, self._hidden)
+        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, ShapeRules)
         return self._paired(self._local(func, args, options), whole, specs, name)
 
     def _within(self) -> AbstractContextManager[None]:
         """Return the context of work on local shards, whose sizes are those that inner axes see."""
         return contextlib.nullcontext() if self.inside else torch_compat.without_torch_functions()
 
-    @property
-    def _hidden(self) -> type[TorchFunctionMode]:
-        """Modes that do not see work on local shards; those of others see runs, and no dry run."""
-        return TorchFunctionMode if self.mesh is None else ShapeRules
-
     def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run a function on local shards; modes of others see it, as those do that compute in float64."""
         if self.inside:
             return func(*args, **options)
-        return torch_compat.call_beside(self._hidden, func, args, options)
+        return torch_compat.call_beside(ShapeRules, func, args, options)
 
     def _convolved(
         self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, specs: Sequence[ShardSpec]

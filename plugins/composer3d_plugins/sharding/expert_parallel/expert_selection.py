@@ -138,7 +138,22 @@ def _missed(model: nn.Module) -> str:
             why = "has a forward of other arguments"
         said.append(f'"{fqn}" ({type(module).__name__}) {why}')
     found = f"; of modules with weights of three dims {'; '.join(said[:3])}" if said else ""
-    return found + _mixed(model)
+    return found + _mixed(model) + ("" if said else _flat(model))
+
+
+def _flat(model: nn.Module) -> str:
+    """Return which modules say a number of experts and have so many rows, or a multiple; empty if there are none."""
+    said: dict[type, str] = {}
+    for fqn, module in model.named_modules():
+        numbers = [(name, n) for name, n in vars(module).items() if "experts" in name and type(n) is int and n > 1]
+        for stated, number in numbers:
+            flat = [name for name, held in module.named_parameters() if held.ndim == 2 and held.shape[0] % number == 0]
+            if len(flat) > 1 and not any(_is_list(inner) for inner in module.modules()):
+                said[type(module)] = (
+                    f'"{fqn}" ({type(module).__name__}) says {stated} = {number}, and has weights of two dims, '
+                    f"{', '.join(flat[:3])}, of which no rows are known to be one expert's"
+                )
+    return f"; {'; '.join([*said.values()][:3])}" if said else ""
 
 
 def _mixed(model: nn.Module) -> str:
