@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d.planning.costing import advice_on, time_of
@@ -11,6 +11,7 @@ from composer3d.planning.costs.allocator import Allocation, Verdict, allocate, j
 from composer3d.planning.costs.pipeline_time import PipelinePlan, plan_pipeline
 from composer3d.planning.costs.whole_run import Questions
 from composer3d.planning.traced_manifest import TracedManifest
+from composer3d.planning.tracing.summary import over_rings
 from composer3d.planning.tracing.traced import RankTrace
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ def plan_of(
     Raises:
         ComposerError: A part of the cluster that there is not; failures so frequent that nothing would be kept.
     """
+    if hardware is not None and hardware.device.is_asynchronous:
+        traced = replace(traced, traces=tuple(map(over_rings, traced.traces)))
     traces = traced.traces
     if hardware is not None:
         hardware = hardware.with_nodes(traced.gpus_per_node).with_stack(traced.stack)

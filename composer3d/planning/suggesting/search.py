@@ -324,8 +324,7 @@ def _degrees(num_blocks: int, base: Setup, world_size: int) -> Iterator[Setup]:
 def _microbatches(setup: Setup) -> Iterator[Setup]:
     share = setup.global_batch // setup.data_parallel
     for size in divisors(share):
-        if size & (size - 1) == 0:
-            yield replace(setup, microbatch=size)
+        yield replace(setup, microbatch=size)
 
 
 def _sharded(setup: Setup, per_node: int, stages: Sequence[int]) -> Iterator[Setup]:

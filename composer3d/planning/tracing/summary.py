@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from composer3d.mesh import Role
@@ -13,7 +14,7 @@ from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Seg
 if TYPE_CHECKING:
     from composer3d.context import RunContext
 
-__all__ = ["segments_of", "summarise", "wire_bytes"]
+__all__ = ["over_rings", "segments_of", "summarise", "wire_bytes"]
 
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
@@ -133,6 +134,19 @@ def wire_bytes(op: str, size: int, num_ranks: int, *, over_gloo: bool = False) -
         return size
     is_twice = op == "all_reduce" or (over_gloo and op == "reduce_scatter")
     return math.ceil(size * (2 if is_twice else 1) * (num_ranks - 1) / num_ranks)
+
+
+def over_rings(trace: RankTrace) -> RankTrace:
+    """Return a trace, made where collectives run over gloo, with the bytes that rings send on a cluster of GPUs."""
+    segments = tuple(
+        replace(segment, transfers=tuple(map(_over_ring, segment.transfers))) for segment in trace.segments
+    )
+    return replace(trace, segments=segments)
+
+
+def _over_ring(transfer: Transfer) -> Transfer:
+    sent = transfer.count * wire_bytes(transfer.op, transfer.bytes, len(transfer.ranks))
+    return replace(transfer, wire_bytes=sent) if transfer.op == "reduce_scatter" else transfer
 
 
 def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
