@@ -15,6 +15,7 @@ from composer3d.planning.tracing.traced import RankTrace
 
 __all__ = ["Variation"]
 
+_SLACK = 1.1
 _DIVIDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
@@ -42,7 +43,9 @@ class Variation:
             added += size * (_divisor(self.own, stage) / _divisor(other, stage) - 1)
         if other.offload and not self.own.offload:
             added -= memory.optimizer * _divisor(self.own, 1) / _divisor(other, 1)
-        return self.total_bytes * max(0.0, memory.peak + added) / memory.peak
+        # The context and communicators are as large; an allocator reserves as much over the rest as in a large model.
+        slack = min(self.total_bytes / memory.peak, _SLACK)
+        return self.total_bytes + max(-memory.peak, added) * slack
 
     def _activations(self, setup: Setup) -> float:
         """Return the activations of a mode of recomputation: traced, at least none, or at most all that is made."""
