@@ -119,8 +119,7 @@ def function_modes() -> list[Any]:
 def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:
     """Call a function inside `without_torch_functions` so that all modes that are on see it but those of one class.
 
-    A plugin that follows functions by modes of its own hides what it runs from them, and must not hide it from the
-    modes of others. The stack of modes, and what turns them on again, are private (torch 2.11-2.15).
+    What a plugin hides from its own modes others still see. Private (torch 2.11-2.15): the stack, and what turns it on.
     """
     import torch
     from torch import overrides

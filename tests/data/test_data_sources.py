@@ -388,12 +388,10 @@ def test_a_file_that_is_changed_while_it_is_read_is_noticed(tmp_path):
     source, _ = opened(tmp_path, "t.bin", seq_len=8)
     assert source[0][0].tolist() == list(range(8))
     with path.open("r+b") as file:
-        file.seek(4000)
-        file.write(b"\x01\x00")
+        os.pwrite(file.fileno(), b"\x01\x00", 4000)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock's tick may be longer than this test
     with pytest.raises(DataError, match=r"^\[data\] t.bin was changed while the run reads it, so its samples"):
-        for index in range(64):
-            source[index]
+        [source[index] for index in range(64)]
 
 
 def test_a_class_written_with_a_dot_is_told_how_it_is_written(tmp_path):
