@@ -19,6 +19,7 @@ LAYOUTS = {
     "ddp": "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n",
     "fsdp2": "[sharding.fsdp2]\n",
     "tp": "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n",
+    "fsdp2, tp": "[mesh]\ntp = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\n",
 }
 
 
@@ -75,7 +76,7 @@ def test_penalties_with_constants_train_as_on_one_device(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [each if each == "fsdp2" else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
+    "layout", [each if each == "fsdp2, tp" else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
 )
 def test_penalties_that_follow_the_forward_train_as_on_one_device(layout):
     for found in run_ranks(errors, 2, layout, True):  # parameters are read while a unit has gathered them

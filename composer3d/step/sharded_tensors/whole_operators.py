@@ -159,7 +159,9 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if writes:
         place_rows(args[0], result)
         return args[0]
-    return torch_compat.tree_map(lambda value: _as_sharded(value, leaves), result)
+    # Over the mesh of a gathered parameter, if one takes part: its gradient is of that mesh.
+    likes = sorted(leaves, key=lambda leaf: leaf.device_mesh.ndim)
+    return torch_compat.tree_map(lambda value: _as_sharded(value, likes), result)
 
 
 def _writes_first(operator: Any) -> bool:
@@ -217,7 +219,7 @@ def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             record_sharded(_place, tensors)
         return _by_torch(operator, args, kwargs)
     writes = torch_compat.is_in_place(operator)
-    target = args[0] if writes else next((tensor for tensor in sharded if tensor.dim()), None)
+    target = args[0] if writes else min((t for t in sharded if t.dim()), key=lambda t: t.device_mesh.ndim, default=None)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         if _is_torchs(operator, tensors, sharded):
             return _by_torch(operator, args, kwargs)
