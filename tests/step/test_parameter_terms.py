@@ -36,6 +36,11 @@ def attenuated(model, *_):
     return 0.5 * sum(((p - p.detach() * 0.9).pow(2) * p.detach().abs()).sum() for p in model.parameters())
 
 
+def spectral(model, *_):
+    values = torch.linalg.svdvals(model[0].weight)
+    return 0.1 * values[0] + 0.01 * torch.linalg.matrix_norm(model[2].weight, "nuc")
+
+
 def trained(model, optimizer, backward, x, y, penalty, follows=False):
     backward(F.mse_loss(model(x), y))
     importance = {name: p.grad.detach().clone().pow(2) for name, p in model.named_parameters()}
@@ -53,7 +58,7 @@ def errors(layout, follows=False):
     torch.set_default_dtype(torch.float64)
     found = []
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0)).unbind()
-    for penalty in (elastic, orthogonal, attenuated):
+    for penalty in (elastic, orthogonal, attenuated, spectral):
         torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
         torch.manual_seed(0)

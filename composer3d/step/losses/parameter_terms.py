@@ -22,6 +22,11 @@ ELEMENTARY = frozenset(
     "Reshape Select Sigmoid Softmax Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Transpose Unsqueeze UnsafeView "
     "View".split()
 )
+# And of whole matrices: spectral norms, determinants, extremes.
+_OF_MATRICES = frozenset(
+    "Amax Amin Cat Cos Diagonal LinalgDet LinalgEigh LinalgSlogdet LinalgSvd Max Maximum Min Minimum Relu Sin Slice "
+    "Split Std Trace Tril Triu Unbind Var".split()
+)
 _PRODUCTS = frozenset({"Bmm", "Dot", "Mm", "Mv"})
 
 
@@ -46,7 +51,7 @@ def node_is_of_parameters(node: Any, *, beside: bool = True) -> bool:
             has_leaf, is_sharded = True, is_sharded or hasattr(each.variable, "full_tensor")
         elif type(each).__name__ == "WholeGradientBackward":
             has_leaf = is_sharded = True
-        elif (name := type(each).__name__.partition("Backward")[0]) not in ELEMENTARY | _PRODUCTS:
+        elif (name := type(each).__name__.partition("Backward")[0]) not in ELEMENTARY | _OF_MATRICES | _PRODUCTS:
             return False
         elif name in _PRODUCTS and any(operand is None for operand, _ in each.next_functions):
             return False  # with data, as a layer's

@@ -9,7 +9,7 @@ from typing import Any
 from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
-from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version
+from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
 from composer3d.torch_compat.fsdp_units.unit_hooks import UnseenGathers
 from composer3d.torch_compat.fsdp_units.unit_places import Places
 from composer3d.torch_compat.function_transforms import outside_transforms
@@ -373,7 +373,7 @@ class _WatchedGroup(_Group):
         if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
             self.unshard()  # of replicas: nothing is sent
             self.wait_for_unshard()
-        if _fill(self):
+        if _fill(shard_gradients(self)):
             self._units.send(2 * self._index + 1)
             self._units.settle(self.trained())
         super().post_backward()
