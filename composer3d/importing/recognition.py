@@ -28,6 +28,13 @@ _MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
+# Keys of GPT-NeoX that mark YAML alone, where it shares many with DeepSpeed; a JSON file of a model has some, too.
+_NEOX_YAML = frozenset(
+    "num_layers hidden_size num_attention_heads max_position_embeddings lr_decay_style lr_decay_iters"
+    " lr_decay_fraction train_iters train_epochs pipe_partition_method checkpoint_activations keep_last_n_checkpoints"
+    " extra_save_iters make_vocab_size_divisible_by fp32_allreduce train_data_paths valid_data_paths test_data_paths"
+    " deepspeed_activation_checkpointing synchronize_each_layer".split()
+)
 # Keys at the top of a file that are a system's own; the system with most of them is taken.
 _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -62,7 +69,8 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 _BY_FORM = {
     "json": ("deepspeed", "accelerate", "trainer", "fsdp"),
-    "yaml": ("accelerate", "trainer", "deepspeed"),
+    # DeepSpeed's keys in YAML are of a part of GPT-NeoX's file, or of none: DeepSpeed reads JSON.
+    "yaml": ("deepspeed", "accelerate", "trainer"),
     "toml": ("torchtitan",),
 }
 _BY_LINES = ("flags", "script", "log")
@@ -90,7 +98,7 @@ def form_of(path: Path, text: str) -> str:
 
 
 def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None) -> tuple[str | None, SourceTree]:
-    """Return the system of a file, or None, and its leaves.
+    """Return the system of a file, or None where its keys do not tell it, and its leaves.
 
     Args:
         path: Of the file.
@@ -108,6 +116,9 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
     for name, marks in _MARKS.items():
         if marks & {top.replace("-", "_") if name == "neox" else top for top in tops}:
             return name, tree
+    if form == "yaml" and _NEOX_YAML & {top.replace("-", "_") for top in tops}:
+        return "neox", tree
     counts = {name: len(tops & _OWN_KEYS[name]) for name in _BY_FORM[form]}
     best = max(counts, key=lambda name: counts[name], default=None)
-    return (best if best is not None and counts[best] else None), tree
+    is_told = best is not None and counts[best] and (form, best) != ("yaml", "deepspeed")
+    return (best if is_told else None), tree

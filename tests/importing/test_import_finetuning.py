@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.imported import manifest_of, translated, verdicts_of
 
+from composer3d import ManifestError
 from composer3d.runner import TABLES
 from composer3d.runner.objective.lr_schedule import multiplier_of
 
@@ -169,6 +170,14 @@ NEOX = """{
   "checkpoint_factor": 100, "seqlen": 5,  # a comment
 }
 """
+
+
+@pytest.mark.parametrize("name", ["num_layers: 4", "hidden-size: 64", "lr_decay_style: linear", "train_iters: 40"])
+def test_a_part_of_gpt_neoxs_file_is_told_by_a_name_of_its_own(tmp_path, name):
+    shared = "train_batch_size: 32\nbf16: {enabled: true}\ngradient_accumulation_steps: 1\noptimizer: {type: sgd}\n"
+    assert translated(tmp_path, "part.yml", f"{shared}{name}\n", world_size=1).table.name == "neox"
+    with pytest.raises(ManifestError, match="no system is recognised by its keys; say whose it is with --from"):
+        translated(tmp_path, "part.yml", shared, world_size=1)
 
 
 def test_gpt_neox(tmp_path):

@@ -24,6 +24,7 @@ excess_length_strategy: truncate
 micro_batch_size: 1
 max_steps: 5
 """
+TEXTS = "train_on_inputs: true\ndatasets:\n  - path: texts.jsonl\n    type: completion"
 
 
 def imported(tmp_path, name, text, **options):
@@ -65,7 +66,11 @@ def test_axolotls_chats_are_carried_and_pass_check(tmp_path):
         (("type: chat_template", "type: completion\n    field: content"), "datasets", "changed", "trained", "all"),
         (("field_messages: talk", "roles: {user: [human]}"), "datasets", "changed", "trained", "assistant"),
         (("chat_template: chatml", "chat_template: gemma"), "chat_template", "missing", "template", None),
-        (("chat_template: chatml", "train_on_inputs: true"), "train_on_inputs", "carried", "trained", "all"),
+        (("chat_template: chatml", "train_on_inputs: true"), "train_on_inputs", "changed", "trained", "all"),
+        (
+            ("datasets:\n  - path: chats.jsonl\n    type: chat_template", TEXTS),
+            *("train_on_inputs", "carried", "trained", "all"),
+        ),
         (("excess_length_strategy: truncate\n", ""), "sequence_len", "carried", "too_long", "drop"),
     ],
 )

@@ -16,6 +16,7 @@ _READ = frozenset(
     "data_files ds_type field field_messages message_field_content message_field_role message_property_mappings name "
     "path roles_to_train shards split train_on_eos type".split()
 )
+_HEADERS = "the words of every turn and the token that ends it are trained there; here the template's headers, too"
 _ADDED = "tokens that are added to the tokenizer's"
 
 
@@ -62,6 +63,8 @@ def _chats(t: Translation, sets: list[Mapping[str, Any]], kind: str) -> None:
         t.put(f"data.chat.{name}", value, reason="from datasets")
     everything = t.flag("train_on_inputs") or kind in _TEXT
     t.put("data.chat.trained", "all" if everything else "assistant", "train_on_inputs")
+    if t.flag("train_on_inputs") and kind in _CHATS:
+        t.judge("train_on_inputs", "changed", _HEADERS, to="data.chat.trained")
     t.judge("train_on_inputs", "carried", to="data.chat.trained")
     if "chat_template_jinja" in t and t.get("chat_template_jinja"):
         carry_template(t, "chat_template_jinja")
