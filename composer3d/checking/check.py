@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from composer3d.interfaces import Example
     from composer3d.manifest import InspectedManifest, Manifest
     from composer3d.mesh import Layout
+    from composer3d.registry import Registered
     from composer3d.runner import ModelFactory
 
 __all__ = ["Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"]
@@ -134,6 +135,7 @@ def inspect(
     except ComposerError as error:
         result.problems.append(_at_named_table(str(error), manifest))
     else:
+        result.problems += [_without_hooks(registered, manifest) for registered in hooks.idle()]
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
     found = [*output_problems(manifest), *schedule_problems(manifest), *local_checkpoint_problems(manifest)]
@@ -163,7 +165,17 @@ def _at_named_table(message: str, manifest: Manifest) -> Problem:
     places = {message.find(f"[{family}.{name}]"): (family, name) for family, name in paths}
     named = [place for place in places if place >= 0]
     path = places[min(named)] if named else ("mesh",)
-    return manifest.document.problem(path, message, whole_table=True)
+    # Its place is the problem's own.
+    opening = next((f"{registered}: " for registered in manifest.plugins if message.startswith(f"{registered}: ")), "")
+    return manifest.document.problem(path, message.removeprefix(opening), whole_table=True)
+
+
+def _without_hooks(registered: Registered, manifest: Manifest) -> Problem:
+    """Report a plugin that nothing would call."""
+    message = f"{type(registered.instance).__name__} has no hook, so it does nothing"
+    hint = "mark methods named like those of composer3d.hookspecs with @composer3d.hookimpl"
+    path = (registered.info.family, registered.name)
+    return manifest.document.problem(path, message, hint=hint, whole_table=True)
 
 
 def _completed(manifest: Manifest) -> Manifest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import FrozenInstanceError
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ __all__ = [
     "running",
 ]
 
+_FROZEN = "; instances of plugins are frozen: what one remembers between steps is kept in context.state[self]"
 _fits_veto = predicate_of(str | None)
 
 
@@ -295,13 +297,15 @@ def _hook_error(error: BaseException, registered: Registered, name: str) -> Hook
         return None
     if is_interrupt(error) or lost_a_peer(error):
         return None
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    innermost = frame.f_code.co_filename
     is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
     # State of a plugin may exist in runs alone.
     is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
     place = place_of_error(error).removesuffix(": ")
+    is_frozen = isinstance(error, FrozenInstanceError) and frame.f_locals.get("self") is registered.instance
     return HookError(
-        f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
+        f"{name} of {registered.name} raised {describe_error(error)}, at {place}{_FROZEN if is_frozen else ''}",
         path=(registered.info.family, registered.name),
         place=registered.place,
         is_own=not is_torchs and not is_memory,

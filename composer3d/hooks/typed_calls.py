@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from composer3d.errors import PluginError, QueryError
+from composer3d.errors import PluginError, QueryError, did_you_mean
 from composer3d.hooks.blame import Acting, BlamedAction, CheckedHook, Returned
 from composer3d.hookspecs import HookSpecs
 from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
@@ -39,6 +39,8 @@ __all__ = ["Bound", "Hooks"]
 
 # Hooks that return transforms, in call order; transforms declare their own order.
 _TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
+# Parameters that a hook can pass by name.
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = tuple[Registered, CheckedHook]  # an implementation as a function of the spec's keyword arguments
 
 
@@ -196,6 +198,15 @@ class Hooks:
         """Return the plugins that implement a hook, in the order of their names."""
         return tuple(registered for registered, _ in self._bound(hook))
 
+    def idle(self) -> tuple[Registered, ...]:
+        """Return the plugins that neither implement a hook nor declare anything that acts without one."""
+        return tuple(
+            registered
+            for registered in self.plugins
+            if not self._manager.get_hookcallers(registered.instance)
+            and not any(getattr(registered.info, each) for each in ("owns", "axes", "devices", "offer", "provides"))
+        )
+
     def owners(self) -> Mapping[str, Registered]:
         """Return the owner of every owned axis.
 
@@ -218,7 +229,10 @@ class Hooks:
             first = next(plugin for plugin in self.plugins if plugin.instance is other)
             raise PluginError(f"{first} and {registered} have the same name; rename one and write its use")
         for name in dir(registered.instance):
-            if name.startswith("composer3d_") and not self._manager.parse_hookimpl_opts(registered.instance, name):
+            marked = self._manager.parse_hookimpl_opts(registered.instance, name)
+            if marked:
+                _check_signature(registered, name, hook=marked.get("specname") or name)
+            elif name.startswith("composer3d_"):
                 raise PluginError(
                     f"{registered}: {name} is not marked, so nobody would call it",
                     hint="decorate it with @composer3d.hookimpl",
@@ -298,3 +312,18 @@ def _bind(implementation: Any, specified: tuple[str, ...]) -> Callable[..., Any]
     if tuple(wanted) == specified:
         return typing.cast(Callable[..., Any], function)
     return lambda **arguments: function(**{name: arguments[name] for name in wanted})
+
+
+def _check_signature(registered: Registered, name: str, *, hook: str) -> None:
+    """Raise where no spec has the hook that a method implements, or the arguments that the method requires."""
+    if not hook.startswith("composer3d_") or hook not in vars(HookSpecs):
+        known = [each for each in vars(HookSpecs) if each.startswith("composer3d_")]
+        raise PluginError(f"{registered}: there is no hook {hook}", hint=did_you_mean(hook, known))
+    allowed = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
+    taken = inspect.signature(getattr(registered.instance, name)).parameters.values()
+    required = [each.name for each in taken if each.default is each.empty and each.kind in _NAMED]
+    if unknown := [each for each in required if each not in allowed]:
+        raise PluginError(
+            f"{registered}: {name} takes {', '.join(unknown)}, which its hook does not pass",
+            hint=f"allowed: {', '.join(allowed)}" if allowed else "it passes nothing",
+        )

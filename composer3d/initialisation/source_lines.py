@@ -38,10 +38,14 @@ def user_place(frame: FrameType | None) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return `file:line: ` of the innermost frame of a traceback that is neither torch's nor the recorder's."""
+    """Return `file:line: ` of the innermost frame of a traceback that is neither torch's nor the recorder's.
+
+    Nor is it the method that refuses to set an attribute of a frozen dataclass, which has no file.
+    """
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         filename = frame.f_code.co_filename
-        if not filename.startswith(_OWN) and not is_torch(filename):
+        is_generated = filename == "<string>" and frame.f_code.co_name in ("__setattr__", "__delattr__")
+        if not is_generated and not filename.startswith(_OWN) and not is_torch(filename):
             place = f"{filename}:{line}: "
     return place

@@ -108,6 +108,11 @@ ALONE = {
     "plugin, at {folder}/bad_plugin.py:6",
     "sharding.own.use = 'bad_plugin:Exits'": "composer3d_shard of own raised SystemExit, at {folder}/bad_plugin.py:10",
     "precision.own.use = 'bad_plugin:Answers'": "composer3d_convert of own returned 'text', not a Transform, ",
+    "precision.own.use = 'bad_plugin:Writes'": "cannot assign to field 'n', at {folder}/bad_plugin.py:19; instances of "
+    "plugins are frozen: what one remembers between steps is kept in context.state[self]",
+    "profiling.own.use = 'bad_plugin:Idle'": ":11: [profiling.own] Idle has no hook, so it does nothing; mark methods ",
+    "profiling.own.use = 'bad_plugin:Misspelt'": ":11: [profiling.own] there is no hook composer3d_measures; did you "
+    'mean "composer3d_measure"?',
 }
 FILES = {
     "bad_exit.py": "raise SystemExit(0)\n",
@@ -143,6 +148,18 @@ class Exits:
 class Answers:
     @hookimpl
     def composer3d_convert(self, context): return "text"
+@plugin(family="precision")
+class Writes:
+    n: int = 0
+    @hookimpl
+    def composer3d_configure(self, context): self.n += 1
+@plugin(family="profiling")
+class Idle:
+    pass
+@plugin(family="profiling")
+class Misspelt:
+    @hookimpl
+    def composer3d_measures(self, context): return None
 """,
 }
 
