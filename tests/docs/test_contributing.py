@@ -22,7 +22,7 @@ PLUGINS = PROJECT["project"]["entry-points"]["composer3d"]
 
 @pytest.mark.parametrize(
     ("chosen", "number"),
-    [("not test_conformance or effect", 8), pytest.param("test_", 17, marks=pytest.mark.slow)],
+    [("not test_conformance or effect", 9), pytest.param("test_", 18, marks=pytest.mark.slow)],
 )
 def test_the_examples_pass_their_tests(tmp_path, chosen, number):
     for name, text in files(CONTRIBUTING).items():
