@@ -104,7 +104,8 @@ def trained(manifest, folder, ends):
     with composer3d.compose(Model, manifest, loss_fn=mse_loss) as run:
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
         replicas = run.replicas
-        now = err(run.model.head, {how: step for step, place, how in here if place == "wrong"})
+        wrong = {how: step for step, place, how in here if place == "wrong"}
+        now = err(run.model.head, wrong) if wrong else [-1]
         start = 0 if replicas is None else replicas.begin(0)
         size = SAMPLES // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
