@@ -135,7 +135,6 @@ def inspect(
     except ComposerError as error:
         result.problems.append(_at_named_table(str(error), manifest))
     else:
-        result.problems += [_without_hooks(registered, manifest) for registered in hooks.idle()]
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
     found = [*output_problems(manifest), *schedule_problems(manifest), *local_checkpoint_problems(manifest)]
@@ -192,6 +191,7 @@ def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, wor
     """Resolve the degrees; where only the world does not fit, go on with the one that the degrees multiply to."""
     from composer3d.composition import layout_of
 
+    result.problems += [_without_hooks(registered, inspected.manifest) for registered in hooks.idle()]
     for size in dict.fromkeys((world_size, None)):
         try:
             result.layout = layout_of(inspected.manifest, hooks, world_size=size)
