@@ -111,6 +111,28 @@ def test_where_every_group_is_lost_the_run_ends_and_says_so(tmp_path):
     assert "no group is left that has the state" in result["failed"]
 
 
+# Group 1 is replaced; then all are lost, and the process of group 0, which looks first, ends first: both its ranks do.
+REPLACED_AND_LOST = [(1, 0, 0, 1, "before", "kill"), (0, 0, 0, 3, "before", "kill"), (0, 0, 1, 3, "before", "kill")]
+REPLACED_AND_LOST += [(1, 1, 1, 3, "before", "kill")]
+
+
+@pytest.mark.slow
+def test_where_every_group_is_lost_after_one_was_replaced_all_start_again(alone, tmp_path):
+    options = {"ranks": 2, "ends": REPLACED_AND_LOST, "minimum": 2, "max_restarts": 1}
+    result, found = run_groups(tmp_path / "groups", DATA.format(2), **options)
+    assert (result["outcome"], result["failed"]) == ("finished", None)
+    assert_one_run(found, alone)
+    assert [row["step"] for row in found[0]] == [0, 1, 2, *range(STEPS)]
+
+
+@pytest.mark.slow
+def test_the_loss_that_ends_a_run_is_named_and_not_one_that_it_survived(tmp_path):
+    ends = [(1, 0, 0, 1, "before", "kill"), (0, 0, 1, 3, "before", "kill"), (1, 1, 1, 3, "before", "kill")]
+    result, _ = run_groups(tmp_path / "groups", DATA.format(2), ranks=2, ends=ends, minimum=2)
+    assert result["failed"].startswith("run failed: rank 1 of 2 ")
+    assert "was killed by SIGKILL; no group is left that has the state" in result["failed"]
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ def rows(folder, group, rank=0):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_groups(folder, text, *, groups=2, ranks=1, ends=(), table="", **policy):
+def run_groups(folder, text, *, groups=2, ranks=1, ends=(), table="", max_restarts=0, **policy):
     """Run groups to their end; return how they ended, and what each noted."""
     folder.mkdir()
     manifest = folder / "run.toml"
@@ -151,7 +151,7 @@ def run_groups(folder, text, *, groups=2, ranks=1, ends=(), table="", **policy):
 
     def launch():
         options = {"policy": ReplicaPolicy(**policy), "num_groups": groups, "num_ranks": ranks, "device": "cpu"}
-        result = launch_groups(trained, work, output=folder / "run", **options)
+        result = launch_groups(trained, work, output=folder / "run", max_restarts=max_restarts, **options)
         failed = None if result.report is None else result.report.render()
         return {"outcome": result.outcome, "failed": failed, "restarts": result.num_restarts}
 

@@ -121,7 +121,7 @@ class _Groups:
         self._seen = dict.fromkeys(range(num_groups), 0)  # commits of a group when it was started
         self._pids: dict[int, int] = {}
         self._done: dict[int, LaunchResult] = {}
-        self._reports: list[FailureReport] = []
+        self._reports: list[tuple[int, FailureReport]] = []  # with the group's last committed step
         self._kill_at = float("inf")
 
     def run(self) -> LaunchResult:
@@ -208,7 +208,8 @@ class _Groups:
     def _look(self) -> None:
         """Look at the processes, and act on signals and limits; raise once the run has ended."""
         for group, pid in list(self._pids.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            # The end of one before it may have ended this one too, and started the group again.
+            if self._pids.get(group) == pid and os.waitpid(pid, os.WNOHANG)[0]:
                 self._pids.pop(group)
                 self._ended(group)
         membership = self._server.membership
@@ -239,7 +240,7 @@ class _Groups:
         self._server.lose(group, "a rank of it has ended")
         membership = self._server.membership
         if report is not None:
-            self._reports.append(report)
+            self._reports = [*self._unsurvived(), (membership.committed_by.get(group, 0), report)]
             is_crash = report.kind == "crash" and not report.consequence and report.error != "ReplicaError"
             if report.kind in ("user", "machine") or (is_crash and not membership.num_committed):
                 raise Ended("failed", report)
@@ -249,7 +250,6 @@ class _Groups:
             return self._begin_again(group)
         if membership.committed_by.get(group, 0) > self._seen[group]:
             self._in_a_row[group] = 0
-            self._reports = self._reports[-1:]
         self._in_a_row[group] += 1
         self._tell(group, report)
         if self._in_a_row[group] <= self._policy.restarts:
@@ -305,9 +305,14 @@ class _Groups:
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
+    def _unsurvived(self) -> list[tuple[int, FailureReport]]:
+        """Return the failures after which no group has made a step."""
+        return [each for each in self._reports if each[0] == self._server.membership.num_committed]
+
     def _cause(self) -> FailureReport:
-        """Return what failed first since the last step that all had."""
-        causes = [report for report in self._reports if not report.consequence] or self._reports
+        """Return what failed first since the last step that a group has made."""
+        reports = [report for _, report in self._unsurvived()]
+        causes = [report for report in reports if not report.consequence] or reports
         return min(causes, key=lambda report: report.time_ns) if causes else self._about_all("every group is lost")
 
     def _result(self, ended: Ended) -> LaunchResult:
