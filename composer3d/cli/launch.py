@@ -87,5 +87,12 @@ def _hosts(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ComposerError(f"--hosts {file}: cannot be read: {error}") from error
-    stated = (line.partition("#")[0].split() for line in lines)
-    return [words[0] for words in stated if words]
+    from composer3d.jobs.ssh_script import machine_of
+
+    stated = ((number, line.partition("#")[0].split()) for number, line in enumerate(lines, 1))
+    hosts = [(number, words[0]) for number, words in stated if words]
+    seen: dict[str, int] = {}
+    for number, host in hosts:
+        if (first := seen.setdefault(machine_of(host), number)) != number:
+            raise ComposerError(f'--hosts {file}:{number}: "{host}" is the machine of line {first}; name each once')
+    return [host for _, host in hosts]

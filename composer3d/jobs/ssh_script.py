@@ -8,7 +8,7 @@ import shlex
 from composer3d.errors import ComposerError
 from composer3d.jobs.request import JobRequest, quoted
 
-__all__ = ["ssh_script"]
+__all__ = ["machine_of", "ssh_script"]
 
 _HOST = re.compile(r"(\w[\w.-]*@)?\w[\w.:-]*")  # what begins with - would be an option of ssh
 
@@ -16,12 +16,15 @@ _STATIC = "--rdzv-backend=static --node-rank=$index --master-addr=${hosts[0]#*@}
 _ELASTIC = "--rdzv-backend=c10d --rdzv-endpoint=${hosts[0]#*@}:$port"
 
 # Of a range of machines the first one holds the store by which the others meet, so that it may not leave.
+# The id is of this start alone, so that no other run is told to stop: the space ends it, and [-] keeps the pattern from
+# matching the shell that runs pkill.
 # ssh with a terminal (-tt) ends the remote torchrun when the connection does; it passes no signals.
 _SCRIPT = """\
 #!/bin/bash
 {comment}set -uo pipefail
 
 hosts=({hosts})
+job={name}-$(date +%s)-$$-$RANDOM
 port=${{PORT:-29400}}
 logs={logs}
 mkdir -p "$logs"
@@ -29,14 +32,14 @@ torchrun={torchrun}
 
 machines=()
 stop() {{ # the ranks save and end
-  for host in "${{hosts[@]}}"; do ssh "$host" "pkill -TERM -f {pattern}" & done
+  for host in "${{hosts[@]}}"; do ssh "$host" "pkill -TERM -f '[-]-rdzv-id=$job '" & done
 }}
 trap stop TERM INT
 for index in "${{!hosts[@]}}"; do
   rendezvous="{rendezvous}"
   ssh -tt -o BatchMode=yes "${{hosts[$index]}}" \\
     "cd $(printf %q "$PWD") && {environment} \\
-    {python} -m torch.distributed.run $rendezvous --rdzv-id={name} $torchrun" >"$logs/ssh-$index.log" 2>&1 </dev/null &
+    {python} -m torch.distributed.run $rendezvous --rdzv-id=$job $torchrun" >"$logs/ssh-$index.log" 2>&1 </dev/null &
   machines+=($!)
 done
 code=0 lost=0
@@ -57,13 +60,16 @@ def ssh_script(request: JobRequest) -> str:
         request: What is to be started, with the machines' addresses.
 
     Raises:
-        ComposerError: There are not as many addresses as nodes, or one is none.
+        ComposerError: There are not as many addresses as nodes, one is none, or two are of one machine.
     """
     if len(request.hosts) != request.nodes:
         raise ComposerError(f"--on ssh: {request.nodes} nodes, and --hosts names {len(request.hosts)}; name one a line")
     for host in request.hosts:
         if not _HOST.fullmatch(host):
             raise ComposerError(f'--hosts: "{host}" is no address of a machine')
+    machines = [machine_of(host) for host in request.hosts]
+    if twice := [host for host, machine in zip(request.hosts, machines, strict=True) if machines.count(machine) > 1]:
+        raise ComposerError(f"--hosts: {' and '.join(twice)} are one machine; name each once")
     return _SCRIPT.format(
         comment=request.comment(),
         hosts=quoted(list(request.hosts)),
@@ -74,5 +80,9 @@ def ssh_script(request: JobRequest) -> str:
         spare=request.nodes - request.least,
         name=request.name,
         python="python3",
-        pattern=f"rdzv-id={request.name}",
     )
+
+
+def machine_of(host: str) -> str:
+    """Return the machine of an address: the same for every user, and in any case of letters."""
+    return host.rpartition("@")[2].lower()

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 
 import kubernetes_validate
@@ -246,11 +247,54 @@ def test_a_host_file_may_be_one_of_mpirun(folder, capfd):
     assert capfd.readouterr().err == '--hosts: "-x" is no address of a machine\n'
 
 
+def test_a_host_file_that_names_a_machine_twice_is_refused_with_its_line(folder, capfd):
+    (folder / "hosts").write_text("node1\n# two\nalice@node1\n")
+    command = ["launch", "My run.toml", "--on", "ssh", "--nodes", "2", "--gpus-per-node", "2"]
+    assert main([*command, "--hosts", "hosts"]) == 2
+    assert capfd.readouterr().err == '--hosts hosts:3: "alice@node1" is the machine of line 1; name each once\n'
+
+
+# The second machine fails once the first one runs.
+REMOTE = {
+    "ssh": '#!/bin/bash\nexec bash -c "${!#}"\n',
+    "python3": """\
+#!/bin/bash
+case "$*" in *--node-rank=1*) read -r <ready; exit 7;; esac
+trap 'kill $!; echo "$*" >stopped; exit 0' TERM
+tail -f /dev/null &
+echo >ready
+wait
+""",
+}
+
+
+def test_an_ssh_job_that_fails_stops_its_own_start_and_no_run_of_a_like_name(folder, monkeypatch):
+    (folder / "bin").mkdir()
+    for name, text in REMOTE.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    os.mkfifo(folder / "ready")
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    ids = ("my-run", "my-run-2")
+    like = [["bash", "-c", "read", "-m", f"--rdzv-id={each}", "-m", "composer3d", "run"] for each in ids]
+    others = [subprocess.Popen(command, stdin=subprocess.PIPE) for command in like]
+    try:
+        script = ssh_script(asked(hosts=("node1", "node2")))
+        assert subprocess.run(["bash", "-c", script], capture_output=True, timeout=60).returncode == 7
+        assert [other.poll() for other in others] == [None, None]
+    finally:
+        for other in others:
+            other.communicate()
+    stopped = (folder / "stopped").read_text()
+    assert re.search(r" --rdzv-id=my-run-\d+-\d+-\d+ --nnodes=2 ", stopped)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"on": "ssh"}, "--on ssh: 2 nodes, and --hosts names 0; name one a line"),
         ({"on": "ssh", "hosts": ["a", "-oProxyCommand=x"]}, '--hosts: "-oProxyCommand=x" is no address of a machine'),
+        ({"on": "ssh", "hosts": ["a", "bob@A"]}, "--hosts: a and bob@A are one machine; name each once"),
         ({"on": "ray", "partition": "gpu"}, "--partition is slurm's; ray does not take it"),
         ({"on": "kubernetes", "time": "1:00"}, "--time is slurm's; kubernetes does not take it"),
         ({"on": "slurm", "time": "3-99:99:99"}, '--time "3-99:99:99" is none of Slurm\'s'),
