@@ -222,7 +222,7 @@ def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
 def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None = None) -> Plan | None:
     """Return the plan of a manifest; None after printing its problems."""
     from composer3d import plan
-    from composer3d.planning.hardware import parse_factor
+    from composer3d.planning.hardware import parse_factors
 
     money, currency = arguments.price or (None, "$")
     try:
@@ -237,7 +237,7 @@ def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None 
             price=money,
             currency=currency,
             failures=_failures(arguments),
-            what_if=dict(map(parse_factor, arguments.what_if)),
+            what_if=parse_factors(arguments.what_if),
             overrides=arguments.overrides,
             full=arguments.full,
             routing_skew=arguments.routing_skew,

@@ -138,6 +138,10 @@ def test_several_manifests_are_rows_of_a_table(manifest, tmp_path):
         (["--failures", "50000", "--storage", "1GB"], "--failures needs --hardware"),
         (["--restart", "60", "--hardware", "h100"], "--storage and --restart need --failures"),
         (["--hardware", "h100", "--what-if", "netwrok=2x"], 'no part "netwrok"; did you mean "network"'),
+        (
+            ["--hardware", "h100", "--what-if", "flops=2x", "--what-if", "flops=3x"],
+            "flops is given two factors, 2x and 3x; state it once",
+        ),
         (["quickstart-ddp", "--html", "page.html"], "--html is of one manifest, and 2 are given"),
         (["quickstart"], "quickstart is given twice"),
     ],

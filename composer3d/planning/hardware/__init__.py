@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Device, Gemm, Hardware, Link
     from composer3d.planning.hardware.hardware_file import hardware_names, load_hardware, problems_of
     from composer3d.planning.hardware.machine import measure_machine
-    from composer3d.planning.hardware.scaled_hardware import parse_factor, scaled
+    from composer3d.planning.hardware.scaled_hardware import parse_factors, scaled
 
 _MODULES = {
     "cluster": ("Device", "Gemm", "Hardware", "Link"),
     "hardware_file": ("hardware_names", "load_hardware", "problems_of"),
     "machine": ("measure_machine",),
-    "scaled_hardware": ("parse_factor", "scaled"),
+    "scaled_hardware": ("parse_factors", "scaled"),
 }
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "hardware_names",
     "load_hardware",
     "measure_machine",
-    "parse_factor",
+    "parse_factors",
     "problems_of",
     "scaled",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from composer3d.errors import ComposerError, did_you_mean
 from composer3d.planning.hardware.cluster import Device, Hardware, Link, TimedCollective
 
-__all__ = ["SCALED_PARTS", "parse_factor", "scaled"]
+__all__ = ["SCALED_PARTS", "parse_factors", "scaled"]
 
 
 def scaled(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
@@ -35,15 +35,24 @@ def scaled(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
     return replace(hardware, name=f"{hardware.name} with {told}") if told else hardware
 
 
-def parse_factor(text: str) -> tuple[str, float]:
-    """Read `PART=FACTOR`, such as `network=0.5x`.
+def parse_factors(texts: Sequence[str]) -> dict[str, float]:
+    """Read items `PART=FACTOR`, such as `network=0.5x`.
 
-    >>> parse_factor("network=0.5x"), parse_factor("flops=2")
-    (('network', 0.5), ('flops', 2.0))
+    >>> parse_factors(["network=0.5x", "flops=2"])
+    {'network': 0.5, 'flops': 2.0}
 
     Raises:
-        ComposerError: It is not written so.
+        ComposerError: One is not written so, or two are of one part.
     """
+    factors: dict[str, float] = {}
+    for part, factor in map(_parse_factor, texts):
+        if part in factors:
+            raise ComposerError(f"{part} is given two factors, {factors[part]:g}x and {factor:g}x; state it once")
+        factors[part] = factor
+    return factors
+
+
+def _parse_factor(text: str) -> tuple[str, float]:
     part, separator, factor = text.partition("=")
     try:
         return part.strip(), float(factor.strip().removesuffix("x"))

@@ -10,7 +10,7 @@ from composer3d.errors import ComposerError
 from composer3d.planning.costs.collective_time import collective_s, group_of
 from composer3d.planning.hardware.cluster import TimedCollective
 from composer3d.planning.hardware.hardware_file import hardware_names, load_hardware
-from composer3d.planning.hardware.scaled_hardware import SCALED_PARTS, parse_factor, scaled
+from composer3d.planning.hardware.scaled_hardware import SCALED_PARTS, parse_factors, scaled
 
 H100 = load_hardware("h100")
 CHANGES = {
@@ -84,7 +84,7 @@ def test_what_cannot_be(factors, told):
 @pytest.mark.parametrize("text", ["network", "network=half", "=", "network="])
 def test_what_is_no_factor(text):
     with pytest.raises(ComposerError, match="write for example network=0.5x"):
-        parse_factor(text)
+        parse_factors([text])
 
 
 def test_every_shipped_device_says_its_power():
