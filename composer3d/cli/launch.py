@@ -87,7 +87,7 @@ def _hosts(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ComposerError(f"--hosts {file}: cannot be read: {error}") from error
-    from composer3d.jobs.ssh_script import machine_of
+    from composer3d.jobs import machine_of
 
     stated = ((number, line.partition("#")[0].split()) for number, line in enumerate(lines, 1))
     hosts = [(number, words[0]) for number, words in stated if words]

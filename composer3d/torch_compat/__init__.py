@@ -86,7 +86,7 @@ from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup, confirm
 from composer3d.torch_compat.fsdp_units.failed_backwards import reset_units
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
-from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version
+from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
 from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions, UnseenGathers
 from composer3d.torch_compat.fsdp_units.unit_places import Places
 from composer3d.torch_compat.fsdp_units.units import Units, release_units, watch_units
@@ -349,6 +349,7 @@ __all__ = [
     "selective_contexts",
     "set_gradient_hooks",
     "set_group_timeout",
+    "shard_gradients",
     "shard_integers",
     "shard_of",
     "silence_redistribution",

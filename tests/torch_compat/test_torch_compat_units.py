@@ -7,6 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
@@ -39,6 +40,9 @@ def reduced():
     group.fsdp_params[0]._unsharded_param.grad.add_(1)
     assert before != torch_compat.gradient_version(group.fsdp_params[0]) is not None
     assert units.num_unused() == 1
+    own = group.fsdp_params[0].sharded_param
+    own.grad = own.detach().redistribute(placements=[Replicate()])
+    assert torch_compat.shard_gradients(group) is group and own.grad.placements == own.placements
     return [used for _, used in units.trained()], model.idle.weight.grad.full_tensor().sum().item(), units.sent, summed
 
 
