@@ -80,7 +80,7 @@ class Layout:
         return self.degree(Role.REPLICA)
 
     @property
-    def num_readers(self) -> int:
+    def num_readers_of_all_groups(self) -> int:
         """The number of ranks that read samples of their own, over all models and all groups."""
         return self.degree(Role.BATCH, Role.INDEPENDENT, Role.REPLICA)
 

@@ -227,7 +227,7 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
     train, data = manifest.tables["train"], manifest.tables["data"]
-    microbatch, degree = train.microbatch or 1, found.layout.num_readers
+    microbatch, degree = train.microbatch or 1, found.layout.num_readers_of_all_groups
     batch = foreseen_batch(data, manifest.document.folder, seed=train.seed, num_samples=microbatch)
     if batch is None:
         file = manifest.document.file

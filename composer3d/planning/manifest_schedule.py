@@ -105,4 +105,4 @@ def schedule(
 
 def _num_microbatches(preparation: Preparation) -> int:
     """Return the number of micro-batches of a step on each data-parallel rank."""
-    return preparation.context.manifest.train.num_microbatches(preparation.context.layout.num_readers)
+    return preparation.context.manifest.train.num_microbatches(preparation.context.layout.num_readers_of_all_groups)

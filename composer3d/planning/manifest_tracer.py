@@ -84,7 +84,7 @@ def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
     """Return the unit of the model's inputs, and how many of it an optimizer step has."""
     unit, count = units_of(job.example)
     samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    return unit, count // samples * job.microbatch * job.num_microbatches * layout.num_readers
+    return unit, count // samples * job.microbatch * job.num_microbatches * layout.num_readers_of_all_groups
 
 
 def _offers(manifest: Manifest) -> dict[str, str]:

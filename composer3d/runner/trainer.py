@@ -128,7 +128,7 @@ class Trainer:
         agree_on_data(self.run.context, self.source.record())
         compare_clocks(self.run.context)
         context = self.run.context
-        self.batch_size = BatchSize(tables["train"], degree=context.layout.num_readers)
+        self.batch_size = BatchSize(tables["train"], degree=context.layout.num_readers_of_all_groups)
         self.batch_size.check(manifest)
         self.loader = self._loader()
         stack.callback(self.loader.close)

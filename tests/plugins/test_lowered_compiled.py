@@ -86,10 +86,10 @@ def test_compiled_layers_compute_what_others_do(tables):
     texts = [layout + TABLES[n] + end for n in tables for layout in (FSDP, TP) for end in ("", COMPILE)]
     found = in_one_world(trained, 2, *((text,) for text in texts))
     for index, table in enumerate(tables):
-        compare(table, *found[4 * index : 4 * index + 4])
+        assert_same_steps(table, *found[4 * index : 4 * index + 4])
 
 
-def compare(table, plain, compiled, plain_cut, compiled_cut):
+def assert_same_steps(table, plain, compiled, plain_cut, compiled_cut):
     for one, other in ((plain, compiled), (plain_cut, compiled_cut)):
         for (losses, weights, graphs), (wanted, reference, none) in zip(other, one, strict=True):
             assert losses == pytest.approx(wanted, rel=1e-6) and losses[-1] < losses[0]

@@ -94,12 +94,13 @@ class ShardWrites:
     """
 
     def __init__(self) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = {}
         self.forget()
 
     def forget(self) -> None:
         """Take what is written before the next step as not the loop's: a checkpoint that is loaded."""
-        forget_aliases(getattr(self, "_parameters", {}).values())
-        self._parameters: Mapping[str, nn.Parameter] = {}
+        forget_aliases(self._parameters.values())
+        self._parameters = {}
         self._counts: list[Tensor] = []
         self._versions: list[int] = []
         self._sums: dict[str, int] = {}

@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 _MOST_ALIASES = 16  # of a parameter, between two steps
-# What loops were given for `p.data`, by the parameter's identity, each with its version then.
-_ALIASES: dict[int, list[tuple[Any, int]]] = {}
+# What loops were given for `p.data`, by parameter, each with its version then; gone with the parameter.
+_ALIASES = torch_compat.weak_tensor_dictionary()
 _ASSIGNED: weakref.WeakKeyDictionary[RunContext, _Assigned] = weakref.WeakKeyDictionary()
 
 
@@ -128,7 +128,7 @@ def record_alias(tensor: Any, alias: Any) -> None:
     from torch import nn
 
     if isinstance(tensor, nn.Parameter):
-        aliases = _ALIASES.setdefault(id(tensor), [])
+        aliases = _ALIASES.setdefault(tensor, [])
         aliases[:-_MOST_ALIASES] = []
         aliases.append((alias, alias._version))
 
@@ -138,13 +138,13 @@ def num_alias_writes(parameter: Any) -> int:
 
     Alike on all ranks that run the same lines, whatever they changed in a rank's shard.
     """
-    return sum(alias._version - before for alias, before in _ALIASES.get(id(parameter), ()))
+    return sum(alias._version - before for alias, before in _ALIASES.get(parameter, ()))
 
 
 def forget_aliases(parameters: Iterable[Any]) -> None:
     """Count from here on."""
     for parameter in parameters:
-        _ALIASES.pop(id(parameter), None)
+        _ALIASES.pop(parameter, None)
 
 
 def record_gathered(fqn: str, parameter: DTensor, whole: Tensor) -> None:
