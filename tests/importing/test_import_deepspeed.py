@@ -162,6 +162,13 @@ def test_the_schedule_sets_the_rate_and_not_the_optimizer(tmp_path, target):
     assert verdicts_of(translation)["optimizer.params.lr"] == "ignored-there"
 
 
+@pytest.mark.parametrize(("target", "verdict"), [("run", "refused"), ("compose", "missing")])
+def test_rates_that_a_schedule_of_deepspeeds_alone_sets_are_no_constant_of_a_run(tmp_path, target, verdict):
+    described = document(scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}})
+    translation = translated(tmp_path, "ds.json", described, target=target, world_size=4)
+    assert verdicts_of(translation)["scheduler.type"] == verdict
+
+
 def test_the_first_step_of_a_cosine_has_no_rate(tmp_path):
     numbers = {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1}
     described = document(scheduler={"type": "WarmupCosineLR", "params": numbers})

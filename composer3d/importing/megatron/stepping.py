@@ -134,13 +134,9 @@ def _groups(t: Translation) -> None:
     for key in ("start_weight_decay", "end_weight_decay"):
         stated = t.number(key)
         same = stated is None or stated == decay
-        t.judge(key, "meaningless" if same else "missing", "a weight decay that changes in the run")
+        t.judge(key, "meaningless" if same else "missing", _CHANGING_DECAY)
     style = t.get("weight_decay_incr_style", "constant")
-    t.judge(
-        "weight_decay_incr_style",
-        "equal" if style == "constant" else "missing",
-        "a weight decay that changes in the run",
-    )
+    t.judge("weight_decay_incr_style", "equal" if style == "constant" else "missing", _CHANGING_DECAY)
     t.judge(
         "apply_wd_to_qk_layernorm", "missing" if t.flag("apply_wd_to_qk_layernorm") else "equal", "a group of its own"
     )

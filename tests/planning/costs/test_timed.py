@@ -12,7 +12,8 @@ from composer3d.planning.costs.step_time import compute_s, segment_time
 from composer3d.planning.costs.timed import fresh_s, interpolated_s
 from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator
 from composer3d.planning.hardware.hardware_file import load_hardware
-from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
+from composer3d.planning.tracing.summary import over_rings
+from composer3d.planning.tracing.traced import DISPATCH, Memory, Operators, RankTrace, Segment, Transfer
 
 H100 = load_hardware("h100")
 CPU = replace(
@@ -44,6 +45,11 @@ GLOO = replace(
             TimedCollective(op="send", ranks=2, bytes=1e4, seconds=2e-4),
         ),
     ),
+)
+
+
+NOTHING = Memory(
+    parameters=0, gradients=0, optimizer=0, activations=0, transient=0, peak=0, moment="forward", module=""
 )
 
 
@@ -154,3 +160,11 @@ def test_on_a_cpu_no_collective_runs_beside_compute(is_overlapped):
     found = segment_time(segment, GLOO)
     assert found.exposed_s == found.communication_s == pytest.approx(3e-2)
     assert found.compute_s == pytest.approx(1e-3 + CPU.launch_s)
+
+
+def test_on_gpus_a_reduce_scatter_sends_what_a_ring_does():
+    traced = replace(gather(), op="reduce_scatter", wire_bytes=10**6)  # over gloo, an all-reduce inside
+    segment = Segment(kind="backward", stage=0, count=1, operators=(), transfers=(traced, gather()))
+    trace = RankTrace(rank=0, coordinates={}, stands_for=1, memory=NOTHING, segments=(segment,), is_extrapolated=False)
+    (found,) = over_rings(trace).segments
+    assert [each.wire_bytes for each in found.transfers] == [5 * 10**5, 5 * 10**5]

@@ -68,6 +68,12 @@ def test_what_does_not_fit_is_not_proposed():
     assert nothing.smallest.setup.offload
 
 
+def test_micro_batches_are_all_divisors_of_a_ranks_samples():
+    tried = []
+    found(LLAMA_8B, replace(RUN, global_batch=48), 8, keep=lambda setup: tried.append(setup) or True)
+    assert {each.microbatch for each in tried if each.data_parallel == 8} >= {1, 2, 3, 6}
+
+
 def test_every_layout_divides():
     for candidate in found(LLAMA_8B, RUN, 16).best:
         setup = candidate.setup
