@@ -213,6 +213,8 @@ def build_mesh(preparation: Preparation) -> None:
             options[axis.name] = answer
     root = mesh.build(context.layout, device_type=context.device.type, options=options)
     context.set_mesh(root, mesh.MeshViews(root, context.layout, options))
+    # That what is sharded twice is gathered, and its norm summed, twice is nothing that a loop could mend.
+    torch_compat.silence_redistribution()
 
 
 def _guard(

@@ -119,6 +119,11 @@ REFUSALS = [
         ),
         'loss_parallel has no effect: no module of the plan is a "head"',
     ),
+    (
+        ("llama", "[mesh]\ntp = 2\n[sharding.tensor_parallel]\nloss_parallel = true\n", {"vocab_size": 65}),
+        'loss_parallel has no effect: the 65 rows of "tok_embeddings" and the 65 rows of "output" do not divide by '
+        "tp = 2, so that they stay whole",
+    ),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
 from composer3d.processes import all_gather_json
 from composer3d.step.evaluation import reshard_units
 
@@ -47,10 +46,7 @@ def full(tensor: Tensor) -> Tensor:
     """Return a tensor whole. Collectives: an all-gather of one that is sharded."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(tensor, DTensor):
-        return tensor
-    torch_compat.silence_redistribution()  # nobody can mend that what is cut twice is gathered twice
-    return tensor.full_tensor()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _senders(context: RunContext, own: Mapping[str, Tensor], group: Any) -> dict[str, tuple[int, list[int], str]]:

@@ -163,7 +163,9 @@ def suggest_for(
     of_model = costs.num_blocks, given.own, given.hardware, world_size
     worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
     if costs.refused and not searched.num_tried:
-        raise ComposerError(f"no layout of the model can be traced{_instead(worlds)}: {costs.refused[0]}")
+        batch = given.own.global_batch
+        share = f", and {world_size} ranks cannot share {batch} sequences a step" if batch % world_size else ""
+        raise ComposerError(f"no layout of the model can be traced{share}{_instead(worlds)}: {costs.refused[0]}")
     return SuggestResult(
         suggestions=suggestions,
         patches=tuple(given.changes_to(suggestion.candidate.setup) for suggestion in suggestions),

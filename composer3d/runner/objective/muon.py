@@ -88,7 +88,6 @@ class Muon(AdamW):
             [{**own, **group} for group in groups], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused
         )
         self.defaults |= own
-        torch_compat.silence_redistribution()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step all groups."""

@@ -143,7 +143,7 @@ class TensorParallel:
             sequence_dim=self.sequence_dim if self.sequence_parallel else None,
         )
         if self.loss_parallel and context.degrees["tp"] > 1 and "head" not in {r.style for r in made.rules.values()}:
-            raise PluginError('loss_parallel has no effect: no module of the plan is a "head"')
+            raise PluginError(f"loss_parallel has no effect: {_why_no_head(model, made.rules, context.degrees['tp'])}")
         context.state[self] = made
         if context.degrees["tp"] > 1:
             context.stash(PlannedShards).by_parameter |= planned_shards(model, made.rules, context.degrees["tp"])
@@ -188,6 +188,18 @@ def _is_elsewhere(module: nn.Module, fqn: str, context: RunContext) -> bool:
     """Return whether another rank along an axis of experts holds a module instead of this one."""
     absent = [name for name, parameter in module._parameters.items() if parameter is None]
     return len(absent) == len(module._parameters) and any(context.parameter_mesh(f"{fqn}.{name}") for name in absent)
+
+
+def _why_no_head(model: nn.Module, rules: Mapping[str, Rule], degree: int) -> str:
+    """Return why no module of a plan is a head: vocabularies that do not divide, if it has such."""
+    from composer3d.propagation import kind_of
+
+    whole = {fqn: model.get_submodule(fqn) for fqn, rule in rules.items() if rule.style == "replicate"}
+    rows = {fqn: len(module.weight) for fqn, module in whole.items() if kind_of(module) in ("linear", "embedding")}
+    odd = [f'the {number} rows of "{fqn}"' for fqn, number in rows.items() if number % degree]
+    if odd:
+        return f"{' and '.join(odd)} do not divide by tp = {degree}, so that they stay whole"
+    return 'no module of the plan is a "head"'
 
 
 def _rule(value: Style | Planned | Mapping[str, object]) -> Rule:
