@@ -194,7 +194,7 @@ def _why_no_head(model: nn.Module, rules: Mapping[str, Rule], degree: int) -> st
     """Return why no module of a plan is a head: vocabularies that do not divide, if it has such."""
     from composer3d.propagation import kind_of
 
-    whole = {fqn: model.get_submodule(fqn) for fqn, rule in rules.items() if rule.style == "replicate"}
+    whole: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn, rule in rules.items() if rule.style == "replicate"}
     rows = {fqn: len(module.weight) for fqn, module in whole.items() if kind_of(module) in ("linear", "embedding")}
     odd = [f'the {number} rows of "{fqn}"' for fqn, number in rows.items() if number % degree]
     if odd:
