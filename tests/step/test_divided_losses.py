@@ -279,7 +279,7 @@ def test_a_zero_of_unknown_origin_is_refused_on_all_ranks():
 
 
 def terms(path, counts, divide, reduction):
-    """Return how far the gradients of a mean beside a divided sum are from one device's, or what was said of them."""
+    """Return how far loss and gradients of a mean beside a divided sum are from one device's."""
     import torch.distributed as dist
 
     torch.set_default_dtype(torch.float64)
@@ -287,37 +287,44 @@ def terms(path, counts, divide, reduction):
     model, (inputs, targets) = Net(), batch_of(counts, 0)
     reference = copy.deepcopy(model)
     each, mask = losses_of(whole := reference(inputs), targets)
-    (whole.square().mean() + each[mask].sum() / mask.sum().clamp(min=1)).backward()
+    expected = whole.square().mean() + each[mask].sum() / mask.sum().clamp(min=1)
+    expected.backward()
     run = composer3d.compose(model, path)
     run.optimizer(torch.optim.SGD, lr=0.1)
-    try:
-        with run.step(0):
-            x, y = part_of(run.context.data_parallel_rank, (inputs, targets))
-            each, mask = losses_of(logits := run.model(x), y)
-            everywhere = mask.sum()
-            dist.all_reduce(everywhere)
-            squares = logits.square().mean()
-            if reduction == "sum":
-                squares = logits.square().sum() / (logits.numel() * len(counts))
-            run.backward(squares + each[mask].sum() / divide(mask.sum(), everywhere), reduction=reduction)
-            run.clip_grad_norm_(float("inf"))
-            gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters()}
-    except LossError as error:
-        return str(error)
+    with run.step(0):
+        x, y = part_of(run.context.data_parallel_rank, (inputs, targets))
+        each, mask = losses_of(logits := run.model(x), y)
+        everywhere = mask.sum()
+        dist.all_reduce(everywhere)
+        squares = logits.square().mean()
+        if reduction == "sum":
+            squares = logits.square().sum() / (logits.numel() * len(counts))
+        loss = run.backward(squares + each[mask].sum() / divide(mask.sum(), everywhere), reduction=reduction)
+        run.clip_grad_norm_(float("inf"))
+        gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters()}
     wanted = {fqn: p.grad for fqn, p in reference.named_parameters()}
-    return max(float((gradients[fqn] - wanted[fqn]).abs().max()) for fqn in wanted)
+    error = max(float((gradients[fqn] - wanted[fqn]).abs().max()) for fqn in wanted)
+    return error if reduction == "sum" else max(error, abs(float(loss - expected.detach())))
 
 
-@pytest.mark.parametrize("counts", [[1, 0], [0, 1]])
-def test_a_bound_that_one_rank_meets_in_a_term_is_refused(counts):
+BOUNDS = {
+    "clamp": lambda own, _: own.clamp(min=1),
+    "max of items": lambda own, _: max(own.item(), 1),
+    "maximum": lambda own, _: torch.maximum(own, torch.tensor(1)),
+    "n + 1e-8": lambda own, _: own + 1e-8,
+}
+
+
+@pytest.mark.parametrize(
+    ("counts", "divide"), [([1, 0], "clamp"), ([0, 5], "clamp"), *(([3, 0], name) for name in list(BOUNDS)[1:])]
+)
+def test_a_bound_that_one_rank_meets_in_a_term_applies_to_the_sum_over_ranks(counts, divide):
     path = write_manifest(LAYOUTS["fsdp2"])
-    for said in run_ranks(terms, 2, path, counts, lambda own, _: own.clamp(min=1), None):
-        assert said.startswith(
-            f"a term of the loss is a sum over {counts[0]}, {counts[1]} targets on the data-parallel"
-        )
+    for error in run_ranks(terms, 2, path, counts, BOUNDS[divide], None):
+        assert error <= (1e-8 if divide == "n + 1e-8" else TIGHT)
 
 
-def test_what_the_refusal_of_a_bound_says_is_one_devices():
+def test_terms_divided_by_targets_of_all_ranks_are_one_devices():
     path = write_manifest(LAYOUTS["fsdp2"])
     for error in run_ranks(terms, 2, path, [1, 0], lambda _, everywhere: everywhere.clamp(min=1), "sum"):
         assert error <= TIGHT

@@ -24,7 +24,7 @@ def own_sum(logits, targets):
 
 
 def several_terms(logits, targets):
-    return mean_loss(logits, targets) + 0.01 * logits.square().mean()
+    return mean_loss(logits, targets) + 0.01 * logits.erf().mean()
 
 
 def refusal(kind, act, **options):
@@ -62,7 +62,7 @@ def test_means_over_padded_targets_of_several_ranks_are_refused():
     assert run_ranks(opaque_refusal, 2, padded_mean) == [MEAN_REFUSED] * 2
 
 
-def test_a_mean_over_unequal_targets_beside_another_term_is_refused():
+def test_a_mean_over_unequal_targets_beside_a_term_of_unknown_value_is_refused():
     def step():
         run = composed(FSDP)
         tokens, targets = (mine(run, tensor) for tensor in padded())

@@ -138,12 +138,31 @@ def even_first(model, x, labels, target):
     return mse_loss(outputs[0], target) + cross_entropy(outputs[1], labels[:, 1]) + 0.1 * l1_loss(outputs[2], target)
 
 
-def test_the_term_whose_means_are_uneven_is_named_with_what_to_write():
-    for rank, text in enumerate(run_ranks(refused, 2, even_first)):
+def beside_all_positions(model, x, labels, _):
+    outputs = model(x)
+    flat, target = torch.cat(outputs), labels.T.flatten()
+    mask = (target != -100).double()
+    each = (cross_entropy(flat, target.clamp(min=0), reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+    return each + 0.3 * flat.logsumexp(-1).pow(2).mean() - 0.1 * outputs[1][labels[:, 1] != -100].abs().mean()
+
+
+def penalised(model, *given):
+    return sum(losses(model, *given)) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("text", SHARDINGS)
+def test_terms_over_other_numbers_of_targets_are_each_weighed_by_their_own(text):
+    for written in (even_first, beside_all_positions, penalised, variances, added_inside, divided_inside):
+        for found in run_ranks(errors, 2, text, written, True):
+            assert max(found) < 1e-12, written
+
+
+def test_terms_that_are_weighed_by_one_number_are_refused_with_what_to_write():
+    for text in run_ranks(refused, 2, dotted):
         assert text == (
-            f"a term of the loss is a mean over {(2, 4)[rank]} targets on this rank, and over others elsewhere (2, 4 "
-            "on the data-parallel ranks, 6 in all), so ranks do not weigh the same: divide the sum of each term by "
-            "its targets on all ranks, which dist.all_reduce adds up, and write run.backward(loss, "
+            "ranks divide terms of the loss by different numbers, and its graph does not separate them, as where one "
+            "operation weighs several (torch.dot), or one term is made of another: divide the sum of each term by its "
+            "targets on all ranks, which dist.all_reduce adds up, and write run.backward(loss, "
             'reduction="sum"); terms of parameters alone have a backward of their own after it'
         )
 

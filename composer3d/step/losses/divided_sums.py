@@ -25,6 +25,7 @@ from composer3d.step.losses.loss_factors import (
 from composer3d.step.losses.loss_graph import (
     all_terms,
     divisions_of,
+    divisor_at,
     divisor_of_mean,
     known_reduction,
     terms_of,
@@ -37,7 +38,16 @@ from composer3d.step.losses.total_divisors import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DividedSum", "divided_sum", "is_times_zero", "parts_of_terms", "refuse_groups", "without_nothing"]
+__all__ = [
+    "DividedSum",
+    "divided_sum",
+    "is_times_zero",
+    "part_of_term",
+    "parts_of_terms",
+    "refuse_groups",
+    "settle_empty",
+    "without_nothing",
+]
 
 # Of elements, each of which is 0 where its operand is 0.
 _ZERO_STAYS = ("Abs", "Pow", "Sqrt", "Relu", "Clamp", "Sum", "Mean", "Expand", "Squeeze", "Unsqueeze", "Transpose")
@@ -118,32 +128,47 @@ def divided_sum(loss: Tensor, known: Sequence[float] | None = ()) -> DividedSum 
 def parts_of_terms(loss: Tensor) -> list[Part]:
     """Return the sums that the terms of a loss divide by numbers of their own, one after the other.
 
+    Memory: none. The device is waited for.
+    """
+    if torch_compat.active_fake_mode() is not None:
+        return []
+    return [part_of_term(node, ()) for node in terms_of(loss) if _is_divided(node)]
+
+
+def part_of_term(node: Any, known: Sequence[float] | None) -> Part:
+    """Return a mean as its sum and divisor.
+
     Of what is selected, rows or elements are its count, where the divisor is one of these.
+
+    Args:
+        node: Of the mean.
+        known: Numbers that may be its divisor, whatever the graph shows; None for any.
 
     Memory: none. The device is waited for.
     """
     import torch
 
-    if torch_compat.active_fake_mode() is not None:
-        return []
-    parts = []
-    for node in terms_of(loss):
-        divisor = number(node._saved_other) if type(node).__name__.startswith("DivBackward") else None
-        if divisor is None:
-            continue
-        summed = _divided_by(node)
-        counts, numel = _counts(summed)
-        given = DividedSum(
-            divisor=divisor,
-            counts=counts,
-            seen=tuple(_numbers(summed)),
-            numel=numel,
-            is_zero=torch.tensor(numel == 0),
-        ).part()
-        if given.count is None and (not numel or given.is_counted):
-            given = replace(given, count=given.divisor if numel else 0.0)
-        parts.append(given)
-    return parts
+    if not _is_divided(node):
+        divisor = float(divisor_at(node) or 0.0)
+        return Part(divisor=divisor, count=divisor, numel=int(divisor))
+    summed = _divided_by(node)
+    counts, numel = _counts(summed)
+    divided = number(node._saved_other)
+    assert divided is not None
+    given = DividedSum(
+        divisor=divided,
+        counts=counts,
+        seen=None if known is None else (*_numbers(summed), *known),
+        numel=numel,
+        is_zero=torch.tensor(numel == 0),
+    ).part()
+    if given.count is None and (not numel or given.is_counted):
+        given = replace(given, count=given.divisor if numel else 0.0)
+    return given
+
+
+def _is_divided(node: Any) -> bool:
+    return type(node).__name__.startswith("DivBackward") and number(node._saved_other) is not None
 
 
 def _divided_by(node: Any) -> Any:
@@ -302,12 +327,17 @@ def without_nothing(value: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
     """
     import torch
 
-    _settle_empty(loss, divisor)
+    settle_empty([*divisions_of(loss), *learned_products(loss.grad_fn)], divisor)
     return torch.where(divisor.to(value.device) == 0, torch.zeros_like(value), value)
 
 
-def _settle_empty(loss: Tensor, divisor: Tensor) -> None:
-    """Let nothing divided by 0, and a learned number times that, have no gradient, where it would be NaN."""
+def settle_empty(nodes: Sequence[Any], divisor: Tensor) -> None:
+    """Let nothing divided by 0, and a learned number times that, have no gradient, where it would be NaN.
+
+    Args:
+        nodes: That divide, or multiply by what is learned.
+        divisor: Scalar; 0 where the rank has no targets.
+    """
     import torch
 
     def settled(gradient: Any) -> Any:
@@ -318,5 +348,5 @@ def _settle_empty(loss: Tensor, divisor: Tensor) -> None:
     def zeros(gradients: Any, _: Any) -> Any:
         return tuple(None if each is None else settled(each) for each in gradients)
 
-    for node in {*divisions_of(loss), *learned_products(loss)}:
+    for node in {*nodes}:
         node.register_hook(zeros)

@@ -30,6 +30,7 @@ __all__ = [
     "RETURN_A_SUM",
     "Reduction",
     "all_terms",
+    "divisor_at",
     "divisions_of",
     "divisor_of_mean",
     "divisor_of_multiple",
@@ -38,8 +39,10 @@ __all__ = [
     "has_parameter_terms",
     "is_of_parameters",
     "known_reduction",
+    "past_factors",
     "reduction_of",
     "refuse_unknown_terms",
+    "summands_of",
     "terms_of",
     "unknown_mean",
     "unknown_reduction",
@@ -78,7 +81,7 @@ def known_reduction(node: Any) -> Reduction | None:
         reductions = {known_reduction(term) for term in terms}
         if "sum" in reductions and len(reductions) > 1 and all(_is_sum_or_multiple(term) for term in terms):
             return "sum"
-        if len(reductions) != 1 or (any(_is_other(term) for term in terms) and _divisor(node) is None):
+        if len(reductions) != 1 or (any(_is_other(term) for term in terms) and divisor_at(node) is None):
             return None
         return reductions.pop()
     name = type(node).__name__
@@ -128,12 +131,12 @@ def _is_sum_or_multiple(node: Any) -> bool:
     return known_reduction(past_multiples(node)) == "sum"
 
 
-def _summands(node: Any) -> list[Any]:
+def summands_of(node: Any) -> list[Any]:
     """Return the summands of a node, including losses that are stacked first, without constants."""
     name = type(node).__name__
     if name.startswith(("SumBackward", "MeanBackward")):
         found = stacked_losses(node.next_functions[0][0]) if len(node._saved_self_sym_sizes) == 1 else []
-        if name.startswith("Mean") and any(known_reduction(_past_factors(past_views(e))[1]) != "mean" for e in found):
+        if name.startswith("Mean") and any(known_reduction(past_factors(past_views(e))[1]) != "mean" for e in found):
             return []  # a mean over them, as over samples
         return found
     if name.startswith("DotBackward"):
@@ -156,10 +159,10 @@ def all_terms(node: Any) -> list[Any]:
 
     What is times 0, as loops write of outputs and parameters that a loss leaves out, adds nothing to anything else.
     """
-    found, pending = [], _summands(node)
+    found, pending = [], summands_of(node)
     while pending:
-        term = _past_factors(past_views(pending.pop()))[1]
-        if parts := _summands(term):
+        term = past_factors(past_views(pending.pop()))[1]
+        if parts := summands_of(term):
             pending += parts
         else:
             found.append(term)
@@ -169,12 +172,12 @@ def all_terms(node: Any) -> list[Any]:
 def has_parameter_terms(loss: Any) -> bool:
     """Return whether a loss adds terms of parameters alone, which are equal on all ranks."""
     node = getattr(loss, "grad_fn", None)
-    return any(node_is_of_parameters(term) for term in all_terms(_past_factors(past_views(node))[1]))
+    return any(node_is_of_parameters(term) for term in all_terms(past_factors(past_views(node))[1]))
 
 
 def is_of_parameters(loss: Any) -> bool:
     """Return whether a loss depends on parameters alone, or on gradients of the global batch: equal on all ranks."""
-    node = _past_factors(past_views(loss.grad_fn))[1]
+    node = past_factors(past_views(loss.grad_fn))[1]
     return all(node_is_of_parameters(term, beside=False) for term in all_terms(past_multiples(node)) or [node])
 
 
@@ -184,7 +187,7 @@ def refuse_unknown_terms(loss: Tensor) -> None:
     Raises:
         LossError: With the operation.
     """
-    if known_reduction(_past_factors(past_views(loss.grad_fn))[1]) == "sum":
+    if known_reduction(past_factors(past_views(loss.grad_fn))[1]) == "sum":
         return
     terms = terms_of(loss)
     for term in terms:
@@ -196,7 +199,7 @@ def refuse_unknown_terms(loss: Tensor) -> None:
 
 def terms_of(loss: Tensor) -> tuple[Any, ...]:
     """Return the nodes of a loss' summands, through constant factors; the loss itself if it is no sum."""
-    node = _past_factors(past_views(loss.grad_fn))[1]
+    node = past_factors(past_views(loss.grad_fn))[1]
     return _terms(node) or (node,)
 
 
@@ -248,14 +251,15 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
     Returns:
         A number without a gradient; None where the graph does not say, or the divisor has a gradient itself.
     """
-    return _divisor(_past_factors(past_views(loss.grad_fn))[1])
+    return divisor_at(past_factors(past_views(loss.grad_fn))[1])
 
 
-def _divisor(node: Any) -> Tensor | int | None:
+def divisor_at(node: Any) -> Tensor | int | None:
+    """Return the divisor of a mean at its node, as `divisor_of_mean`."""
     node = past_learned(node)
     name = type(node).__name__
     if terms := _terms(node):
-        divisors = [found for term in terms if (found := _divisor(term)) is not None]
+        divisors = [found for term in terms if (found := divisor_at(term)) is not None]
         if len(divisors) < len(terms):
             return None
         first, *others = divisors
@@ -291,38 +295,38 @@ def _mean_of_terms(node: Any) -> int | None:
 
 def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
     """Return the divisors of all terms of a loss, of means over samples or targets, that its graph shows."""
-    return list(_divisors(_past_factors(past_views(loss.grad_fn))[1]))
+    return list(_divisors(past_factors(past_views(loss.grad_fn))[1]))
 
 
 def _divisors(node: Any) -> Iterator[Tensor | int]:
     for term in _terms(node) or (node,):
-        found = _divisor(term)
+        found = divisor_at(term)
         if found is not None:
             yield found
 
 
 def divisions_of(loss: Tensor) -> list[Any]:
     """Return the nodes by which the terms of a mean divide their sums; torch's own means have none."""
-    node = _past_factors(past_views(loss.grad_fn))[1]
-    if _divisor(node) is None:
+    node = past_factors(past_views(loss.grad_fn))[1]
+    if divisor_at(node) is None:
         return []
     return [term for term in _terms(node) or (node,) if type(term).__name__.startswith("DivBackward")]
 
 
 def has_other_divisor(loss: Tensor) -> bool:
     """Return whether a mean may be divided by another number than that of its targets, and its graph says by which."""
-    return _is_other(_past_factors(past_views(loss.grad_fn))[1])
+    return _is_other(past_factors(past_views(loss.grad_fn))[1])
 
 
 def _is_other(node: Any) -> bool:
     name = type(node).__name__
     if terms := _terms(node):
-        return any(_is_other(term) for term in terms) and _divisor(node) is not None
+        return any(_is_other(term) for term in terms) and divisor_at(node) is not None
     if name.startswith("NllLoss"):
         return node._saved_weight is not None
     if name.startswith(("MeanBackward", *_ELEMENTWISE)):
         return any(_selects(operand) for operand, _ in node.next_functions)
-    return name.startswith(("DivBackward", "MulBackward")) and _divisor(node) is not None
+    return name.startswith(("DivBackward", "MulBackward")) and divisor_at(node) is not None
 
 
 def _selects(node: Any) -> bool:
@@ -345,11 +349,12 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
     then, is a mean.
     """
-    factor, node = _past_factors(past_views(loss.grad_fn))
+    factor, node = past_factors(past_views(loss.grad_fn))
     return factor, known_reduction(node)
 
 
-def _past_factors(node: Any) -> tuple[float, Any]:
+def past_factors(node: Any) -> tuple[float, Any]:
+    """Return the constant factor of a term, and the node before it and before learned ones."""
     factor = 1.0
     while (found := constant_factor(node := past_learned(node))) is not None:
         is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")

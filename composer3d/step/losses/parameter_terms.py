@@ -103,9 +103,14 @@ def stacked_losses(node: Any) -> list[Any]:
     return [loss for losses in found for loss in losses] if all(found) else []
 
 
-def learned_products(loss: Any) -> list[Any]:
-    """Return the nodes at which a loss, or a term of it, is multiplied or divided by a learned number."""
-    found, pending = [], [past_views(loss.grad_fn)]
+def learned_products(node: Any, *, into_sums: bool = True) -> list[Any]:
+    """Return the nodes at which a loss, or a term of it, is multiplied or divided by a learned number.
+
+    Args:
+        node: Of the loss.
+        into_sums: Whether to look at its terms, too.
+    """
+    found, pending = [], [past_views(node)]
     while pending:
         node = pending.pop()
         if (operand := _times_learned(node)) is not None:
@@ -113,7 +118,7 @@ def learned_products(loss: Any) -> list[Any]:
             pending.append(past_views(operand))
         elif (factor := constant_factor(node)) is not None:
             pending.append(factor[1])
-        elif type(node).__name__.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+        elif into_sums and type(node).__name__.startswith(("AddBackward", "SubBackward", "RsubBackward")):
             pending += [past_views(each) for each, _ in node.next_functions if each is not None]
     return found
 

@@ -39,6 +39,7 @@ from composer3d.step.losses.loss_graph import (
     without_factors,
 )
 from composer3d.step.losses.parameter_terms import is_multiplied_by_tensor
+from composer3d.step.losses.term_weights import TermWeights
 from composer3d.step.losses.total_divisors import Part, total_divisor
 
 if TYPE_CHECKING:
@@ -49,11 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["RankWeights", "Weighted"]
 
 _SAME = 1e-9
-_SHOWN = 8  # terms, and ranks, of a refusal
-_WHAT_TO_WRITE = (
-    ": divide the sum of each term by its targets on all ranks, which dist.all_reduce adds up, and write "
-    'run.backward(loss, reduction="sum"); terms of parameters alone have a backward of their own after it'
-)
 
 
 class _Kind(IntEnum):
@@ -128,7 +124,8 @@ class RankWeights:
         num_ranks: The same.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis a backward, of nine numbers a rank.
+    Collectives: one all-reduce an axis a backward, of nine numbers a rank; where ranks divide terms by different
+    numbers another one, of nine numbers a term.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -166,7 +163,8 @@ class RankWeights:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         kind, refusal = self._kind(value, reduction, known)
-        own_S, divided = self._described(value, kind, factor, None if reduction is not None else (self.num_samples,))
+        counts = None if reduction is not None else (self.num_samples,)
+        own_S, divided = self._described(value, kind, factor, counts)
         told_RS = own_S.new_zeros(self.num_ranks, len(own_S))
         told_RS[self._index] = own_S
         self._total(told_RS)
@@ -178,7 +176,7 @@ class RankWeights:
             return Weighted(
                 loss=self._by_divisors(value, plain, told_RS[:, _SLOT["divisor"]]), factor=factor
             )  # the device is not waited for
-        return self._weighted(value, plain, [_Described(*rank) for rank in told_RS.tolist()], kind, factor)
+        return self._weighted(value, plain, [_Described(*rank) for rank in told_RS.tolist()], kind, factor, counts)
 
     def _kind(
         self, value: Tensor, reduction: Reduction | None, known: Reduction | None
@@ -212,7 +210,7 @@ class RankWeights:
             return like.new_tensor(told), None
         told = told._replace(is_by_tensor=float(is_multiplied_by_tensor(past_views(value.grad_fn))))
         if kind is _Kind.TERMS and known is not None:
-            told = told._replace(numel=float(any(not part.is_exact for part in parts_of_terms(value)[:_SHOWN])))
+            told = told._replace(numel=float(any(not part.is_exact for part in parts_of_terms(value))))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
         if divided is not None:
             part = divided.part()
@@ -238,7 +236,13 @@ class RankWeights:
         return settled * weight.to(plain.dtype)
 
     def _weighted(
-        self, value: Tensor, plain: Tensor, ranks: Sequence[_Described], kind: _Kind, factor: float
+        self,
+        value: Tensor,
+        plain: Tensor,
+        ranks: Sequence[_Described],
+        kind: _Kind,
+        factor: float,
+        known: tuple[int, ...] | None,
     ) -> Weighted:
         import torch
 
@@ -247,11 +251,13 @@ class RankWeights:
             return Weighted(loss=plain, factor=factor)
         self._compare(ranks)
         kinds = {rank.kind for rank in there}
-        if _Kind.TERMS in kinds and (len(there) < self.num_ranks or len(kinds) > 1 or not _are_alike(there)):
-            raise LossError(self._uneven(value, kind))
-        if _Kind.TERMS in kinds and any(rank.numel for rank in there):
-            self._refuse_bounds(value)
         total = _multiplied_back(there)
+        if _Kind.TERMS in kinds:
+            is_alike = len(there) == self.num_ranks and len(kinds) == 1 and _are_alike(there)
+            if not is_alike or any(rank.numel for rank in there):
+                weights = TermWeights(self.num_ranks, self._index, self._total)
+                plain = weights.weighed(value, plain, is_nothing=kind is _Kind.NOTHING, known=known)
+            return Weighted(loss=plain, factor=there[0].factor if kind is _Kind.NOTHING else factor)
         if kind is _Kind.NOTHING:
             return Weighted(loss=plain, factor=there[0].factor if total is None else total)
         if kind is _Kind.SUM:
@@ -265,51 +271,6 @@ class RankWeights:
                 plain = without_nothing(plain, value, torch.tensor(own)) * (own * self.num_ranks / whole)
             return Weighted(loss=plain, factor=factor)
         return Weighted(loss=plain, factor=factor)
-
-    def _uneven(self, value: Tensor, kind: _Kind) -> str:
-        """Describe the term whose means ranks weigh differently. Collectives: one more all-reduce an axis."""
-        import torch
-
-        divisors = [] if kind is _Kind.NOTHING else divisors_of_terms(value)[:_SHOWN]
-        divisors_RT = torch.zeros(self.num_ranks, _SHOWN, dtype=torch.float64, device=value.device)
-        for place, divisor in enumerate(divisors):
-            divisors_RT[self._index, place] = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
-        self._total(divisors_RT)
-        terms = divisors_RT.T.tolist()
-        odd = next((term for term in terms if any(abs(each - term[0]) > _SAME * term[0] for each in term)), terms[0])
-        shown = ", ".join(f"{divisor:g}" for divisor in odd[:_SHOWN])
-        return (
-            f"a term of the loss is a mean over {odd[self._index]:g} targets on this rank, and over others elsewhere "
-            f"({shown} on the data-parallel ranks, {sum(odd):g} in all), so ranks do not weigh the same{_WHAT_TO_WRITE}"
-        )
-
-    def _refuse_bounds(self, value: Tensor) -> None:
-        """Refuse a term that a rank without targets divides by a bound, which others have as their number of targets.
-
-        Divisors are alike on all ranks then, which average the term; one device divides the sum of all by its targets.
-        Collectives: one more all-reduce an axis.
-        """
-        import torch
-
-        parts_RT4 = torch.zeros(self.num_ranks, _SHOWN, 4, dtype=torch.float64, device=value.device)
-        for place, part in enumerate(parts_of_terms(value)[:_SHOWN]):
-            count = -1.0 if part.count is None else part.count
-            parts_RT4[self._index, place] = torch.tensor([1.0, part.divisor, count, part.numel], dtype=torch.float64)
-        self._total(parts_RT4)
-        for term in parts_RT4.transpose(0, 1).tolist():
-            if not all(is_there and count >= 0 for is_there, _, count, _ in term):
-                continue
-            parts = [Part(divisor=divisor, count=count, numel=int(numel)) for _, divisor, count, numel in term]
-            if not any(part.is_exact for part in parts) or not any(part.count == 0 for part in parts):
-                continue
-            whole, added = total_divisor(parts), sum(part.divisor for part in parts)
-            if abs(whole - added) > _SAME * added:
-                counts = ", ".join(f"{part.count:g}" for part in parts[:_SHOWN])
-                raise LossError(
-                    f"a term of the loss is a sum over {counts} targets on the data-parallel ranks, each of which "
-                    f"divides it by {parts[0].divisor:g}, a bound where there is none, and one device once by "
-                    f"{whole:g}{_WHAT_TO_WRITE}"
-                )
 
     def _compare(self, ranks: Sequence[_Described]) -> None:
         """Raise where ranks' losses are not of one kind."""
