@@ -213,16 +213,16 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
     loss = manifest.tables["train"].loss_table
     try:
         whole = _value(factory, output, targets)
-        divisor = _divisor(factory, output, targets) if ":" in loss.use else None
+        divisors = _divisors(factory, output, targets) if ":" in loss.use else []
+        divisor = divisors[0] if len(set(divisors)) == 1 else None
         if ":" not in loss.use or not all(leaf.dim() and leaf.shape[0] == 2 for leaf in tensors):
             return {}
         parts = [(_row(output, place), _row(targets, place)) for place in (0, 1)]
         rows = [_value(factory, *part) for part in parts]
+        own = [_divisors(factory, *part) if divisors else [] for part in parts]
         if divisor:
             # What a mean was divided by is what the run weighs it by.
-            rows = [
-                value * (_divisor(factory, *part) or 1.0) / divisor for value, part in zip(rows, parts, strict=True)
-            ]
+            rows = [value * (each[0] if each else 1.0) / divisor for value, each in zip(rows, own, strict=True)]
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, LossError) else f"the loss fails on the first samples: {_said(error)}"
         return _problem(("train", "loss"), said, None)
@@ -232,6 +232,16 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
     train = manifest.tables["train"]
     if train.global_batch is not None and train.global_batch == train.microbatch:
         return {}
+    numbers = [numbers for numbers in zip(*own, strict=False) if numbers[0] != numbers[1]]
+    if divisor is None and numbers and len(divisors) > 1:
+        return _problem(
+            ("train", "loss"),
+            f'loss = "{loss.use}" adds up means over other numbers ({" and ".join(f"{each:g}" for each in divisors)} '
+            "in two samples), of which micro-batches and ranks have different ones "
+            f"({numbers[0][0]:g} and {numbers[0][1]:g} in each), and a run weighs a loss by one number",
+            "average every term over the targets that are counted, as in logits[target != -100].square().mean(), or "
+            "write a loop of your own, in which run.backward(loss) weighs each term by its own",
+        )
     together, alone = f"{whole:.6g}", f"{rows[0]:.6g} and {rows[1]:.6g}"
     return _problem(
         ("train", "loss"),
@@ -251,8 +261,8 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
     return float(found.detach() if hasattr(found, "detach") else found)
 
 
-def _divisor(factory: ModelFactory, output: Any, targets: Any) -> float | None:
-    """Return what a mean was divided by, None where its graph does not say.
+def _divisors(factory: ModelFactory, output: Any, targets: Any) -> list[float]:
+    """Return what the terms of a mean were divided by, in all or each; nothing where its graph does not say.
 
     Raises:
         LossError: It is a scalar of which it is unknown whether it is a sum or a mean.
@@ -260,17 +270,19 @@ def _divisor(factory: ModelFactory, output: Any, targets: Any) -> float | None:
     import torch
 
     from composer3d import map_tensors
-    from composer3d.step import divisor_of_mean, reduction_of
+    from composer3d.step import divisor_of_mean, divisors_of_terms, reduction_of
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
     with torch.enable_grad():
         value = factory.loss_fn(map_tensors(leaf, output), targets)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or reduction_of(value) == "sum":
-        return None
-    divisor = divisor_of_mean(value)
-    return None if divisor is None else float(divisor)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return []
+    found, divisor = [float(each) for each in divisors_of_terms(value)], divisor_of_mean(value)
+    if len(set(found)) > 1 and divisor is None:
+        return found
+    return [] if reduction_of(value) == "sum" or divisor is None else [float(divisor)] * max(len(found), 1)
 
 
 def _row(value: Any, place: int) -> Any:

@@ -15,7 +15,7 @@ from composer3d.step.losses.loss import (
     count_valid,
     loss_of_model,
 )
-from composer3d.step.losses.loss_graph import divisor_of_mean, reduction_of
+from composer3d.step.losses.loss_graph import divisor_of_mean, divisors_of_terms, reduction_of
 from composer3d.step.microbatches import Digest, map_tensors, split_batch, tensors, to_device, units_of
 from composer3d.step.optimizers.optimizer_in_backward import exclusions
 from composer3d.step.optimizers.optimizer_probe import refused_of_shards
@@ -44,6 +44,7 @@ __all__ = [
     "loss_of_model",
     "map_tensors",
     "divisor_of_mean",
+    "divisors_of_terms",
     "reduction_of",
     "refused_of_shards",
     "split_batch",

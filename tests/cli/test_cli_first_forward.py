@@ -80,6 +80,11 @@ class Known(Rows):
         return torch.zeros(3), torch.zeros(2)
 
 
+class Padded(Rows):
+    def __getitem__(self, index):
+        return torch.ones(3), torch.tensor([-1 + 2 * (index % 2), 1])
+
+
 class Uneven(Rows):
     def __getitem__(self, index):
         return torch.zeros(3 + index), torch.zeros(2)
@@ -101,6 +106,10 @@ class Features(nn.Linear):
 
     def forward(self, features):
         return super().forward(features)
+
+
+def two_means(output, target):
+    return output[target >= 0].abs().mean() + 0.1 * output.square().mean()
 '''
 BASE = """\
 composer3d = 1
@@ -234,6 +243,17 @@ def test_a_loss_that_is_no_sum_is_said(check):
         'run.toml:9:7: warning: [train] loss = "plain_models:contrastive" of two samples together is 0.693147, and of '
         "each alone 0 and 0: it is no sum or mean over samples"
     )
+
+
+def test_means_over_other_numbers_of_targets_are_refused_with_what_to_write(check):
+    code, told = check(
+        'model.use = "first_models:Features"\ndata.use = "first_models:Padded"\ntrain.loss = "first_models:two_means"\n'
+    )
+    assert code == 2 and told.startswith(
+        'run.toml:9:7: [train] loss = "first_models:two_means" adds up means over other numbers (4 and 3 in two '
+        "samples), of which micro-batches and ranks have different ones (1 and 2 in each), and a run weighs a loss by "
+        "one number; average every term over the targets that are counted"
+    ), told
 
 
 def test_a_run_is_refused_before_its_ranks_are_started(check):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.step.losses.sample_mixing import is_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "constant_divisor",
     "constant_factor",
+    "is_contraction",
     "is_python_number",
     "multiple_of",
     "node_is_times_zero",
@@ -37,7 +39,7 @@ _OF_SAMPLES = frozenset(
 def past_views(node: Any) -> Any:
     """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
     while node is not None:
-        if type(node).__name__.startswith(_VIEWS) or _is_of_number(node):
+        if type(node).__name__.startswith(_VIEWS) or _is_of_number(node) or _is_turned_number(node):
             node, place = node.next_functions[0] if node.next_functions else (None, 0)
             if type(node).__name__.startswith("_DDPSink"):  # its outputs are its inputs, one by one
                 node = node.next_functions[place][0]
@@ -59,6 +61,23 @@ def _wrapped_number(node: Any) -> Any:
 def _is_of_number(node: Any) -> bool:
     """Return whether a node is a mean or sum over what has no dims."""
     return type(node).__name__.startswith(("MeanBackward", "SumBackward")) and not len(node._saved_self_sym_sizes)
+
+
+def _is_turned_number(node: Any) -> bool:
+    """Return whether a node permutes the dims of one element, as einsum does."""
+    return type(node).__name__.startswith("PermuteBackward") and _is_one(node)
+
+
+def _is_one(node: Any) -> bool:
+    shape = torch_compat.node_shape(node)
+    return shape is not None and all(size == 1 for size in shape)
+
+
+def is_contraction(node: Any) -> bool:
+    """Return whether a node adds up products of two operands' elements, as einsum and dot do, and not a weight's."""
+    if not type(node).__name__.startswith(("BmmBackward", "DotBackward")) or not _is_one(node):
+        return False
+    return not any(is_weight(operand) for operand, _ in node.next_functions if operand is not None)
 
 
 def constant_divisor(node: Any) -> float | None:
@@ -101,7 +120,8 @@ def seen_counts(node: Any) -> Iterator[int]:
             continue
         seen.add(each)
         yield from _products(each)
-        if type(each).__name__.partition("Backward")[0] in _OF_SAMPLES:
+        name = type(each).__name__.partition("Backward")[0]
+        if name in _OF_SAMPLES or (each is node and is_contraction(each)) or name == "Permute":
             pending += [operand for operand, _ in each.next_functions]
 
 

@@ -11,6 +11,7 @@ from composer3d.errors import LossError
 from composer3d.step.losses.loss_factors import (
     constant_divisor,
     constant_factor,
+    is_contraction,
     multiple_of,
     node_is_times_zero,
     number,
@@ -93,7 +94,7 @@ def known_reduction(node: Any) -> Reduction | None:
         return _of_multiple(node)
     if saved == 1 or name.startswith("MeanBackward"):
         return "mean"
-    if saved != 2 and not name.startswith(("SumBackward", "NansumBackward")):
+    if saved != 2 and not name.startswith(("SumBackward", "NansumBackward")) and not is_contraction(node):
         return None
     of_what = summands(node)
     return None if of_what == "mixed" else "mean" if of_what == "means" else "sum"
@@ -209,7 +210,10 @@ def unknown_mean(seen: str) -> LossError:
 
 
 def _seen(node: Any) -> str:
-    name = _name(node)
+    name, terms = _name(node), _terms(node)
+    if len(terms) > 1 and all(known_reduction(term) == "mean" for term in terms):
+        numbers = " and ".join(f"{float(each):g}" for each in _divisors(node))
+        return f"it adds up means over different numbers, {numbers}, which no one count weighs"
     if name.startswith("MulBackward") and constant_factor(node) is not None:
         if known_reduction(past_multiples(node)) == "sum":
             return uncounted(multiple_of(node), "multiplies")
