@@ -150,6 +150,39 @@ def penalised(model, *given):
     return sum(losses(model, *given)) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
 
 
+BENT = {
+    "flooding": lambda a, b: (a - 1.4).abs() + 1.4,
+    "flooding, above": lambda a, b: (1.5 - a).abs() + 0.1 * b,
+    "a root": lambda a, b: (2 * a + 1e-3).sqrt(),
+    "a square": lambda a, b: a + 0.5 * (b - 1) ** 2,
+    "a logarithm": lambda a, b: a.log() / 2,
+    "an exponential": lambda a, b: (a / 2).exp() - b,
+    "of a sum": lambda a, b: (a * 3).square(),
+}
+
+
+def bent(name):
+    def written(model, x, labels, _):
+        outputs = model(x)
+        counts = (labels[:, 1] != -100).sum().clamp(min=1)
+        return BENT[name](
+            cross_entropy(outputs[0], labels[:, 0]),
+            cross_entropy(outputs[1], labels[:, 1], reduction="sum") / counts,
+        )
+
+    return written
+
+
+def errors_of_bent(text):
+    return {name: max(errors(text, bent(name), True)) for name in BENT}
+
+
+@pytest.mark.parametrize("text", SHARDINGS)
+def test_a_function_of_a_mean_is_that_of_the_mean_over_all_ranks(text):
+    for found in run_ranks(errors_of_bent, 2, text):
+        assert max(found.values()) < 1e-12, found
+
+
 @pytest.mark.parametrize("text", SHARDINGS)
 def test_terms_over_other_numbers_of_targets_are_each_weighed_by_their_own(text):
     for written in (even_first, beside_all_positions, penalised, variances, added_inside, divided_inside):

@@ -24,6 +24,7 @@ from composer3d.step.losses.loss_factors import (
 )
 from composer3d.step.losses.loss_graph import (
     all_terms,
+    bent_at,
     divisions_of,
     divisor_at,
     divisor_of_mean,
@@ -213,9 +214,10 @@ def _has_class_weights(loss: Tensor) -> bool:
 def _is_count(node: Any, divisor: float) -> bool:
     """Return whether a divisor may be the number of a sum's summands, or divides what is a mean already."""
     summed = _divided_by(node)
-    if known_reduction(summed) == "mean":
+    terms = all_terms(summed) or [summed]
+    if known_reduction(summed) == "mean" or all(bent_at(term) is not None for term in terms):
         return True
-    counts = [float(each) for term in all_terms(summed) or [summed] for each in _counts(past_multiples(term))[0]]
+    counts = [float(each) for term in terms for each in _counts(past_multiples(term))[0]]
     return _is_among(divisor, [*counts, *_numbers(summed)])
 
 

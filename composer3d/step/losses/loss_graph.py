@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
+from composer3d.step.losses.bent_means import BentMean, bent_mean
 from composer3d.step.losses.loss_factors import (
     constant_divisor,
     constant_factor,
@@ -31,11 +32,13 @@ __all__ = [
     "RETURN_A_SUM",
     "Reduction",
     "all_terms",
+    "bent_at",
     "divisor_at",
     "divisions_of",
     "divisor_of_mean",
     "divisor_of_multiple",
     "divisors_of_terms",
+    "has_bent_terms",
     "has_other_divisor",
     "has_parameter_terms",
     "is_of_parameters",
@@ -62,7 +65,7 @@ RETURN_A_SUM = (
 _OF_ELEMENTS = ELEMENTARY | {"Gather", "HuberLoss", "LogSigmoid", "LogSoftmax", "MseLoss", "Relu", "SmoothL1Loss"}
 _LAST_OPERATION = (
     "cannot tell whether the loss is a mean over this rank's samples: {}. Ranks average means, which is no loss of the "
-    "global batch where samples are mixed before (a root, a maximum, a ratio of sums); if it is a mean, or is meant to "
+    "global batch where samples are mixed before (a maximum, a ratio of sums); if it is a mean, or is meant to "
     'be averaged over ranks, write run.backward(loss, reduction="mean"), else give backward (sum, count)'
 )
 
@@ -192,7 +195,7 @@ def refuse_unknown_terms(loss: Tensor) -> None:
         return
     terms = terms_of(loss)
     for term in terms:
-        if not _is_known(term):
+        if not _is_known(term) and bent_at(term) is None:
             raise unknown_mean(_seen(term))
     if len({known_reduction(term) or "mean" for term in terms}) > 1:
         raise unknown_mean("some of its terms are sums")
@@ -224,6 +227,16 @@ def _seen(node: Any) -> str:
 
 def _name(node: Any) -> str:
     return type(node).__name__.removesuffix("0")
+
+
+def bent_at(node: Any) -> BentMean | None:
+    """Return the function of one mean that a term is; None for others."""
+    return bent_mean(node, lambda each: known_reduction(each) == "mean" and divisor_at(each) is not None)
+
+
+def has_bent_terms(loss: Tensor) -> bool:
+    """Return whether a term of a loss is a function of a mean."""
+    return any(bent_at(term) is not None for term in terms_of(loss))
 
 
 def _is_known(node: Any) -> bool:

@@ -33,6 +33,7 @@ from composer3d.step.losses.loss_graph import (
     Reduction,
     divisor_of_mean,
     divisors_of_terms,
+    has_bent_terms,
     has_parameter_terms,
     is_of_parameters,
     refuse_unknown_terms,
@@ -69,7 +70,7 @@ class _Described(NamedTuple):
         divisor: By which the mean is divided, or the first of its terms; 0 without any.
         targets: Number of what the mean adds up; NaN where that is unknown.
         is_zero: Whether the mean is 0.
-        numel: Elements that the mean adds up; of terms, whether some divisor may be a bound.
+        numel: Elements that the mean adds up; of terms, whether a divisor may be a bound, or a term bends its mean.
         factor: By which the loop has scaled the loss.
         divisors: Alike where the divisors of all terms are.
         is_counted: Whether the divisor is one of the numbers of samples and elements.
@@ -196,7 +197,8 @@ class RankWeights:
         except LossError as refusal:
             return _Kind.REFUSED, refusal
         if divisor_of_mean(value) is None:
-            return (_Kind.TERMS if divisors_of_terms(value) else _Kind.OTHER), None
+            is_divided = divisors_of_terms(value) or (reduction is None and has_bent_terms(value))
+            return (_Kind.TERMS if is_divided else _Kind.OTHER), None
         return (_Kind.TERMS if has_parameter_terms(value) else _Kind.MEAN), None
 
     def _described(
@@ -210,7 +212,8 @@ class RankWeights:
             return like.new_tensor(told), None
         told = told._replace(is_by_tensor=float(is_multiplied_by_tensor(past_views(value.grad_fn))))
         if kind is _Kind.TERMS and known is not None:
-            told = told._replace(numel=float(any(not part.is_exact for part in parts_of_terms(value))))
+            has_bound = any(not part.is_exact for part in parts_of_terms(value)) or has_bent_terms(value)
+            told = told._replace(numel=float(has_bound))
         divided = divided_sum(value, known) if kind is _Kind.MEAN else None
         if divided is not None:
             part = divided.part()
@@ -219,8 +222,9 @@ class RankWeights:
         own_S = like.new_tensor(told)
         # Tensors, which may be on a device that is not waited for.
         divisors = [torch.as_tensor(each).to(like) for each in divisors_of_terms(value)]
-        own_S[_SLOT["divisor"]] = divisors[0]
-        if divided is None:
+        if divisors:
+            own_S[_SLOT["divisor"]] = divisors[0]
+        if divided is None and divisors:
             own_S[_SLOT["targets"]] = divisors[0]
         # A number that two different lists of divisors hardly share.
         own_S[_SLOT["divisors"]] = sum(each * (index + 1) ** 0.5 for index, each in enumerate(divisors))

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
-from composer3d.step.losses.divided_sums import part_of_term, settle_empty
-from composer3d.step.losses.loss_factors import node_is_times_zero, past_views
-from composer3d.step.losses.loss_graph import divisor_at, has_parameter_terms, past_factors, summands_of
-from composer3d.step.losses.parameter_terms import learned_products, node_is_of_parameters
-from composer3d.step.losses.sample_mixing import base, operands_of
+from composer3d.step.losses.bent_means import BentMean
+from composer3d.step.losses.divided_sums import settle_empty
+from composer3d.step.losses.loss_graph import has_parameter_terms
+from composer3d.step.losses.loss_terms import Term, Terms, separate
+from composer3d.step.losses.parameter_terms import learned_products
 from composer3d.step.losses.term_values import value_of
 from composer3d.step.losses.total_divisors import Part, total_divisor
 
@@ -30,9 +30,13 @@ __all__ = ["TermWeights"]
 
 _MOST = 32  # terms of a loss
 _SHOWN = 8
-_LOOKED_AT = 500  # nodes before the terms
 _SAME = 1e-9
+_SAME_CONSTANT = 1e-5  # which is computed in the loss' dtype
 _WEIGHT = "composer3d_weight"
+_OTHER_CONSTANTS = (
+    "the loss is a function of a mean and a constant, and the constant is another one on other ranks: of one device's "
+    "mean there is one; all-reduce what it is made of"
+)
 _WHAT_TO_WRITE = (
     ": divide the sum of each term by its targets on all ranks, which dist.all_reduce adds up, and write "
     'run.backward(loss, reduction="sum"); terms of parameters alone have a backward of their own after it'
@@ -40,33 +44,13 @@ _WHAT_TO_WRITE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Term:
-    """A term of a loss.
+class _Seen:
+    """What a term contributes to the loss, and by what it is multiplied there; of a bent mean, the mean and shift."""
 
-    Args:
-        outer: Node of the term with its factors.
-        place: Of the term in what that node computed, where it is a vector.
-        mean: Node of the mean.
-        part: What it was divided by, and adds up.
-    """
-
-    outer: Any
-    place: int | None
-    mean: Any
-    part: Part
-
-
-@dataclass
-class _Terms:
-    """Terms of a loss.
-
-    Attributes:
-        found: Those that are divided; none where the graph does not separate them.
-        is_all: Whether the loss is their sum, without constants and terms of parameters.
-    """
-
-    found: list[_Term] = field(default_factory=list)
-    is_all: bool = True
+    value: Tensor
+    factor: Tensor
+    mean: float = 0.0
+    shift: float = 0.0
 
 
 class _Told(NamedTuple):
@@ -81,6 +65,10 @@ class _Told(NamedTuple):
     is_counted: float = 1.0
     is_known: float = 0.0
     has_penalty: float = 0.0
+    is_bent: float = 0.0
+    mean: float = 0.0
+    slope: float = 0.0
+    shift: float = 0.0
 
     def part(self) -> Part:
         return Part(
@@ -99,7 +87,7 @@ class TermWeights:
         num_ranks: Ranks that have other samples or positions.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis, of nine numbers a rank and term.
+    Collectives: one all-reduce an axis, of thirteen numbers a rank and term.
     """
 
     def __init__(self, num_ranks: int, index: int, total: Callable[[Tensor], None]) -> None:
@@ -119,9 +107,12 @@ class TermWeights:
         """
         import torch
 
-        terms = _Terms() if is_nothing else _terms_of(value, known)
-        values = _values_of(value, plain, terms)
-        told = [_told(term, values is not None, has_parameter_terms(value)) for term in terms.found[:_MOST]]
+        terms = Terms() if is_nothing else separate(value, known)
+        seen = _seen_of(value, plain, terms)
+        told = [
+            _told(term, None if seen is None else seen[place], has_parameter_terms(value))
+            for place, term in enumerate(terms.found[:_MOST])
+        ]
         if not told and not is_nothing:
             told = [_Told(is_there=1.0)]
         told_RTS = torch.zeros(self._num_ranks, _MOST, len(_Told._fields), dtype=torch.float64, device=value.device)
@@ -138,17 +129,20 @@ class TermWeights:
             [term.divisor * self._num_ranks / whole if whole else 1.0 for term, whole in zip(rank, wholes, strict=True)]
             for rank in there
         ]
-        if len(there) == self._num_ranks and all(abs(weight - 1) <= _SAME for rank in weights_RT for weight in rank):
+        is_even = all(abs(weight - 1) <= _SAME for rank in weights_RT for weight in rank)
+        if len(there) == self._num_ranks and is_even and not any(term.is_bent for term in there[0]):
             return plain
         if len(there) < self._num_ranks and any(rank[0].has_penalty for rank in there):
             raise self._other_terms(ranks)
         if not all(term.is_known for rank in there for term in rank):
             raise self._uneven(ranks, wholes)
+        if any(_differ(column) for column in zip(*there, strict=True)):
+            raise LossError(_OTHER_CONSTANTS)
         if is_nothing:
             return plain
         own = weights_RT[sum(bool(rank) for rank in ranks[: self._index])]
-        assert values is not None
-        return _apply(plain, terms.found, values, own)
+        assert seen is not None
+        return _apply(plain, terms.found, seen, own, [_whole_mean(column) for column in zip(*there, strict=True)])
 
     def _other_terms(self, ranks: Sequence[Sequence[_Told]]) -> LossError:
         if any(rank and not rank[0].name for rank in ranks):
@@ -187,143 +181,134 @@ def _whole(parts: Sequence[Part]) -> float:
     return total_divisor(parts)
 
 
-def _told(term: _Term, is_known: bool, has_penalty: bool) -> _Told:
-    part = term.part
+def _differ(terms: Sequence[_Told]) -> bool:
+    """Return whether ranks apply a function to their means with constants of their own."""
+    own = [term for term in terms if term.is_bent and term.divisor]
+    return any(
+        abs(each - first) > _SAME_CONSTANT * max(abs(first), abs(term.mean * term.slope))
+        for term in own
+        for each, first in ((term.slope, own[0].slope), (term.shift, own[0].shift))
+    )
+
+
+def _whole_mean(terms: Sequence[_Told]) -> tuple[float, float]:
+    """Return the mean of all ranks, and what is added to it in a function; of terms that are bent."""
+    own = [term for term in terms if term.divisor]
+    if not own:
+        return 0.0, 0.0
+    return sum(term.divisor * term.mean for term in own) / sum(term.divisor for term in own), own[0].shift
+
+
+def _told(term: Term, seen: _Seen | None, has_penalty: bool) -> _Told:
+    part, bent = term.part, term.bent
+    names = type(term.mean).__name__ + ("" if bent is None else type(bent.node).__name__)
     return _Told(
         is_there=1.0,
-        name=float(zlib.crc32(type(term.mean).__name__.encode())),
+        name=float(zlib.crc32(names.encode())),
         divisor=part.divisor,
         targets=-1.0 if part.count is None else part.count,
         numel=part.numel,
         is_zero=part.is_zero,
         is_counted=part.is_counted,
-        is_known=is_known,
+        is_known=seen is not None,
         has_penalty=has_penalty,
+        is_bent=bent is not None,
+        mean=0.0 if seen is None else seen.mean,
+        slope=0.0 if bent is None else bent.slope,
+        shift=0.0 if seen is None else seen.shift,
     )
 
 
-def _terms_of(loss: Tensor, known: tuple[int, ...] | None) -> _Terms:
-    """Return the terms of a loss that are divided, each at the outermost node that is its own."""
-    terms, pending = _Terms(), [loss.grad_fn]
-    while pending:
-        outer = pending.pop()
-        mean = past_factors(past_views(outer))[1]
-        parts = summands_of(mean)
-        if not parts or node_is_of_parameters(mean):
-            terms.is_all &= _add(terms.found, outer, None, mean, known)
-        elif learned_products(outer, into_sums=False):
-            return _Terms()  # one learned number of several terms
-        elif base(mean) in ("Add", "Sub", "Rsub"):
-            terms.is_all &= len(parts) == 2
-            pending += parts
-        elif (vector := _vector(mean)) is None:
-            return _Terms()
-        else:
-            terms.is_all &= vector is past_views(mean.next_functions[0][0])
-            for place, each in enumerate(operands_of(_stack(vector))):
-                inner = past_factors(past_views(each))[1]
-                if summands_of(inner):
-                    return _Terms()
-                terms.is_all &= _add(terms.found, vector, place, inner, known)
-    are_known = bool(terms.found) and all(divisor_at(term.mean) is not None for term in terms.found)
-    return terms if are_known and not _is_nested(terms.found) else _Terms()
-
-
-def _add(found: list[_Term], outer: Any, place: int | None, mean: Any, known: tuple[int, ...] | None) -> bool:
-    """Add a term; return whether it is one of samples."""
-    if node_is_of_parameters(mean):
-        return False
-    if node_is_times_zero(mean) or any(term.outer is outer and term.place == place for term in found):
-        return True
-    part = part_of_term(mean, known)
-    found.append(_Term(outer=outer, place=place, mean=mean, part=part))
-    return True
-
-
-def _vector(mean: Any) -> Any:
-    """Return the node of a vector of terms, past what of parameters is added to it; None where it is not seen."""
-    node = past_views(mean.next_functions[0][0]) if base(mean) in ("Sum", "Mean") else None
-    while base(node) in ("Add", "Sub"):
-        own = [each for each in operands_of(node) if not node_is_of_parameters(each)]
-        if len(own) != 1:
-            return None
-        node = past_views(own[0])
-    return node if _stack(node) is not None and torch_compat.node_shape(node) is not None else None
-
-
-def _stack(node: Any) -> Any:
-    """Return the node that stacks terms, past products with learned numbers."""
-    while base(node) in ("Mul", "Div"):
-        own = [each for each in operands_of(node) if not node_is_of_parameters(each)]
-        node = past_views(own[0]) if len(own) == 1 else None
-    return node if base(node) in ("Stack", "Cat") else None
-
-
-def _is_nested(terms: Sequence[_Term]) -> bool:
-    """Return whether a term is made of another one, whose gradient enters it by two ways."""
-    outers = {term.outer for term in terms}
-    pending, seen = [operand for term in terms for operand in operands_of(term.mean)], set[Any]()
-    while pending and len(seen) < _LOOKED_AT:
-        node = pending.pop(0)
-        if node in outers:
-            return True
-        if node not in seen:
-            seen.add(node)
-            pending += operands_of(node)
-    return False
-
-
-def _values_of(loss: Tensor, plain: Tensor, terms: _Terms) -> list[Tensor] | None:
+def _seen_of(loss: Tensor, plain: Tensor, terms: Terms) -> list[_Seen] | None:
     """Return what each term contributes to the loss; None where the graph does not show it."""
     import torch
 
     if not terms.found or loss is not plain:
         return None
+    for term in terms.found:
+        for node in (term.outer, term.mean):
+            if (handle := node.metadata.pop(_WEIGHT, None)) is not None:
+                handle.remove()
     outers = list({term.outer: None for term in terms.found})
-    for node in outers:
-        if (handle := node.metadata.pop(_WEIGHT, None)) is not None:
-            handle.remove()
     if any(torch_compat.node_shape(node) is None for node in outers):
         return None
     edges = [torch.autograd.graph.GradientEdge(node, 0) for node in outers]
     factors = dict(zip(outers, torch.autograd.grad(loss, edges, retain_graph=True), strict=True))
     is_empty = any(not term.part.divisor for term in terms.found)
     for beside_zero in (False, True) if terms.is_all and not is_empty else (False,):
-        computed = {node: value_of(node, beside_zero=beside_zero) for node in outers}
-        if any(each is None for each in computed.values()):
+        found = [_seen(term, factors[term.outer], beside_zero) for term in terms.found]
+        own = [each for each in found if each is not None]
+        if len(own) < len(found):
             continue
-        found = [_at(factors[term.outer] * computed[term.outer], term.place) for term in terms.found]
-        if not terms.is_all:
-            return None if is_empty else found
+        if is_empty or not terms.is_all:
+            return None if is_empty and not terms.is_all else own
         most = 1e-9 if plain.dtype is torch.float64 else 1e-4 if plain.dtype is torch.float32 else 1e-1
-        difference = float((sum(found, plain.new_zeros(())) - plain.detach()).abs())
-        if is_empty or difference <= most * float(sum((each.abs() for each in found), plain.new_zeros(()))):
-            return found
+        values = torch.stack([each.value.double() for each in own])
+        if float((values.sum() - plain.detach()).abs()) <= most * float(values.abs().sum()):
+            return own
     return None
+
+
+def _seen(term: Term, factor: Tensor, beside_zero: bool) -> _Seen | None:
+    value = value_of(term.outer, beside_zero=beside_zero)
+    if value is None:
+        return None
+    if term.bent is None:
+        return _Seen(value=_at(factor * value, term.place), factor=_at(factor, term.place))
+    mean = value_of(term.mean, beside_zero=beside_zero)
+    shift = None if mean is None else term.bent.shift(mean)
+    if mean is None or shift is None:
+        return None
+    own = float(mean) if term.part.divisor else 0.0
+    return _Seen(value=(factor * value).reshape(()), factor=factor.reshape(()), mean=own, shift=shift)
 
 
 def _at(value: Tensor, place: int | None) -> Tensor:
     return value.reshape(()) if place is None else value[place]
 
 
-def _apply(plain: Tensor, terms: Sequence[_Term], values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def _apply(
+    plain: Tensor,
+    terms: Sequence[Term],
+    seen: Sequence[_Seen],
+    weights: Sequence[float],
+    means: Sequence[tuple[float, float]],
+) -> Tensor:
     """Weigh each term's gradient, and return the loss with the weighed value."""
     import torch
 
-    for node in {term.outer: None for term in terms}:
+    empty = [term for term in terms if not term.part.divisor]
+    whole = plain.new_zeros(()) if empty else plain.detach().reshape(())
+    for term, own, weight, mean in zip(terms, seen, weights, means, strict=True):
+        if not empty:
+            whole = whole - own.value
+        if term.bent is not None:
+            value, derivative = term.bent.at(*mean)
+            whole = whole + own.factor * value
+            _bend(term.bent, derivative * weight)
+        elif weight:
+            whole = whole + weight * own.value
+    for node in {term.outer: None for term in terms if term.bent is None}:
         scales = [weight for term, weight in zip(terms, weights, strict=True) if term.outer is node]
         is_vector = any(term.outer is node and term.place is not None for term in terms)
         node.metadata[_WEIGHT] = node.register_prehook(_scaling(scales, is_vector))
-    empty = [term for term in terms if not term.part.divisor]
     for term in empty:
         settle_empty([term.mean, *learned_products(term.outer)], torch.tensor(0.0))
-    whole = plain.new_zeros(()) if empty else plain.detach().reshape(())
-    for value, weight in zip(values, weights, strict=True):
-        if weight:
-            whole = whole + (weight if empty else weight - 1) * value
-        elif not empty:
-            whole = whole - value
     return _with_value(plain.reshape(()), whole.to(plain.dtype))
+
+
+def _bend(bent: BentMean, derivative: float) -> None:
+    """Give a mean the gradient of a function of all ranks' mean, in place of its own's."""
+    entered: list[Any] = []
+
+    def enter(gradients: Any) -> None:
+        entered[:] = [gradients[0]]
+
+    def leave(gradients: Any) -> Any:
+        return (gradients[0] if not entered else entered[0].reshape(()) * derivative, *gradients[1:])
+
+    bent.node.metadata[_WEIGHT] = bent.node.register_prehook(enter)
+    bent.mean.metadata[_WEIGHT] = bent.mean.register_prehook(leave)
 
 
 def _scaling(scales: Sequence[float], is_vector: bool) -> Callable[[Any], Any]:
