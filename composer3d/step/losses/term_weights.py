@@ -45,7 +45,7 @@ _WHAT_TO_WRITE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a term contributes to the loss, and by what it is multiplied there; of a bent mean, the mean and shift."""
+    """Contribution of a term to the loss, and its factor there; of a bent mean, the mean and its shift."""
 
     value: Tensor
     factor: Tensor
