@@ -114,8 +114,8 @@ def test_other_targets_need_a_function(target):
     with pytest.raises(LossError) as caught:
         count_valid(target)
     assert str(caught.value) == (
-        f"cannot count the valid tokens of a target of type {type(target).__name__}; "
-        "return the loss as (sum, count), or pass compose(count_fn=...), which returns their number"
+        f"cannot count the valid tokens of a target of type {type(target).__name__}; return the loss as (sum, count), "
+        "or as a mean, or pass compose(count_fn=...), which returns their number"
     )
 
 
@@ -204,7 +204,7 @@ def test_what_is_no_loss_is_refused(value, shown):
     assert str(caught.value) == f"the loss is {shown}, not a scalar; {RETURN_A_SUM}"
 
 
-def told_apart(path, as_pair):
+def told_apart(path, form, count_fn=None):
     """Train one step on targets of another form, whose loss says what it counts; uneven over ranks."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -214,28 +214,33 @@ def told_apart(path, as_pair):
 
     def loss_fn(output, target):
         total = ((output - target["y"]).square().sum(-1) * target["weight"]).sum()
-        return Loss(sum=total, count=target["weight"].sum()) if as_pair else total
+        if form == "mean":
+            return total / target["weight"].sum()
+        return Loss(sum=total, count=target["weight"].sum()) if form == "pair" else total
 
     (((reference(x) - y).square().sum(-1) * weight).sum() / weight.sum()).backward()
-    run = composer3d.compose(model, path, loss_fn=loss_fn)
+    run = composer3d.compose(model, path, loss_fn=loss_fn, count_fn=count_fn)
     rank = run.context.data_parallel_rank
     mine = slice(2 * rank, 2 * rank + 2)
+    target = {"y": y[mine], "weight": weight[mine]}
     with run.step(0):
-        run.forward_backward(x[mine], target={"y": y[mine], "weight": weight[mine]})
+        trained = run.forward_backward(x[mine], target=target)
+    assert abs(trained - run.evaluate(x[mine], target=target).loss) < 1e-12
     found = {fqn: parameter.grad.full_tensor() for fqn, parameter in run.named_parameters()}
     run.close()
     return found, {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
 
 
-def test_a_loss_that_says_its_count_needs_no_count_of_its_targets():
-    for found, expected in run_ranks(told_apart, 2, write_manifest("[sharding.fsdp2]\n"), True):
+@pytest.mark.parametrize(("form", "count_fn"), [("pair", None), ("mean", None), ("mean", len)])
+def test_a_loss_that_says_its_count_needs_no_count_of_its_targets(form, count_fn):
+    for found, expected in run_ranks(told_apart, 2, write_manifest("[sharding.fsdp2]\n"), form, count_fn):
         assert_gradients_equal(found, expected, tolerance=1e-12)
 
 
 def test_a_scalar_loss_of_such_targets_needs_one():
     message = "cannot count the valid tokens of a target of type dict; return the loss as"
     with pytest.raises(RankError, match=message):
-        run_ranks(told_apart, 1, write_manifest("[sharding.fsdp2]\n"), False)
+        run_ranks(told_apart, 1, write_manifest("[sharding.fsdp2]\n"), "sum")
 
 
 @pytest.mark.parametrize("output", [{"loss": 3.0, "logits": 1.0}, SimpleNamespace(loss=3.0), 3.0])

@@ -10,7 +10,14 @@ from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
 from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
-from composer3d.step.losses.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
+from composer3d.step.losses.loss import (
+    as_loss,
+    count_provisionally,
+    count_valid,
+    is_counted,
+    loss_of_model,
+    other_padding,
+)
 from composer3d.step.losses.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.step.losses.mixed_values import MixedLosses
 from composer3d.step.microbatches import num_samples, tensors
@@ -100,7 +107,7 @@ class Criterion:
         """
         import torch
 
-        is_plain = equal and self._padding is None and not self._has_other_divisor
+        is_plain = equal and self._padding is None and not self._has_other_divisor and is_counted(target)
         if self._reduction is not None and self._says_divisor is not None and (is_plain or not self._says_divisor):
             return self._as_loss(self._loss_fn(output, target), output, target, equal)
         with torch.enable_grad():
@@ -116,9 +123,11 @@ class Criterion:
             if self._reduction == "sum" or divisor_of_mean(value) is None:
                 raise LossError(_OTHER_PADDING.format(number=self._padding))
             equal = False
-        if self._count_fn is None and target is not None and isinstance(value, torch.Tensor):
-            if not isinstance(target, torch.Tensor):  # whose elements are counted
-                count_valid(target)  # a scalar says no count, so the target has to
+        if isinstance(value, torch.Tensor) and not is_counted(target) and not is_times_zero(value):
+            if self._reduction == "mean" and divisor_of_mean(value) is not None:
+                equal = False  # what it was divided by is its count
+            elif self._count_fn is None:
+                count_valid(target)  # a sum says no count, so the target has to
         count = self._counts.get(id(target))
         count = self.count(target) if count is None else count
         known = None  # any number, where the loss is stated to be a mean

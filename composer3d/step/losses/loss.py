@@ -31,6 +31,7 @@ __all__ = [
     "count_provisionally",
     "count_valid",
     "divided_loss",
+    "is_counted",
     "loss_of_model",
     "other_padding",
 ]
@@ -76,12 +77,20 @@ def count_valid(target: Any) -> int:
         target = target["labels"]
     if not isinstance(target, torch.Tensor):
         raise LossError(
-            f"cannot count the valid tokens of a target of type {type(target).__name__}; "
-            "return the loss as (sum, count), or pass compose(count_fn=...), which returns their number"
+            f"cannot count the valid tokens of a target of type {type(target).__name__}; return the loss as "
+            "(sum, count), or as a mean, or pass compose(count_fn=...), which returns their number"
         )
     if target.is_floating_point() or target.is_complex():
         return target.numel()
     return int((target != IGNORE_INDEX).sum())
+
+
+def is_counted(target: Any) -> bool:
+    """Return whether what a loss adds up is counted in its target: a tensor, or `labels`; None is one sample each."""
+    import torch
+
+    own = target.get("labels") if isinstance(target, Mapping) else target
+    return target is None or isinstance(own, torch.Tensor)
 
 
 def count_provisionally(target: Any) -> int:
