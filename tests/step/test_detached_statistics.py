@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import composed
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer3d.testing import run_ranks
 
@@ -141,12 +142,13 @@ def surrogate(place):
     )
     run = composed("[sharding.fsdp2]\n", nn.Linear(4, 3), loss_fn=None)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-    for _ in range(2):
-        x, y, advantage, mask = torch.randn(6, 4), torch.randint(0, 3, (6, 1)), torch.randn(6), torch.rand(6).round()
+    rows = torch.randn(24, 4), torch.randint(0, 3, (24, 1)), torch.randn(24), torch.rand(24).round()
+    for x, y, advantage, mask in run.loader(DataLoader(TensorDataset(*rows), batch_size=12)):
 
         def normalised(value, here):
             return (value - value.mean()) / (value.std() + 1e-8) if here == place else value
 
+        advantage = normalised(advantage, "before a forward")
         if place == "an old policy":
             with torch.no_grad():
                 advantage = normalised(advantage - run.model(x).log_softmax(-1).gather(1, y)[:, 0], place)
@@ -159,7 +161,7 @@ def surrogate(place):
 
 
 def test_advantages_that_a_loop_normalises_are_named_with_their_line():
-    for place in ("an old policy", "after"):
+    for place in ("an old policy", "after", "before a forward"):
         first, second = run_ranks(surrogate, 2, place)
         assert not second and len(first) == 1 and "mean of detached values in test_detached_statistics.py:" in first[0]
     assert run_ranks(surrogate, 2, "nowhere") == [[], []]

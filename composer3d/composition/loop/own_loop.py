@@ -319,4 +319,5 @@ class OwnLoop:
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
-        return shared_loader(loader, self.context, self._engine.accumulated)
+        detached = self._engine.criterion.mixed.detached
+        return shared_loader(loader, self.context, self._engine.accumulated, detached)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
     from composer3d.step.loops.accumulated_steps import AccumulatedSteps
+    from composer3d.step.losses.detached_statistics import DetachedStatistics
 
 __all__ = ["shared_loader"]
 
@@ -51,19 +52,33 @@ class _Part:
         return len(self._batches)
 
 
-def _saying_the_last(batches: Iterator[Any], accumulated: AccumulatedSteps) -> Iterator[Any]:
+def _saying_the_last(
+    batches: Iterator[Any], accumulated: AccumulatedSteps, detached: DetachedStatistics
+) -> Iterator[Any]:
     """Yield batches; a loop that evaluates on another loader meanwhile finds what it was told before."""
     before = accumulated.has_ended
     try:
         for batch, following in pairwise(chain(batches, (_END,))):
             accumulated.has_ended = following is _END
+            detached.over_batch(batch)
             yield batch
+            detached.end()
     finally:
+        detached.end()
         accumulated.has_ended = before
 
 
-def shared_loader(loader: DataLoader[Any], context: RunContext, accumulated: AccumulatedSteps) -> DataLoader[Any]:
-    """Return a loader of this rank's samples that says which batch is its last; see `Composition.loader`."""
+def shared_loader(
+    loader: DataLoader[Any], context: RunContext, accumulated: AccumulatedSteps, detached: DetachedStatistics
+) -> DataLoader[Any]:
+    """Return a loader of this rank's samples that says which batch is its last; see `Composition.loader`.
+
+    Args:
+        loader: The loop's.
+        context: Of the run.
+        accumulated: Told which batch is the last.
+        detached: Follows what the loop computes of each batch before a forward.
+    """
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
@@ -81,6 +96,6 @@ def shared_loader(loader: DataLoader[Any], context: RunContext, accumulated: Acc
 
     class Shared(DataLoader[Any]):
         def __iter__(self) -> Any:
-            return _saying_the_last(super().__iter__(), accumulated)
+            return _saying_the_last(super().__iter__(), accumulated, detached)
 
     return Shared(loader.dataset, batch_sampler=_Part(loader, context), **options)

@@ -118,6 +118,13 @@ class DetachedStatistics:
         finally:
             self.end()
 
+    def over_batch(self, batch: Any) -> None:
+        """Follow what a loop computes of a batch that it has just read, until its next forward."""
+        if self._num_left:
+            self.end()
+            self._num_samples = num_samples(batch) or 0
+            self._begin()
+
     def _begin(self) -> None:
         if self._num_samples > 1:
             self._mode = torch_compat.function_mode(self._call)
