@@ -62,7 +62,8 @@ def causes_of_restored(evidence: Evidence) -> Iterator[str]:
     if draws:
         cause = (
             f"it draws other random numbers at {_some(draws)}, from a generator whose state no checkpoint has and no "
-            "step sets"
+            "step sets; draw from torch.Generator().manual_seed(composer3d.seed_of(seed, name, step, fqn)), which "
+            "every run seeds alike"
         )
     yield f"saved, loaded and equal, and a step later {_shown(stepped, evidence.layout)}: {cause}"
 

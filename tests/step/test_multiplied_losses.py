@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,3 +77,28 @@ def by_other_numbers():
 
 def test_numbers_of_ranks_that_no_mean_was_divided_by_are_refused():
     assert all(run_ranks(by_other_numbers, 2))
+
+
+def by_nan(ranks):
+    """Return what is warned of a factor that is no number on some ranks, and whether loss and gradients are none."""
+    tokens, targets = padded()
+    records, run = [], composed("[sharding.fsdp2]\n")
+    logging.getLogger("composer3d.step.losses.rank_weights").addFilter(
+        lambda record: records.append(record.getMessage())
+    )
+    with run.step(0):
+        loss = F.cross_entropy(run.model(mine(run, tokens)).flatten(0, 1), mine(run, targets).flatten())
+        returned = run.backward(loss * (math.nan if run.context.rank in ranks else 0.5))
+        norm = run.clip_grad_norm_(1.0)
+    return records, math.isnan(returned), math.isnan(norm)
+
+
+def test_a_factor_that_is_no_number_is_one_devices_and_named_with_its_ranks():
+    for ranks, named in (((0, 1), "0, 1"), ((1,), "1")):
+        (first, *are_nan), (second, *are_nan_too) = run_ranks(by_nan, 2, ranks)
+        assert all(are_nan) and all(are_nan_too) and not second
+        assert re.fullmatch(
+            rf"test_multiplied_losses.py:\d+: the loss is multiplied by nan on data-parallel rank {named}, so that "
+            "loss and gradients of this step are no numbers on any rank, as on one device",
+            *first,
+        )

@@ -8,6 +8,7 @@ Shapes: R ranks, S slots of each, T terms of a loss.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.mesh import Role
+from composer3d.step.call_sites import caller
 from composer3d.step.gradients import add_up
 from composer3d.step.losses.divided_sums import (
     DividedSum,
@@ -50,7 +52,14 @@ if TYPE_CHECKING:
 
 __all__ = ["RankWeights", "Weighted"]
 
+_log = logging.getLogger(__name__)
+
 _SAME = 1e-9
+_SHOWN = 8
+_NO_NUMBER = (
+    "%s: the loss is multiplied by %s on data-parallel rank %s, so that loss and gradients of this step are no numbers "
+    "on any rank, as on one device"
+)
 
 
 class _Kind(IntEnum):
@@ -254,6 +263,10 @@ class RankWeights:
         if not there:
             return Weighted(loss=plain, factor=factor)
         self._compare(ranks)
+        if odd := [str(index) for index, rank in enumerate(ranks) if not math.isfinite(rank.factor)]:
+            if not self._index:
+                _log.warning(_NO_NUMBER, caller(())[1], ranks[int(odd[0])].factor, ", ".join(odd[:_SHOWN]))
+            return Weighted(loss=plain, factor=factor if math.isfinite(factor) else 1.0)
         kinds = {rank.kind for rank in there}
         total = _multiplied_back(there)
         if _Kind.TERMS in kinds:
