@@ -69,7 +69,7 @@ class Layout:
     degrees: Mapping[str, int]
     _products: dict[tuple[Role, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def dense_axes(self) -> tuple[Axis, ...]:
         """The axes that multiply to the world: all but experts, and groups of ranks that are worlds of their own."""
         return tuple(axis for axis in self.axes if axis.role not in (Role.EXPERT, Role.REPLICA))
@@ -167,9 +167,10 @@ class Layout:
 
     def span(self, ranks: Sequence[int]) -> str:
         """Return the axes along which ranks lie apart, as the name of a group of them; `world` for all ranks."""
+        if len(ranks) == self.world_size:
+            return "world"
         places = [self.coordinates(rank) for rank in ranks]
-        apart = [axis.name for axis in self.dense_axes if len({place[axis.name] for place in places}) > 1]
-        return "world" if len(places) == self.world_size else " x ".join(apart)
+        return " x ".join(axis.name for axis in self.dense_axes if len({place[axis.name] for place in places}) > 1)
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that the rank meets along an axis, itself among them, ascending.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from composer3d.errors import RankError
-from composer3d.torch_compat import clear_sharding_caches, fake_store, start_autograd
+from composer3d.torch_compat import clear_sharding_caches, fake_group, start_autograd
 
 __all__ = ["fake_world"]
 
@@ -44,10 +44,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     # Of an earlier world of this process too: torch remembers results by meshes that are equal, with their groups.
     clear_sharding_caches()
     start_autograd()  # before DTensor makes fake tensors, so that ranks may be forked from this process later
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
     try:
-        yield
+        with fake_group(world_size, rank):
+            yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         clear_sharding_caches()

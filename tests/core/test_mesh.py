@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import math
 from datetime import timedelta
 
@@ -243,7 +244,7 @@ def test_the_mesh_of_four_ranks():
 
 
 def backends():
-    torch_compat.fake_store()  # registers the backend
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     mesh = build(layout(dp_shard=2), device_type="cpu", options={"dp_shard": GroupOptions(backend="fake")})
     return {name: dist.get_backend(mesh[name].get_group()) for name in mesh.mesh_dim_names}
 

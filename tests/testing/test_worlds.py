@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d.errors import RankError
 from composer3d.testing import fake_world
-from composer3d.torch_compat import fake_store
+from composer3d.torch_compat import fake_group
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (8, 3), (16384, 16383)])
@@ -66,9 +66,8 @@ def test_nothing_is_left_of_a_world_before_it():
         x = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(1)], run_check=False)
         return mesh, torch.nn.functional.linear(x, x).device_mesh
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=fake_store())
-    mesh_of_result()
-    dist.destroy_process_group()
+    with fake_group(2, 0):
+        mesh_of_result()
     with fake_world(2):
         mesh, found = mesh_of_result()
         assert found is mesh

@@ -27,12 +27,17 @@ def test_lazy_modules_exist():
         assert importlib.import_module(name).__name__ == name
 
 
-def test_fake_store_registers_the_backend():
-    dist.init_process_group("fake", rank=2, world_size=5, store=torch_compat.fake_store())
-    try:
-        assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
-    finally:
-        dist.destroy_process_group()
+def test_a_fake_group_has_a_rank_and_a_size_and_meshes_make_the_groups_of_that_rank_alone():
+    with torch_compat.fake_group(12, 5):
+        mesh = init_device_mesh("cpu", (3, 4), mesh_dim_names=("outer", "inner"))
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 12)
+        assert sorted(map(dist.get_process_group_ranks, torch_compat.all_groups()), key=len) == [
+            [1, 5, 9],
+            [4, 5, 6, 7],
+            list(range(12)),
+        ]
+        assert dist.get_process_group_ranks(mesh["inner"].get_group()) == [4, 5, 6, 7]
+    assert not dist.is_initialized()
 
 
 def test_process_group_from_a_name_a_box_and_itself():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -17,8 +17,27 @@ if TYPE_CHECKING:
 
 __all__ = ["forget_meshes", "know_meshes", "owners_of", "owns", "raise_explained", "sharded_parameters"]
 
-_MESHES: weakref.WeakKeyDictionary[RunContext, frozenset[DeviceMesh]] = weakref.WeakKeyDictionary()
+_MESHES: weakref.WeakKeyDictionary[RunContext, _Meshes] = weakref.WeakKeyDictionary()
 _PARAMETERS: weakref.WeakKeyDictionary[RunContext, Mapping[str, DTensor]] = weakref.WeakKeyDictionary()
+
+
+class _Meshes:
+    """Meshes of a run, and others that equal one: an object that was compared is not compared again.
+
+    Two meshes are compared rank by rank, which takes a millisecond for 16,384 of them, and every operator asks.
+    """
+
+    def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
+        self._meshes = frozenset(meshes)
+        self._known: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+    def __contains__(self, mesh: DeviceMesh) -> bool:
+        if self._known.get(id(mesh)) is mesh:
+            return True
+        if mesh not in self._meshes:
+            return False
+        self._known[id(mesh)] = mesh
+        return True
 
 
 def know_meshes(context: RunContext) -> None:
@@ -32,7 +51,7 @@ def know_meshes(context: RunContext) -> None:
     parameters = {fqn: p for fqn, p in context.named_parameters() if isinstance(p, DTensor)}
     _PARAMETERS[context] = parameters
     found = {context.mesh, *(p.device_mesh for p in parameters.values())}
-    _MESHES[context] = frozenset({*found, *(mesh[name] for mesh in found for name in mesh.mesh_dim_names or ())})
+    _MESHES[context] = _Meshes({*found, *(mesh[name] for mesh in found for name in mesh.mesh_dim_names or ())})
 
 
 def forget_meshes(context: RunContext) -> None:
