@@ -163,9 +163,8 @@ def suggest_for(
     of_model = costs.num_blocks, given.own, given.hardware, world_size
     worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
     if costs.refused and not searched.num_tried:
-        batch = given.own.global_batch
-        share = f", and {world_size} ranks cannot share {batch} sequences a step" if batch % world_size else ""
-        raise ComposerError(f"no layout of the model can be traced{share}{_instead(worlds)}: {costs.refused[0]}")
+        told = f"no layout of the model can be traced{_unshared(given.own.global_batch, world_size)}{_instead(worlds)}"
+        raise ComposerError(f"{told}: {costs.refused[0]}")
     return SuggestResult(
         suggestions=suggestions,
         patches=tuple(given.changes_to(suggestion.candidate.setup) for suggestion in suggestions),
@@ -198,6 +197,11 @@ def _lines(result: SuggestResult) -> Iterator[str]:
         f"\n{found.num_tried} layouts searched by traced costs, {found.num_fitting} fit; those above were planned, and "
         "composer3d plan says between which bounds their times lie"
     )
+
+
+def _unshared(global_batch: int, world_size: int) -> str:
+    """Return that a world cannot share a batch, where that is so."""
+    return f", and {world_size} ranks cannot share {global_batch} sequences a step" if global_batch % world_size else ""
 
 
 def _instead(worlds: Sequence[int]) -> str:
