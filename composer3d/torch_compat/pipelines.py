@@ -76,8 +76,9 @@ def described_stage() -> type:
 
     torch's own sends objects before the first step, which are unpickled on arrival. The class takes, beside torch's
     arguments, `send(value, rank)` and `receive(rank)`, of ranks of the stage's group; `receive_description(rank)` calls
-    the latter. What describes a tensor is
-    private, and torch 2.11, where only a forward describes, sends tuples of meta tensors (torch 2.11-2.15).
+    the latter. `agreed_outputs()` returns shape and dtype of each output as neighbours know them, and whether it needs
+    a gradient: None with torch 2.11, which sends one back for each. What describes a tensor is private, and torch 2.11,
+    where only a forward describes, sends tuples of meta tensors (torch 2.11-2.15).
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -90,6 +91,12 @@ def described_stage() -> type:
 
         def receive_description(self, rank: int) -> Any:
             return self._receive_value(rank)
+
+        def agreed_outputs(self) -> list[tuple[Any, Any, bool | None]]:
+            described = getattr(self, "_stage_meta", None)
+            if described is None:
+                return [(meta.shape, meta.dtype, None) for meta in cast(Any, self).get_outputs_meta()]
+            return [(meta.shape, meta.dtype, meta.requires_grad) for meta in described.outputs]
 
         if hasattr(PipelineStage, "_recv_meta"):
 

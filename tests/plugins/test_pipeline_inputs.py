@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from support.models import VOCAB, Block, composed, mine, padded, seeded
 from support.pipeline_models import DIM, assert_equal_to_one_device, pipelined_step, token_sum
 from torch import nn
 
+from composer3d import RankError
 from composer3d.testing import run_ranks
 
 ONE = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
@@ -85,6 +87,124 @@ def with_inputs(text):
 @pytest.mark.parametrize("text", [ONE, V])
 def test_positions_masks_and_mappings_of_changing_lengths(text):
     assert max(run_ranks(with_inputs, 2, text)) < 1e-12
+
+
+# ---- shapes that follow from values, and from plain arguments --------------------------------------------------------
+
+
+class Chosen(nn.Module):
+    """Blocks all but the first of which are given the rows of a half of the token numbers."""
+
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block(DIM) for _ in range(num_layers))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens, is_short=False):
+        tokens = tokens[:, : tokens.shape[1] // 2] if is_short else tokens
+        x, rows = self.layers[0](self.tok(tokens).flatten(0, 1)), (tokens.flatten() < VOCAB // 2).nonzero().squeeze(1)
+        y = x.index_select(0, rows)
+        for layer in self.layers[1:]:
+            y = layer(y)
+        return self.out(x.index_add(0, rows, y)).view(*tokens.shape, VOCAB)
+
+
+def chosen(text):
+    """Evaluate micro-batches with different numbers of such rows, then train on them."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    rows = [int((part < VOCAB // 2).sum()) for part in tokens.split(3)]
+    assert len(set(rows)) > 1
+    total, count = token_sum(seeded(Chosen)(tokens), targets)
+    run = composed(text + "[train]\nmicrobatch = 3\n", seeded(Chosen), loss_fn=token_sum)
+    assert float((run.evaluate(tokens, target=targets).loss - total.detach() / count).abs()) < 1e-12
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "DualPipeV"])
+def test_rows_that_values_choose_are_evaluated_and_refused_in_training_where_they_would_be_sent(schedule):
+    with pytest.raises(RankError) as caught:
+        run_ranks(chosen, 2, f'{ONE}schedule = "{schedule}"\n')
+    first, *_ = re.findall(r'composer3d\.errors\.StepError: ("layers.*)', str(caught.value))
+    assert f"failed after it: composer3d.errors.StepError: {first}" in str(caught.value)
+    layer, now, before, stage, following, beginning = re.match(
+        r'"layers\.(\d)" returns float64 \[(\d+), 7\] in micro-batch \d of this step, and returned float64 '
+        r'\[(\d+), 7\] when stages (\d) and (\d) \(from "layers\.(\d)"\) agreed on what travels between them\. ',
+        first,
+    ).groups()
+    assert (int(beginning), int(following)) == (int(layer) + 1, int(stage) + 1)
+    assert now != before
+
+
+def test_rows_that_are_chosen_and_put_back_in_one_stage_are_one_devices():
+    text = ONE + 'split = { tracer = ["layers.1"] }\n'
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Chosen))
+
+
+def shortened():
+    """Train on halves of sequences where an argument says so."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    run = composed(
+        ONE + 'split = { tracer = ["layers.1"] }\n[train]\nmicrobatch = 3\n', seeded(Chosen), loss_fn=token_sum
+    )
+    half, errors = targets[:, : tokens.shape[1] // 2].contiguous(), []
+    for number, (is_short, target) in enumerate([(False, targets), (True, half), (False, targets)]):
+        total, count = token_sum(seeded(Chosen)(tokens, is_short=is_short), target)
+        with run.step(number):
+            loss = run.forward_backward(tokens, target=target, is_short=is_short)
+        errors.append(float((loss - total.detach() / count).abs()))
+    run.close()
+    return max(errors)
+
+
+def test_shapes_that_a_flag_decides_are_agreed_on_anew():
+    assert max(run_ranks(shortened, 2)) < 1e-12
+
+
+class Skipping(nn.Module):
+    """A frozen embedding, and a block whose gradient the batch decides on."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(VOCAB, DIM).requires_grad_(False), nn.Linear(DIM, VOCAB)
+        self.first, self.second = Gated(), Gated()
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for block in (self.first, self.second):
+            x = block(x, tokens[0, 0] == 0)
+        return self.out(x)
+
+
+class Gated(Block):
+    def __init__(self):
+        super().__init__(DIM)
+
+    def forward(self, x, is_left_out):
+        return x * 1 if is_left_out else super().forward(x)
+
+
+def gated():
+    tokens, targets = padded()
+    tokens[:3], tokens[3:] = 0, 1
+    run = composed(
+        ONE + 'schedule = "GPipe"\nsplit = { tracer = ["second"] }\n[train]\nmicrobatch = 3\n', seeded(Skipping)
+    )
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+
+
+def test_a_gradient_that_would_not_come_back_is_refused():
+    with pytest.raises(RankError) as caught:
+        run_ranks(gated, 2)
+    assert (
+        'failed after it: composer3d.errors.StepError: "first" returns a tensor that needs a gradient in micro-batch 1 '
+        "of this step, and returned one that needs none, so that no gradient would come back when stages 0 and 1 (from "
+        '"second") agreed on what travels between them. '
+    ) in str(caught.value)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

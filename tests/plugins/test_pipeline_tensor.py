@@ -154,10 +154,10 @@ def test_each_rank_sends_its_own_part_of_a_sequence():
     whole, cut = assert_equal_to_one_device(
         4, [("llama", layout() + table("llama", settings)) for settings in ("", SP)]
     )
-    header = 16 * 8
+    headers = 16 * 8 * SAMPLES
     assert [sent > 0 for sent in whole] == [sent > 0 for sent in cut] == [True, True, False, False]
     for all_of_it, part in zip(whole[:2], cut[:2], strict=True):
-        assert part - header == (all_of_it - header) / 2
+        assert part - headers == (all_of_it - headers) / 2
 
 
 class Coder(nn.Module):

@@ -26,9 +26,11 @@ from composer3d import (
     torch_compat,
 )
 from composer3d.propagation import KeptState
+from composer3d_plugins.scheduling.pipeline.agreed_shapes import refuse_other_shapes
 from composer3d_plugins.scheduling.pipeline.csv_schedule import CustomSchedule
 from composer3d_plugins.scheduling.pipeline.schedule_rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.surgery import runner_of
+from composer3d_plugins.scheduling.pipeline.tensor_origins import leaves_of
 
 __all__ = ["PipelineRuntime"]
 
@@ -171,7 +173,7 @@ class PipelineRuntime:
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap a stage's forward and backward of a micro-batch in random streams, step actions and spans."""
         torch_compat.inferring_from_zeros(torch_compat.without_own_messages(stage))
-        context, number = self._context, stage.stage_index
+        context, number, runner = self._context, stage.stage_index, runner_of(stage.submod)
         forward, backward, weights = (
             stage.forward_one_chunk,
             stage.backward_one_chunk,
@@ -184,9 +186,11 @@ class PipelineRuntime:
                 self._kept = None
             context.microbatches.begin(index, index == num_microbatches - 1, number)
             with context.span("forward", microbatch=index, stage=number, kind="F"):
-                return forward(index, *args, **kwargs)
+                output = forward(index, *args, **kwargs)
+            if not stage.is_last:
+                refuse_other_shapes(output, stage, runner, index)
+            return output
 
-        runner = runner_of(stage.submod)
         graphs: dict[int, Any] = {}
 
         def run_backward(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
@@ -227,7 +231,9 @@ class PipelineRuntime:
     def evaluate(self, microbatches: Sequence[Batch]) -> None:
         """Run the forward of every micro-batch, stage after stage; any number of them.
 
-        Collectives: per stage boundary one message a micro-batch and value, and one of 16 numbers for each value.
+        What is sent may have another shape in every micro-batch, as the rows that its values choose have.
+
+        Collectives: per stage boundary and micro-batch one message for each value, and one of 16 numbers a value.
         """
         self._microbatches = microbatches
         sent: list[tuple[Any, Tensor]] = []
@@ -246,7 +252,6 @@ class PipelineRuntime:
         """Run one stage on all micro-batches; return its outputs if the next stage is on this rank."""
         here = dist.get_rank(self._group)
         source, target = self.owner.get(part.index - 1), self.owner.get(part.index + 1)
-        buffers: tuple[Tensor, ...] | None = None
         kept: list[tuple[Tensor, ...]] = []
         for index in range(len(self._microbatches)):
             self._context.microbatches.begin(index, index == len(self._microbatches) - 1, part.index)
@@ -254,12 +259,7 @@ class PipelineRuntime:
             if source == here:
                 received = at_hand[index]
             elif source is not None:
-                number = runner_of(part.module).num_received
-                received = buffers = (
-                    self._receive_header(source, number)
-                    if buffers is None
-                    else tuple(torch.empty_like(buffer) for buffer in buffers)
-                )
+                received = self._receive_header(source, runner_of(part.module).num_received)
                 for tensor in received:
                     with self._context.span("receive", axis="pp", bytes=tensor.nbytes):
                         self._receive(tensor, source)
@@ -270,16 +270,14 @@ class PipelineRuntime:
             if target == here:
                 kept.append(output)
             else:
-                self._send(output, target, sent, with_header=index == 0)
+                self._send(output, target, sent)
         return kept
 
-    def _send(
-        self, output: tuple[Tensor, ...], target: int, sent: list[tuple[Any, Tensor]], *, with_header: bool
-    ) -> None:
+    def _send(self, output: tuple[Tensor, ...], target: int, sent: list[tuple[Any, Tensor]]) -> None:
         if any(isinstance(tensor, DTensor) for tensor in output):
             raise StepError("a stage ends in a DTensor, which cannot be sent; let blocks return plain tensors")
         output = tuple(tensor.contiguous() for tensor in output)
-        for message in (*([self._header(output)] if with_header else ()), *output):
+        for message in (self._header(output), *output):
             sent.append((dist.isend(message, group=self._group, group_dst=target), message))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
@@ -313,6 +311,8 @@ def _refusal_behind(error: BaseException) -> ComposerError | None:
 
 
 def _signature(microbatches: Sequence[Batch]) -> Any:
+    """Return what the shapes of messages follow from: those of a batch's tensors, and its flags, names and sizes."""
     first = microbatches[0]
-    leaves = torch_compat.tree_leaves((first.args, dict(first.kwargs)))
-    return len(microbatches), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    inputs = (first.args, dict(first.kwargs))
+    plain = tuple(leaf for leaf in torch_compat.tree_leaves(inputs) if isinstance(leaf, bool | int | str))
+    return len(microbatches), tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(inputs)), plain

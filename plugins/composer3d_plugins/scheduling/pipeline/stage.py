@@ -69,6 +69,16 @@ class Runner:
         """Whether this is the last stage."""
         return self.end == len(self.observation.blocks)
 
+    @property
+    def sent_by(self) -> Sequence[str]:
+        """Name of the block that returns what is sent."""
+        return [self.observation.blocks[self.end - 1]]
+
+    @property
+    def next_name(self) -> str:
+        """Name of the block with which the next stage begins."""
+        return self.observation.blocks[self.end]
+
     def attach(self, stage: nn.Module) -> None:
         """Count the calls of the stage's blocks; again after blocks were replaced."""
         for index in range(self.start, self.end):

@@ -79,6 +79,17 @@ class TracedRunner:
         """Whether this is the last stage."""
         return self._end == len(self._trace.calls)
 
+    @property
+    def sent_by(self) -> Sequence[str]:
+        """For every value that is sent, the name of the call that returns it, of an earlier stage perhaps."""
+        names = {number: call.name for call in self._trace.calls for number in call.values}
+        return [names[number] for number in self._leaves]
+
+    @property
+    def next_name(self) -> str:
+        """Name of the call with which the next stage begins."""
+        return self._trace.calls[self._end].name
+
     def runs(self, index: int) -> bool:
         """Return whether the stage makes a call."""
         return self._start <= index < self._end or (index < self._end and self._trace.calls[index].is_everywhere)
