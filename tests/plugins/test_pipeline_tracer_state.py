@@ -115,6 +115,8 @@ class Refused(nn.Module):
             return self.out(d(c(y)) + x)
         if self.how == "beside":
             return self.out(d(c(b(a(x)))) + a.beside)
+        if self.how == "kept":
+            return self.out(d(c(b(a(x)))) + a.kept[-1])
         if self.how == "written":
             return self.out(a(d(c(b(a(x))))))
         if self.how == "unused":
@@ -136,7 +138,7 @@ class Odd(Block):
         if self.how == "written":
             self.calls += 1
         y = super().forward(x)
-        self.beside = y * 2
+        self.beside, self.kept = y * 2, [y]
         return y
 
 
@@ -159,6 +161,12 @@ class Odd(Block):
             "travel between stages",
         ),
         (
+            "kept",
+            'the forward takes what "layers.0" computed from where it or a hook left it, a list or an attribute, and '
+            "another stage, which does not make the call, has nothing there; take it from what the call returns, or "
+            "split elsewhere",
+        ),
+        (
             "written",
             'the buffer "layers.0.calls" is written by calls on stages 0 and 1, each of which would have its own; '
             "split elsewhere",
@@ -169,6 +177,41 @@ class Odd(Block):
 def test_refusals(how, message):
     for text in run_ranks(refusal, 2, how, ""):
         assert text == f":4:13: [scheduling.pipeline] {message}"
+
+
+class Reading(Odd):
+    """A block that reads what another one has left."""
+
+    def __init__(self):
+        super().__init__("")
+
+    def forward(self, x):
+        return super().forward(x + self.read() if hasattr(self, "read") else x)
+
+
+class Reads(nn.Module):
+    """A chain of blocks, one of which reads what the block before it has left."""
+
+    def __init__(self, reader):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(Reading() for _ in range(4))
+        before = self.layers[reader - 1]
+        self.layers[reader].read = lambda: before.kept[-1]
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def test_what_a_block_has_left_is_read_in_its_own_stage_alone():
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, TRACER, Reads, {"reader": 1}))
+    for text in run_ranks(partial(refusal, factory=Reads, reader=2), 2, "", 'split = "auto"'):
+        assert (
+            '; and where values are traced, the forward takes what "layers.1" computed from where it or a hook' in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,10 +233,10 @@ def test_cuts_that_are_not_there(more, message):
         assert text.partition("[scheduling.pipeline] ")[2] == message
 
 
-def refusal(how, more):
+def refusal(how, more, factory=Refused, **options):
     text = TRACER.replace('split = "tracer"\n', "") if "split" in more else TRACER
     with pytest.raises(ManifestError) as caught:
-        composed(text + more + "\n", seeded(Refused, how=how))
+        composed(text + more + "\n", seeded(factory, **(options or {"how": how})))
     return str(caught.value).partition("run.toml")[2]
 
 

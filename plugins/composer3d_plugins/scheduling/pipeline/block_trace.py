@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NotStraightError", "Observation", "observe"]
 
-# What block i returns besides the hidden state has the source _BESIDES - i.
+# What block i returns besides the hidden state, or keeps of it, has the source _BESIDES - i.
 _BESIDES = -2
 
 
@@ -149,6 +149,10 @@ class _Watch(Origins):
                     "between stages only the hidden state travels, from each block to the next"
                 )
 
+    def _of(self, value: Any) -> set[Source]:
+        kept = {keeper for tensor in tensors_of(value) if (keeper := self._keeper(tensor)) is not None}
+        return super()._of(value) | {_BESIDES - index for index in kept}
+
     def _users(self, fqn: str) -> set[int]:
         return self._needs[fqn] if fqn in self._needs else self._buffer_needs[fqn]
 
@@ -189,14 +193,15 @@ class _Watch(Origins):
                 raise NotStraightError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')
             self._called.append(index)
             self._needed(given, index)
-            self._inside = index
+            self._inside, self._entered_at = index, len(self._alive)
 
         return enter
 
-    def _leaving(self, index: int) -> Callable[..., None]:
-        def leave(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leaving(self, index: int) -> Callable[..., Any]:
+        def leave(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             import torch
 
+            output = self._returned(index, output)
             self._inside = None
             first = output[0] if isinstance(output, list | tuple) and output else output
             if not isinstance(first, torch.Tensor):
@@ -211,6 +216,7 @@ class _Watch(Origins):
                 if tensor is not first and torch_compat.storage_key(tensor) != torch_compat.storage_key(first):
                     self._sources[self._key(tensor)] = {_BESIDES - index}
             self._returns[index] = torch_compat.tree_map(_no_tensor, output)
+            return output
 
         return leave
 

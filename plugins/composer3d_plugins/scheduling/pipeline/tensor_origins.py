@@ -53,6 +53,9 @@ class Origins(abc.ABC):
                 self.values.learn(empty, buffer)
         self._sources: dict[int, set[Source]] = defaultdict(set)
         self._alive: list[Any] = []  # a storage that is freed may give its key to another
+        self._first_at: dict[int, int] = {}  # storages, and how many of these there were when each was first seen
+        self._kept: dict[int, int] = {}  # tensors that a hooked module made, and the module's index
+        self._entered_at = 0
         self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
         self._buffers = {id(b): fqn for fqn, b in skeleton.named_buffers()}
         self._storages = {self._key(p): fqn for fqn, p in [*skeleton.named_buffers(), *skeleton.named_parameters()]}
@@ -101,8 +104,27 @@ class Origins(abc.ABC):
         """Hook the modules whose calls are recorded; return the handles."""
 
     def _key(self, tensor: Tensor) -> int:
+        key = torch_compat.storage_key(tensor)
+        self._first_at.setdefault(key, len(self._alive))
         self._alive.append(tensor)
-        return torch_compat.storage_key(tensor)
+        return key
+
+    def _returned(self, index: int, output: Any) -> Any:
+        """Return a hooked module's output as other objects than those that it may have kept, in a list or attribute.
+
+        Another stage receives what a module returns, and does not run what keeps it.
+        """
+        keys = {self._key(tensor) for tensor in tensors_of(output)}
+        made = (tensor for tensor in self._alive[self._entered_at :] if torch_compat.storage_key(tensor) in keys)
+        for tensor in made:
+            if self._first_at[torch_compat.storage_key(tensor)] >= self._entered_at:
+                self._kept[id(tensor)] = index
+        return torch_compat.tree_map(_alias, output)
+
+    def _keeper(self, tensor: Tensor) -> int | None:
+        """Return the index of the hooked module that kept a tensor which is used elsewhere, not taken from a call."""
+        index = self._kept.get(id(tensor))
+        return None if index == self._inside else index
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +220,12 @@ class Origins(abc.ABC):
             "use_reentrant=True, whose backward gives no gradient to another stage; write use_reentrant=False, or "
             "leave recomputation to [scheduling.activation_checkpoint]"
         )
+
+
+def _alias(value: Any) -> Any:
+    import torch
+
+    return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 
 def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:

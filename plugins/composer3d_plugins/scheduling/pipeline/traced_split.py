@@ -12,7 +12,7 @@ from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division
 from composer3d_plugins.scheduling.pipeline.tensor_origins import Source, same_places
-from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, Trace, trace
+from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, KEPT, Trace, trace
 
 if TYPE_CHECKING:
     import torch
@@ -152,20 +152,23 @@ class Traced(Division[Trace]):
             if not self.values_into(stage):
                 name = self.seen.calls[self.starts[stage]].name
                 raise TransformError(f'nothing that is computed before "{name}" is used there or later')
-        seen: dict[Source, int] = {}
+        seen: dict[int, int] = {}
         for stage, takes in enumerate(self._takes):
-            for source in takes:
-                if not isinstance(source, tuple):
-                    continue
-                kind, number = source
+            for kind, number in sorted(source for source in takes if isinstance(source, tuple)):
                 if kind == CHANGED and self.stage_of(number) != stage:
                     raise TransformError(
                         f'"{self.seen.calls[number].name}" changes in place what it is given, and another stage than '
                         "its own uses that; let it change a copy, or split elsewhere"
                     )
-                if kind == DRAWN and seen.setdefault(source, stage) != stage:
+                if kind == KEPT and stage not in self._stages_making(number):
                     raise TransformError(
-                        f"stages {seen[source]} and {stage} use the same random numbers, which the forward draws "
+                        f'the forward takes what "{self.seen.calls[number].name}" computed from where it or a hook '
+                        "left it, a list or an attribute, and another stage, which does not make the call, has nothing "
+                        "there; take it from what the call returns, or split elsewhere"
+                    )
+                if kind == DRAWN and seen.setdefault(number, stage) != stage:
+                    raise TransformError(
+                        f"stages {seen[number]} and {stage} use the same random numbers, which the forward draws "
                         "between modules, and each would draw its own; draw them in a module (torch.nn.Dropout)"
                     )
         for fqn, writers in self.seen.buffer_writers.items():

@@ -27,10 +27,11 @@ from composer3d_plugins.scheduling.pipeline.tensor_origins import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["CHANGED", "DRAWN", "Call", "Trace", "trace"]
+__all__ = ["CHANGED", "DRAWN", "KEPT", "Call", "Trace", "trace"]
 
-# Sources besides FQNs and numbers of values: the operator that drew random numbers, the call that wrote over a tensor.
-DRAWN, CHANGED = "drawn", "changed"
+# Sources besides FQNs and numbers of values: the operator that drew random numbers, the call that wrote over a tensor,
+# the call that kept what it also returned.
+DRAWN, CHANGED, KEPT = "drawn", "changed", "kept"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,6 +202,8 @@ class _Watch(Origins):
                 )
             if id(tensor) in self._changed and self._changed[id(tensor)] != self._inside:
                 found.add((CHANGED, self._changed[id(tensor)]))
+            if (keeper := self._keeper(tensor)) is not None:
+                found.add((KEPT, keeper))
         return found
 
     def _needed(self, sources: set[Source], place: int) -> None:
@@ -244,7 +247,7 @@ class _Watch(Origins):
             self._called.append((fqn, id(module) in self._blocks))
             for tensor in tensors_of((args, kwargs)):
                 self._key(tensor)
-            self._entered, self._overwritten = self._num_operators, set()
+            self._entered, self._entered_at, self._overwritten = self._num_operators, len(self._alive), set()
 
         return enter
 
@@ -259,7 +262,7 @@ class _Watch(Origins):
             older = [tensor for key in self._overwritten for tensor in self._seen[key]]
             self._changed.update(dict.fromkeys(older, index))
             # Objects of their own, so that they differ from what was given and changed in place.
-            output = torch_compat.tree_map(_alias, output)
+            output = self._returned(index, output)
             for tensor in tensors_of(output):
                 self._changed.pop(id(tensor), None)
             self._inside = None
@@ -330,9 +333,3 @@ class _Watch(Origins):
             computed_bytes=self._computed_bytes,
             skeleton=self.skeleton,
         )
-
-
-def _alias(value: Any) -> Any:
-    import torch
-
-    return value.view_as(value) if isinstance(value, torch.Tensor) else value
