@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import composed, mine, seeded, unpadded
+from torch.utils.data import DataLoader, TensorDataset
 
-from composer3d import BatchError
+from composer3d import BatchError, StepError
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
@@ -146,3 +147,28 @@ def test_batches_that_do_not_divide_over_ranks_are_refused():
         ]
         * 2
     )
+
+
+def skipping():
+    """Skip a batch on one rank in steps that number themselves; return what is said, and in which step."""
+    tokens, targets = unpadded(num_sequences=20)
+    run = composed(FSDP)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    loader, steps = DataLoader(TensorDataset(tokens, targets), batch_size=4), 0
+    with pytest.raises(StepError) as caught:
+        for number, (own_tokens, own_targets) in enumerate(run.loader(loader)):
+            if number == 2 and run.context.rank == 1:
+                continue
+            run.backward(mean(run.model, own_tokens, own_targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return str(caught.value), steps
+
+
+def test_a_rank_that_skips_a_batch_of_the_loader_is_named_before_its_next_step():
+    for said, steps in run_ranks(skipping, 2):
+        assert steps == 2 and said == (
+            "the loop of rank 1 (dp_shard 1) decided something else than that of rank 0 before step 2: batches that "
+            "run.loader has given the loop: 4, not 3; all ranks must decide alike"
+        )

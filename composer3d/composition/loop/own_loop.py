@@ -319,5 +319,11 @@ class OwnLoop:
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
-        detached = self._engine.criterion.mixed.detached
-        return shared_loader(loader, self.context, self._engine.accumulated, detached)
+        engine = self._engine
+        return shared_loader(
+            loader,
+            self.context,
+            accumulated=engine.accumulated,
+            detached=engine.criterion.mixed.detached,
+            loop=engine.loop,
+        )

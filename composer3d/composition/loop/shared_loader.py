@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
     from composer3d.step.loops.accumulated_steps import AccumulatedSteps
+    from composer3d.step.loops.loop_state import LoopState
     from composer3d.step.losses.detached_statistics import DetachedStatistics
 
 __all__ = ["shared_loader"]
@@ -53,7 +54,7 @@ class _Part:
 
 
 def _saying_the_last(
-    batches: Iterator[Any], accumulated: AccumulatedSteps, detached: DetachedStatistics
+    batches: Iterator[Any], accumulated: AccumulatedSteps, detached: DetachedStatistics, loop: LoopState
 ) -> Iterator[Any]:
     """Yield batches; a loop that evaluates on another loader meanwhile finds what it was told before."""
     before = accumulated.has_ended
@@ -61,6 +62,7 @@ def _saying_the_last(
         for batch, following in pairwise(chain(batches, (_END,))):
             accumulated.has_ended = following is _END
             detached.over_batch(batch)
+            loop.num_read += 1
             yield batch
             detached.end()
     finally:
@@ -69,7 +71,12 @@ def _saying_the_last(
 
 
 def shared_loader(
-    loader: DataLoader[Any], context: RunContext, accumulated: AccumulatedSteps, detached: DetachedStatistics
+    loader: DataLoader[Any],
+    context: RunContext,
+    *,
+    accumulated: AccumulatedSteps,
+    detached: DetachedStatistics,
+    loop: LoopState,
 ) -> DataLoader[Any]:
     """Return a loader of this rank's samples that says which batch is its last; see `Composition.loader`.
 
@@ -78,6 +85,7 @@ def shared_loader(
         context: Of the run.
         accumulated: Told which batch is the last.
         detached: Follows what the loop computes of each batch before a forward.
+        loop: Counts the batches.
     """
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -96,6 +104,6 @@ def shared_loader(
 
     class Shared(DataLoader[Any]):
         def __iter__(self) -> Any:
-            return _saying_the_last(super().__iter__(), accumulated, detached)
+            return _saying_the_last(super().__iter__(), accumulated, detached, loop)
 
     return Shared(loader.dataset, batch_sampler=_Part(loader, context), **options)

@@ -60,6 +60,7 @@ class LoopState:
         clip_norm: Norm to which gradients were last clipped.
         writes: Of the loop, into optimizer state.
         gradients: Of the loop, its writes into gradients.
+        num_read: Number of batches that the loop was given by `run.loader`: a rank that skips one is a batch ahead.
 
     Args:
         context: With mesh and parts.
@@ -67,7 +68,7 @@ class LoopState:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.clip_norm = 0.0
+        self.clip_norm, self.num_read = 0.0, 0
         self._modules: list[nn.Module] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._sample: list[nn.Parameter] = []
@@ -130,6 +131,7 @@ class LoopState:
         # Numbers alone: the hashes of texts, and of None, are another process's own.
         numbers = (
             self.clip_norm,
+            self.num_read,
             groups,
             modes,
             frozen,
@@ -176,6 +178,7 @@ class LoopState:
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
         found["steps that the optimizer's state counts"] = self._steps(optimizer)
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
+        found["batches that run.loader has given the loop"] = self.num_read
         found |= self.writes.described() | self.gradients.described() | self._shards.described()
         for part in self._context.parts:
             found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
