@@ -203,3 +203,51 @@ def test_modules_that_read_one_shard_are_in_one_stage():
         'a stage stands in for "mean", which another stage runs, and what that returns does not follow from what '
         "arrives, a shard perhaps (RuntimeError: "
     ) in str(caught.value)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Shared(nn.Module):
+    """Blocks that stand in the list several times, as ALBERT's."""
+
+    def __init__(self, times):
+        super().__init__()
+        blocks = [Residual(), Residual()]
+        self.enter, self.layers, self.leave = nn.Linear(4, 4), nn.ModuleList(blocks * times), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+def shared(times):
+    """Return on a rank how far gradients of blocks are off of which each stage holds some, or all, and some twice."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, y, model = torch.randn(4, 4), torch.randn(4, 4), Shared(times)
+    mse_loss(model(x), y).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model.zero_grad()
+    text = layout(microbatch=2) + AUTO
+    run = composer3d.compose(copy.deepcopy(model), write_manifest(text), loss_fn=mse_loss, example=((x[:2],), {}))
+    with run.step(0):
+        run.forward_backward(x, target=y)
+        run.clip_grad_norm_(float("inf"))
+        found = {name: full(parameter.grad) for name, parameter in run.named_parameters() if parameter.grad is not None}
+    assert any(hasattr(parameter, "placements") for _, parameter in run.named_parameters())
+    run.close()
+    return max(float((grad - wanted[name]).abs().max() / wanted[name].abs().max()) for name, grad in found.items())
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_blocks_that_stand_in_the_list_several_times(times):
+    assert largest(run_ranks(shared, 4, times)) < TIGHT

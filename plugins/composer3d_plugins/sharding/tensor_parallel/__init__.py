@@ -13,7 +13,7 @@ watches every forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -134,7 +134,7 @@ class TensorParallel:
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
         from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import planned_exchanges
-        from composer3d_plugins.sharding.tensor_parallel.plan_sources import make, planned_shards
+        from composer3d_plugins.sharding.tensor_parallel.plan_sources import make, planned_shards, under_every_name
 
         made = make(
             model,
@@ -144,12 +144,12 @@ class TensorParallel:
         )
         if self.loss_parallel and context.degrees["tp"] > 1 and "head" not in {r.style for r in made.rules.values()}:
             raise PluginError(f"loss_parallel has no effect: {_why_no_head(model, made.rules, context.degrees['tp'])}")
-        context.state[self] = made
+        context.state[self] = made = under_every_name(made, model, context)
         if context.degrees["tp"] > 1:
             context.stash(PlannedShards).by_parameter |= planned_shards(model, made.rules, context.degrees["tp"])
         if self.sequence_parallel and context.degrees["tp"] > 1:
             context.stash(SequenceProjections).planned |= planned_exchanges(model, made)
-        return list(made.rules)
+        return [fqn for fqn in made.rules if fqn in context.fqns]
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
         made = context.state[self]
@@ -178,14 +178,21 @@ class TensorParallel:
                 context=context,
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
-            ).apply([fqn for fqn in fqns if not _is_elsewhere(model.get_submodule(fqn), fqn, context)])
+            ).apply([fqn for fqn in _named(model, fqns, made.rules) if not _is_elsewhere(model, fqn, context)])
             if self.sequence_parallel:
                 watch_boundaries(model, made.rules)
         return fqns
 
 
-def _is_elsewhere(module: nn.Module, fqn: str, context: RunContext) -> bool:
+def _named(model: nn.Module, fqns: Sequence[str], rules: Collection[str]) -> list[str]:
+    """Return names of modules with a rule, those included that a stage holds by another of their names alone."""
+    held = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    return [*fqns, *(fqn for fqn in rules if fqn in held.difference(fqns))]
+
+
+def _is_elsewhere(model: nn.Module, fqn: str, context: RunContext) -> bool:
     """Return whether another rank along an axis of experts holds a module instead of this one."""
+    module = model.get_submodule(fqn)
     absent = [name for name, parameter in module._parameters.items() if parameter is None]
     return len(absent) == len(module._parameters) and any(context.parameter_mesh(f"{fqn}.{name}") for name in absent)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import PluginError, RunContext, select_fqns
 from composer3d.propagation import Kind, Placed, Ranges, kind_of
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import parts_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, first_names, parent_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, names_of_modules, parent_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -241,7 +241,7 @@ def _check_heads(model: nn.Module, rules: Rules, degree: int) -> None:
 
 def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Collection[str]) -> None:
     """Refuse ties with two layouts: one tensor has one, whatever modules hold it."""
-    first_name = first_names(model, context) if context.ties else {}
+    first_name = names_of_modules(model) if context.ties else {}  # a shared module's rule stands under its first one
 
     def layout(name: str) -> tuple[str, Any]:
         rule = rules.get(first_name[name.rpartition(".")[0]])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from composer3d import PluginError, RunContext
+from composer3d import PluginError, Role, RunContext
 from composer3d.propagation import Placed, blocks_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
@@ -23,12 +23,12 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
 )
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import unread_names
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import shard_of_weight
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import names_of_modules, shard_of_weight
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Made", "planned_shards", "make"]
+__all__ = ["Made", "make", "planned_shards", "under_every_name"]
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,29 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
         unsharded=derived.unsharded,
     )
     return replace(_with_code(codes, unread), whole=derived.whole)
+
+
+def under_every_name(made: Made, model: nn.Module, context: RunContext) -> Made:
+    """Return a plan under every name of modules that have several: a stage may hold one by its second name alone."""
+    if context.layout.degree(Role.STAGE) == 1:
+        return made
+    first, others = names_of_modules(model), dict[str, list[str]]()
+    for fqn, name in first.items():
+        others.setdefault(name, []).append(fqn)
+
+    def spread(found: Mapping[str, Any]) -> dict[str, Any]:
+        whole = {other: value for fqn, value in found.items() for other in others.get(fqn, (fqn,))} | dict(found)
+        return {fqn: whole[fqn] for fqn in first if fqn in whole}
+
+    return replace(
+        made,
+        rules=spread(made.rules),
+        propagated=tuple(spread(dict.fromkeys(made.propagated))),
+        sizes={(o, name): size for (fqn, name), size in made.sizes.items() for o in others.get(fqn, (fqn,))},
+        gathered=tuple(spread(dict.fromkeys(made.gathered))),
+        given=spread(made.given),
+        apart=spread(made.apart),
+    )
 
 
 def _derived(model: nn.Module, context: RunContext, sequence_dim: int | None, unread: frozenset[str]) -> auto.Derived:

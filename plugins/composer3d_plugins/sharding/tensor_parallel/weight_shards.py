@@ -20,6 +20,7 @@ __all__ = [
     "shard_of_weight",
     "distribute",
     "first_names",
+    "names_of_modules",
     "gives_features",
     "parent_of",
 ]
@@ -60,6 +61,11 @@ def first_names(model: nn.Module, context: RunContext) -> dict[str, str]:
     """
     if context.layout.degree(Role.STAGE) > 1:
         return {fqn: fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    return names_of_modules(model)
+
+
+def names_of_modules(model: nn.Module) -> dict[str, str]:
+    """Return the first FQN of the module that each FQN stands for, whichever stages hold it."""
     first = {id(module): fqn for fqn, module in model.named_modules()}
     return {fqn: first[id(module)] for fqn, module in model.named_modules(remove_duplicate=False)}
 
