@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
+from composer3d.observation.call_sites import beside
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.functions.contractions import (
@@ -218,7 +219,8 @@ class Propagation(ShapeRules):
         first = self._spec_of(args[0]) if args else None
         if is_in_place(name) and first is not None and first.is_sequence:
             raise PropagationError(
-                f'"{self._where}": {name} writes sharded features along a sharded sequence', sources=first.sources
+                f'"{self._where}": {name} writes sharded features along a sharded sequence{beside()}',
+                sources=first.sources,
             )
 
         def gather(value: Any) -> Any:
@@ -226,7 +228,9 @@ class Propagation(ShapeRules):
             if spec is None or not spec.is_sequence:
                 return value
             if not self._meeting.can_gather(spec.placed):
-                raise PropagationError(f'"{self._where}": {name} on a sequence spec in parts', sources=spec.sources)
+                raise PropagationError(
+                    f'"{self._where}": {name} on a sequence spec in parts{beside()}', sources=spec.sources
+                )
             return self._meeting.gathered(value, spec.placed, is_summed=is_summed)
 
         with self._within():
@@ -258,7 +262,7 @@ class Propagation(ShapeRules):
         except (Unplaceable, PropagationError) as error:
             edge = error.edge if isinstance(error, PropagationError) else None
             raise PropagationError(
-                f'"{self._where}": {name} on sharded features: {error}',
+                f'"{self._where}": {name} on sharded features: {error}{beside()}',
                 sources=sources,
                 edge=edge,
                 ranges=ranges_of(specs),
@@ -268,7 +272,7 @@ class Propagation(ShapeRules):
         except (RuntimeError, IndexError, ValueError) as error:
             text = str(error).partition("\n")[0]
             raise PropagationError(
-                f'"{self._where}": {name} does not work on sharded features ({text})',
+                f'"{self._where}": {name} does not work on sharded features ({text}){beside()}',
                 sources=sources,
                 ranges=ranges_of(specs),
                 summed=summed_size(name, *given, self.axis),

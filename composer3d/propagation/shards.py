@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer3d import torch_compat
 from composer3d.errors import TransformError
+from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.view_shapes import Placed
 
 __all__ = [
@@ -138,6 +139,12 @@ class PropagationError(TransformError):
         self.summed, self.step = summed, 0
         self.sources, self.edge, self.number, self.ranges = sources, edge, number, ranges
         super().__init__(message)
+
+    @classmethod
+    def of_code(cls, error: Exception) -> PropagationError:
+        """Return the error of a model's own code that raised one, with its line."""
+        text = str(error).partition("\n")[0]
+        return cls(f"its code cannot be run by itself ({type(error).__name__}: {text}){beside(error)}")
 
     @property
     def divides(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.gradients import local

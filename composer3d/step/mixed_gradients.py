@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.losses.detached_statistics import is_of_samples, is_over_samples, value_of
 from composer3d.step.microbatches import tensors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from support.family_models import batch_of, class_loss
@@ -182,6 +184,8 @@ def unplanned():
 
 def test_a_module_that_the_plan_does_not_mention():
     """Over all features a norm cannot work on a share of them; over a group of them it can, its gradient added up."""
-    assert run_ranks(unplanned, 2)[0].startswith(
-        'the plan does not fit the model\'s code: "Normed": layer_norm does not work on sharded features (Given '
+    assert re.fullmatch(
+        r'the plan does not fit the model\'s code: "Normed": layer_norm does not work on sharded features \(Given .*\) '
+        r"\(\w+\.py:\d+\)",
+        run_ranks(unplanned, 2)[0].partition("; ")[0],
     )

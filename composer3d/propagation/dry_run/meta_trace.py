@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.errors import PluginError
+from composer3d.observation.call_sites import line_of
 from composer3d.propagation.dry_run.block_flow import Flow
 from composer3d.propagation.dry_run.meta_forward import device_of, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
@@ -92,7 +93,9 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             with patched(forwards):
                 traced.output = on_meta(model, call, seen=reads.watch, notes=[reads.note, traced.flow.note])
         except Exception as error:  # a model's own code may raise anything
-            failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            place = line_of(error)
+            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            failures.append(f"{text}, at {place}" if place else text)
             continue
         # A list may hold blocks that this model does not use.
         traced.forms = {first: group for first, group in traced.forms.items() if first in traced.calls}

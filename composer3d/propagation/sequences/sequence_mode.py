@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from composer3d import torch_compat
+from composer3d.observation.call_sites import beside
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.functions.contractions import operands_of
 from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES, name_of
@@ -100,7 +101,7 @@ class SequencePropagation(SequenceWholes):
         if name not in CARRIED and any(STATISTICS in spec.sources for spec in specs):
             raise PropagationError(
                 f'"{self._where}": {name} of the log-sum-exp of flex_attention, which sharded attention does not '
-                "return; compute with scaled_dot_product_attention, or write the softmax out"
+                f"return{beside()}; compute with scaled_dot_product_attention, or write the softmax out"
             )
         if name == ATTENTION:
             inputs = [*args[:3], *(options.get(each) for each in ("query", "key", "value"))]

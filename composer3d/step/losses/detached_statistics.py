@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.losses.sample_mixing import is_exchanged, is_weight
 from composer3d.step.microbatches import num_samples, tensors
 

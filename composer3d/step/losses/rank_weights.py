@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.mesh import Role
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.gradients import add_up
 from composer3d.step.losses.divided_sums import (
     DividedSum,

@@ -26,7 +26,7 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.initialisation import seed_of
 from composer3d.mesh import Layout, Role
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.microbatches import num_samples
 from composer3d.step.random_numbers import sample_draws
 from composer3d.step.random_numbers.counter_random import DimShard, Rows

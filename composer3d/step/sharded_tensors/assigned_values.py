@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.sharded_tensors.run_meshes import owners_of, owns, sharded_parameters
 from composer3d.step.sharded_tensors.stored_rows import record_write, sharded_like

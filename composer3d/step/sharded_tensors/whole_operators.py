@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.step.call_sites import caller
+from composer3d.observation.call_sites import caller
 from composer3d.step.sharded_tensors.assigned_values import assign_values, record_alias
 from composer3d.step.sharded_tensors.run_meshes import forget_meshes, know_meshes, owns, raise_explained
 from composer3d.step.sharded_tensors.stored_rows import know_orders, place_rows, record_write, sharded_like

@@ -185,9 +185,10 @@ class TensorParallel:
 
 
 def _named(model: nn.Module, fqns: Sequence[str], rules: Collection[str]) -> list[str]:
-    """Return names of modules with a rule, those included that a stage holds by another of their names alone."""
+    """Return one name of each module with a rule, those included that a stage holds by another of their names alone."""
     held = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
-    return [*fqns, *(fqn for fqn in rules if fqn in held.difference(fqns))]
+    every = [*fqns, *(fqn for fqn in rules if fqn in held.difference(fqns))]
+    return list({id(model.get_submodule(fqn)): fqn for fqn in reversed(every)}.values())[::-1]
 
 
 def _is_elsewhere(model: nn.Module, fqn: str, context: RunContext) -> bool:

@@ -89,8 +89,7 @@ class BlockDryRun:
         except PropagationError:
             raise
         except Exception as error:  # a model's own code may raise anything
-            text = str(error).partition("\n")[0]
-            raise PropagationError(f"its code cannot be run by itself ({type(error).__name__}: {text})") from error
+            raise PropagationError.of_code(error) from error
         for leaf in torch_compat.tree_leaves(output):
             spec = spec_of(leaf)
             if spec is not None and spec.sources != {SEQUENCE}:

@@ -74,6 +74,6 @@ def tried(module: nn.Module, fqn: str, weights: Mapping[str, Placed], degree: in
         except PropagationError:
             raise
         except Exception as error:  # a model's own code may raise anything
-            raise PropagationError(f"its code cannot be run by itself ({type(error).__name__}: {error})") from error
+            raise PropagationError.of_code(error) from error
 
     return answer

@@ -114,8 +114,7 @@ class Applier:
         return Marks(self.mesh.size(), frozenset({SEQUENCE}))
 
     def apply(self, fqns: Sequence[str]) -> None:
-        """Apply the rules of the modules with these names, once to each that has several."""
-        fqns = list({id(self.model.get_submodule(fqn)): fqn for fqn in reversed(fqns)}.values())[::-1]
+        """Apply the rules of the modules with these names, of which each stands for another module."""
         exchanges = Exchanges.of(self.model, self._activations, self.context)  # before code is propagated
         regions = self._make_regions(fqns)
         for fqn in fqns:

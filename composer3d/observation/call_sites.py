@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Container
 from pathlib import Path
 
-__all__ = ["caller"]
+__all__ = ["beside", "caller", "line_of"]
 
 
 def caller(modules: Container[int]) -> tuple[int | None, str]:
@@ -32,6 +33,21 @@ def caller(modules: Container[int]) -> tuple[int | None, str]:
             break
         frame = frame.f_back
     return owner, place
+
+
+def beside(error: BaseException | None = None) -> str:
+    """Return ` (file:line)` of the user's code that runs innermost, or in which an error was raised; else nothing."""
+    place = caller(())[1] if error is None else line_of(error)
+    return f" ({place})" if place else ""
+
+
+def line_of(error: BaseException) -> str:
+    """Return file and line of the innermost of the user's code in an error's traceback; empty where none is."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__"))):
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return place
 
 
 @functools.cache
