@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,14 +96,37 @@ class Carrying(Model):
         return self.out(x) + 0.0
 
 
-def made(block):
+class Counting(nn.Module):
+    """A counter that scales what the blocks add; counted before them or behind them."""
+
+    def __init__(self, where, num_layers=2):
+        super().__init__()
+        self.where = where
+        self.tok, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_layers))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens):
+        if self.where == "before":
+            self.calls += 1
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = x + layer(x) * (self.calls / 4)
+        if self.where == "behind":
+            self.calls += 1
+        if self.where == "replaced behind":
+            self.calls = self.calls + 1
+        return self.out(x) + 0.0
+
+
+def made(block, factory=Model):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    return Model(block)
+    return Model(block) if factory is Model else factory()
 
 
-def one_device(block, num_microbatches):
-    model = made(block)
+def one_device(block, num_microbatches, factory=Model):
+    model = made(block, factory)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     random.seed(1)
@@ -118,9 +142,9 @@ def one_device(block, num_microbatches):
     return losses
 
 
-def composed_losses(text, block, num_microbatches):
+def composed_losses(text, block, num_microbatches, factory=Model):
     text += f"[train]\nmicrobatch = {4 // num_microbatches}\n"
-    run = composed(text, made(block), loss_fn=mean_loss, example=((torch.zeros(2, 6, dtype=torch.int64),), {}))
+    run = composed(text, made(block, factory), loss_fn=mean_loss, example=((torch.zeros(2, 6, dtype=torch.int64),), {}))
     optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
     losses = []
     random.seed(1)
@@ -169,9 +193,28 @@ def test_averages_that_are_written_in_place_are_one_devices(layout):
         assert losses == pytest.approx(wanted, abs=1e-12)
 
 
-def refused(text):
+@pytest.mark.parametrize("where", ["behind", "replaced behind"])
+def test_a_counter_that_not_every_stage_comes_to_is_refused(where):
+    for message in run_ranks(refused, 2, LAYOUTS["pipeline"][1] + 'split = "tracer"\n', partial(Counting, where)):
+        assert (
+            '[scheduling.pipeline] the model writes into "calls" in "out" or the code before it, and "layers.1" or the '
+            "code before it uses it: in a pipeline these are different stages, and that which uses it has a copy that "
+            "nobody writes; write it before the first block (every stage runs what comes before its own blocks), or "
+            "train without [scheduling.pipeline]"
+        ) in message
+
+
+def test_a_counter_that_every_stage_comes_to_is_one_devices():
+    size, text, num_microbatches = LAYOUTS["pipeline"]
+    counting = partial(Counting, "before")
+    (wanted,) = run_ranks(one_device, 1, None, num_microbatches, counting)
+    for losses in run_ranks(composed_losses, size, text, None, num_microbatches, counting):
+        assert losses == pytest.approx(wanted, abs=1e-12)
+
+
+def refused(text, factory=Carrying):
     with pytest.raises(ManifestError) as raised:
-        composed(text, Carrying(), loss_fn=mean_loss)
+        composed(text, factory(), loss_fn=mean_loss)
     return str(raised.value)
 
 

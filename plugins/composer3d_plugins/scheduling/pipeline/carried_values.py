@@ -1,4 +1,4 @@
-"""Values that a forward leaves in attributes or buffers for the next one, across stages.
+"""Values that a forward leaves in attributes or buffers for the next one, or for another module, across stages.
 
 A memory inside of a block is its stage's own, and micro-batches come to it in order. What the end of a model leaves for
 its beginning is not there yet when the next micro-batch begins: no schedule has it.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from composer3d import TransformError, torch_compat
-from composer3d.propagation import attributes_of
-from composer3d_plugins.scheduling.pipeline.tensor_origins import Origins, run_forward, tensors_of
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from composer3d_plugins.scheduling.pipeline.tensor_origins import Origins, kept_tensors, run_forward, tensors_of
 
 __all__ = ["refuse_carried_values"]
 
@@ -35,7 +31,8 @@ def refuse_carried_values(watch: Origins, make: Callable[[], Origins], example: 
     Raises:
         TransformError: A value is used at another place than the one where it is computed.
     """
-    left = {name: tensor for name, tensor in _kept(watch.skeleton) if watch.is_computed(tensor)}
+    _refuse_uncounted(watch, last)
+    left = {name: tensor for name, tensor in kept_tensors(watch.skeleton) if watch.is_computed(tensor)}
     if not left:
         return
     second = make()
@@ -52,7 +49,7 @@ def refuse_carried_values(watch: Origins, make: Callable[[], Origins], example: 
     except Exception as error:  # values that the first forward knew are not known of what it left
         log.debug("a second forward on what the first one left in %s does not run on meta: %s", list(left), error)
         return
-    for name, tensor in _kept(second.skeleton):
+    for name, tensor in kept_tensors(second.skeleton):
         written = uses.made.get(torch_compat.storage_key(tensor))
         read = {min(max(place, 0), last) for place in uses.read[name]}
         if name in left and written is not None and read - {min(max(written, 0), last)}:
@@ -62,6 +59,28 @@ def refuse_carried_values(watch: Origins, make: Callable[[], Origins], example: 
                 "micro-batch begins before the one before it has come to its end; keep such a value inside of the "
                 "block that uses it, or train without [scheduling.pipeline]"
             )
+
+
+def _refuse_uncounted(watch: Origins, last: int) -> None:
+    """Refuse state that is written where not every stage that reads it comes: a counter, say.
+
+    Code between modules runs in its own stage and in all later ones, code inside of a module in its own alone.
+    """
+    names = {name: key for key, name in watch.state.items()}
+    for name, tensor in kept_tensors(watch.skeleton):
+        keys = {names.get(name), torch_compat.storage_key(tensor)}  # of what it was, and of what it is
+        written = [watch.written_at[key] for key in keys if key in watch.written_at]
+        reads = {min(max(place, 0), last) for place in watch.state_reads.get(name, ())}
+        for place, is_inside in () if watch.is_computed(tensor) else written:
+            at = min(max(place, 0), last)
+            before = sorted(read for read in reads if (read != at if is_inside else read < at))
+            if before:
+                raise TransformError(
+                    f'the model writes into "{name}" in {watch.place_name(place)}, and {watch.place_name(before[0])} '
+                    "uses it: in a pipeline these are different stages, and that which uses it has a copy that nobody "
+                    "writes; write it before the first block (every stage runs what comes before its own blocks), or "
+                    "train without [scheduling.pipeline]"
+                )
 
 
 class _Uses:
@@ -82,13 +101,3 @@ class _Uses:
         for tensor in (*tensors_of(result), *torch_compat.written_tensors(func, args, kwargs)):
             self.made[torch_compat.storage_key(tensor)] = place
         return result
-
-
-def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that modules keep as attributes and buffers, by name."""
-    import torch
-
-    for fqn, module in model.named_modules():
-        for name, value in (*attributes_of(module), *module.named_buffers(recurse=False)):
-            if isinstance(value, torch.Tensor):
-                yield f"{fqn}.{name}".lstrip("."), value

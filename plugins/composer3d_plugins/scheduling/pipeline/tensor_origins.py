@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer3d import TransformError, torch_compat
+from composer3d.propagation import attributes_of
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.values import Values
 
@@ -20,6 +21,7 @@ __all__ = [
     "Origins",
     "Source",
     "draw_values",
+    "kept_tensors",
     "leaves_of",
     "on_meta",
     "run_forward",
@@ -56,6 +58,9 @@ class Origins(abc.ABC):
         self._first_at: dict[int, int] = {}  # storages, and how many of these there were when each was first seen
         self._kept: dict[int, int] = {}  # tensors that a hooked module made, and the module's index
         self._entered_at = 0
+        self.state = {torch_compat.storage_key(tensor): name for name, tensor in kept_tensors(skeleton)}
+        self.state_reads: dict[str, set[int]] = defaultdict(set)  # places, by name
+        self.written_at: dict[int, tuple[int, bool]] = {}  # storages; the last place, and whether inside of a call
         self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
         self._buffers = {id(b): fqn for fqn, b in skeleton.named_buffers()}
         self._storages = {self._key(p): fqn for fqn, p in [*skeleton.named_buffers(), *skeleton.named_parameters()]}
@@ -142,13 +147,23 @@ class Origins(abc.ABC):
             fqn = self._parameters.get(id(tensor))
             if fqn is not None:
                 self._uses[fqn][place] += 1
-        made = tensors_of(result)
+        made, written = tensors_of(result), torch_compat.written_tensors(func, args, kwargs)
+        self._note_state(taken, made, written)
         for tensor in made:
             if self._key(tensor) not in self._sources:  # not a view
                 self._computed_bytes[place] += tensor.numel() * tensor.element_size()
-        for tensor in [*made, *torch_compat.written_tensors(func, args, kwargs)]:
+        for tensor in [*made, *written]:
             self._sources[self._key(tensor)] |= given
         return result
+
+    def _note_state(self, taken: Sequence[Tensor], made: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Note where buffers and attributes are read, and where tensors are written: not in views of them."""
+        over = {torch_compat.storage_key(tensor) for tensor in written}
+        keys = {torch_compat.storage_key(tensor) for tensor in taken} - over
+        for key in keys & self.state.keys():
+            self.state_reads[self.state[key]].add(self.place)
+        for key in over | {torch_compat.storage_key(tensor) for tensor in made} - keys:
+            self.written_at[key] = self.place, self._inside is not None
 
     def draw_weights(self) -> bool:
         """Give weights values at random, so that all that the forward computes has some; return whether it can have.
@@ -321,6 +336,16 @@ def on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy_model(model, memo)
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that modules keep as attributes and buffers, by name."""
+    import torch
+
+    for fqn, module in model.named_modules():
+        for name, value in (*attributes_of(module), *module.named_buffers(recurse=False)):
+            if isinstance(value, torch.Tensor):
+                yield f"{fqn}.{name}".lstrip("."), value
 
 
 def same_places(model: nn.Module) -> list[list[str]]:
