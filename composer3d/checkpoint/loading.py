@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ __all__ = ["load"]
 MAX_SHOWN = 5
 
 
-def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str] = ()) -> dict[str, Any]:
+def load(
+    path: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    allow_extra: Sequence[str] = (),
+    before_reading: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint and return its state.
 
     Plain tensors and DTensors of any placement; the layout may differ from the one that was saved. Keys are compared
@@ -31,6 +37,7 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str
         path: The checkpoint, `<folder>/step-N`.
         tensors: This rank's tensors by key; pipeline ranks give different ones.
         allow_extra: Prefixes of keys that the checkpoint may hold in excess.
+        before_reading: Called once nothing was found against the checkpoint, and tensors are about to be filled.
 
     Returns:
         The state that was saved, as JSON gives it back: tuples are lists.
@@ -52,6 +59,7 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str
     if differences:
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise CheckpointError(f"{path}: of another model or optimizer: {'; '.join(differences[:MAX_SHOWN])}{more}")
+    before_reading()
     together(None, path, lambda: read_into(saved, dict(tensors)))
     return state
 

@@ -87,6 +87,9 @@ class Guard:
         shared: Axes along which some parameters are replicated.
         numbers: Further numbers of each rank; None without any.
 
+    Attributes:
+        half_loaded: Checkpoint of which the model may hold a part: it is being read, or that failed.
+
     Collectives: one all-reduce of 3 + (5 + numbers) x ranks integers a call.
     """
 
@@ -111,6 +114,7 @@ class Guard:
         self._group, self._device, self._layout = group, device, layout
         self._numbers = numbers or RankNumbers()
         self.has_refused = False  # ranks whose loops or values differ
+        self.half_loaded: str | None = None
         self._slot = list(self._ranks).index(rank)
         self._plan, self._compares, self._is_answered = plan % (1 << _PLAN_BITS), compares, is_answered
         coordinates = layout.coordinates(rank)
@@ -161,6 +165,16 @@ class Guard:
             return 0
         return self._digest(value) if self._peers else Digest()(value)
 
+    def refuse_half_loaded(self, what: str) -> None:
+        """Refuse to go on with weights of which a part is a checkpoint's.
+
+        Raises:
+            StepError: The last load failed after it had read some tensors.
+        """
+        if self.half_loaded is not None:
+            told = f"{self.half_loaded} failed to load, and the model holds a part of it"
+            raise StepError(f"{what} is refused: {told}; load a checkpoint that is whole, or compose anew")
+
     def agree(
         self,
         *,
@@ -182,11 +196,12 @@ class Guard:
             copy: This rank's index among those that count the same targets; the first's counts are summed.
 
         Raises:
-            StepError: Ranks differ; raised on every rank, with their names.
+            StepError: Ranks differ, or hold a part of a checkpoint; raised on every rank, with their names.
         """
         import torch
         import torch.distributed as dist
 
+        self.refuse_half_loaded("a step" if call is not None else "an evaluation")
         size, numbers = len(self._ranks) if self._compares else 0, self._numbers
         vector = [0] * (3 + (5 + len(numbers.names)) * size)
         if self._counts and not copy:

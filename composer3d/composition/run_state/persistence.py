@@ -185,10 +185,19 @@ class Persistence:
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
         left_behind += _dispensable(stateful)  # what they hold of other shards
         extra = [f"{prefix}/" for prefix in left_behind] + ([] if optimizer is not None else ["optimizer/"])
+
+        def begin() -> None:
+            self._assembled.engine.guard.half_loaded = str(path)
+
         with self._assembled.context.span("checkpoint", action="load"):
             apart = self._apart_in(path, known)
             extra = [*extra, *(apart + prefix for prefix in extra), _APART]
-            checkpoint.load(path, tensors={apart + key: t for key, t in tensors.items()}, allow_extra=extra)
+            checkpoint.load(
+                path,
+                tensors={apart + key: t for key, t in tensors.items()},
+                allow_extra=extra,
+                before_reading=begin,
+            )
         for key, tensor, order in reordered:
             initialisation.place(tensor, order.stored(full(tensors[key])))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.rank_state import RankState
-from composer3d.errors import StepError
+from composer3d.errors import CheckpointError, StepError
 from composer3d.observation.lost_peers import lost_a_peer
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import reshard_units
@@ -55,8 +55,9 @@ class SavedRun:
 
         Raises:
             CheckpointError: On all ranks, if any of them could not write.
-            StepError: Replicas hold other values; nothing is written.
+            StepError: Replicas hold other values, or the last load failed in its middle; nothing is written.
         """
+        self._engine.guard.refuse_half_loaded("run.save")
         with self.explaining("save"):
             self._warn_of_gradients()
             self._compare_replicas("run.save")
@@ -82,11 +83,20 @@ class SavedRun:
             path: A checkpoint, or a folder of them or of a run, of which the newest complete one is loaded.
 
         Raises:
-            CheckpointError: It is missing, half written, unsafe, or of another model.
+            CheckpointError: It is missing, half written, unsafe, or of another model. Where it is damaged inside,
+                steps and saves are refused from then on, until a load succeeds.
         """
+        guard = self._engine.guard
         with self.explaining("load"):
-            with self._engine.bypassed():
-                self._persistence.load(Path(path), self._optimizer)
+            try:
+                with self._engine.bypassed():
+                    self._persistence.load(Path(path), self._optimizer)
+            except CheckpointError as error:
+                if guard.half_loaded is None:
+                    raise
+                told = "what was read before it is loaded: steps and saves are refused until run.load succeeds"
+                raise CheckpointError(f"{error}; {told}") from error
+            guard.half_loaded = None
             self._compared = self._engine.own_steps.next
             self.parameters_changed()
 
@@ -138,8 +148,10 @@ class SavedRun:
         Memory: there the whole model, elsewhere one gathered tensor. Collectives: an all-gather a sharded tensor.
 
         Raises:
-            StepError: A pipeline's ranks hold other tensors each, or replicas other values.
+            StepError: A pipeline's ranks hold other tensors each, replicas other values, or the last load failed in its
+                middle.
         """
+        self._engine.guard.refuse_half_loaded("run.full_state_dict")
         if self._assembled.has_schedule:
             raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
         with self.explaining("full_state_dict"):
