@@ -41,7 +41,7 @@ from composer3d.step.accumulation import Accumulation
 from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.engine import StepEngine
 from composer3d.step.guard import Guard
-from composer3d.step.loops.loop_state import replica_axes, shared_axes
+from composer3d.step.loops.loop_state import compared_axes
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_totals import LossTotals
 from composer3d.step.microbatches import to_device
@@ -235,8 +235,7 @@ def _guard(
         is_answered=context.world_size == 1 or dist.get_backend(group) != "fake",
         # A plugin that places batches shards sequences; without one, the loop passes ranks along cp their own shards.
         whole_sequences=bool(preparation.hooks.place_batch()),
-        replicas=replica_axes(context) if plan is not None else (),
-        shared=shared_axes(context) if plan is not None else (),
+        compared=compared_axes(context) if plan is not None else {},
         numbers=context.stash(RankNumbers),
     )
 

@@ -83,8 +83,7 @@ class Guard:
         is_answered: False in a fake process group: the all-reduce is issued, nothing is compared, and the totals are
             this rank's own counts, at least 1.
         whole_sequences: Whether ranks along a sequence axis receive the same batch, which a plugin shards.
-        replicas: Axes along which all parameters are replicated.
-        shared: Axes along which some parameters are replicated.
+        compared: Axes along which ranks have parameters in common, as `compared_axes`.
         numbers: Further numbers of each rank; None without any.
 
     Attributes:
@@ -104,8 +103,7 @@ class Guard:
         compares: bool = True,
         is_answered: bool = True,
         whole_sequences: bool = True,
-        replicas: Sequence[str] = (),
-        shared: Sequence[str] = (),
+        compared: Mapping[Compared, Sequence[str]] = MappingProxyType({}),
         numbers: RankNumbers | None = None,
     ) -> None:
         import torch.distributed as dist
@@ -129,8 +127,7 @@ class Guard:
         self._stages = same_stage(layout, self._ranks)
         self._alike: dict[Compared, tuple[tuple[int, ...], ...]] = {
             "state": self._stages,
-            "replicas": same_pieces(layout, self._ranks, replicas) if replicas else (),
-            "shared": same_pieces(layout, self._ranks, shared) if shared else (),
+            **{which: same_pieces(layout, self._ranks, axes) for which, axes in compared.items() if axes},
         }
 
     def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
@@ -247,7 +244,7 @@ class Guard:
 
         Collectives: one all-reduce, if there are replicas.
         """
-        if self.compares and (self._alike["replicas"] or self._alike["shared"]):
+        if self.compares and any(groups for compared, groups in self._alike.items() if compared != "state"):
             self.agree(step=step, call=_OUTSIDE[at] - 1, counts=(), decided=decided())
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
@@ -299,9 +296,9 @@ class Guard:
 
     def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
         """Compare the decisions of loops; where they differ, all-gather their components to name them."""
-        halves = [Decided.halves(number) for number in weights] if len(weights) > 1 else []
-        for compared, groups in self._alike.items() if halves else ():
-            numbers = states if compared == "state" else [half[compared] for half in halves]
+        thirds = [Decided.thirds(number) for number in weights] if len(weights) > 1 else []
+        for compared, groups in self._alike.items() if thirds else ():
+            numbers = states if compared == "state" else [each[compared] for each in thirds]
             for group in groups:
                 usual = Counter(numbers[position] for position in group).most_common(1)[0][0]
                 odd = [position for position in group if numbers[position] != usual]

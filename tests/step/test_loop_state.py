@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.composition_faults import Even, local
-from support.models import composed, mine, seeded, sum_loss, unpadded
+from support.models import Net, composed, mine, seeded, sum_loss, unpadded
+from torch import nn
 
 from composer3d import StepError
 from composer3d.step.loops.loop_state import EVERY
@@ -156,9 +157,9 @@ def test_a_replica_whose_write_is_not_counted_is_named_by_its_values():
 HYBRID = FSDP + "[mesh]\ndp_replicate = 2\n"
 
 
-def written_on_one(text, call, folder, fault=True):
+def written_on_one(text, call, folder, fault=True, make=None):
     """Train for six steps; rank 1 writes past autograd before step 2, or after the last. Return what ranks are told."""
-    run = composed(text)
+    run = composed(text) if make is None else composed(text, make())
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
     tokens, targets = (mine(run, tensor) for tensor in unpadded(seq_len=4))
     told = "nothing was told"
@@ -183,7 +184,28 @@ def written_on_one(text, call, folder, fault=True):
 
 def write_on_one(run, fault):
     if fault and dist.get_rank() == 1:
-        local(run.model.norm.weight.data).add_(0.1)
+        local((run.model.scale if isinstance(run.model, Scaled) else run.model.norm.weight).data).add_(0.1)
+
+
+class Scaled(Net):
+    """A model with a parameter that has no dims, which FSDP2 leaves whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+@pytest.mark.parametrize("call", ["step", "run.save"])
+def test_a_parameter_that_stays_whole_beside_sharded_ones_is_compared(call, tmp_path):
+    at = "step 2" if call == "step" else "run.save before step 6"
+    message = (
+        f"rank 1 (dp_shard 1) holds other values than rank 0, its replica, at {at}: "
+        'parameter "scale"; something changed parameters on some ranks alone'
+    )
+    assert run_ranks(written_on_one, 2, FSDP, call, tmp_path, True, Scaled) == [(message, False)] * 2
 
 
 @pytest.mark.parametrize(

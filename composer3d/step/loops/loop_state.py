@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from composer3d.mesh import Layout, Role
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["EVERY", "Compared", "Decided", "LoopState", "replica_axes", "same_pieces", "same_stage", "shared_axes"]
+__all__ = ["EVERY", "Compared", "Decided", "LoopState", "compared_axes", "same_pieces", "same_stage"]
 
-# What numbers are made of: all that a loop decides; replicas' parameters; those that tensor axes leave whole.
-Compared: TypeAlias = Literal["state", "replicas", "shared"]
+# What numbers are made of: all that a loop decides; replicas' parameters; those that tensor axes leave whole; and those
+# that stay whole where others are sharded, as a parameter without dims under FSDP2.
+Compared: TypeAlias = Literal["state", "replicas", "shared", "whole"]
+_WEIGHTS: tuple[Compared, ...] = ("replicas", "shared", "whole")
 EVERY = 50  # steps between two digests of replicated parameters, each of which reads all of them
 _BITS = (1 << 62) - 1
-_HALF = (1 << 31) - 1
+_THIRD_BITS = 20
+_THIRD = (1 << _THIRD_BITS) - 1
 _SAMPLE = 8
 
 
@@ -38,8 +42,8 @@ class Decided:
 
     Args:
         state: A number that ranks of the same stage have in common.
-        weights: Two of 31 bits: of all parameters, which replicas have in common; and of those that tensor axes leave
-            whole, which ranks along them have in common.
+        weights: Three of 20 bits: of all parameters, which replicas have in common; of those that tensor axes leave
+            whole, which ranks along them have in common; and of those that stay whole beside sharded ones.
         described: Returns the components of a number, by name.
     """
 
@@ -48,9 +52,9 @@ class Decided:
     described: Callable[[Compared], Mapping[str, Any]] = lambda compared: {}
 
     @staticmethod
-    def halves(weights: int) -> dict[Compared, int]:
-        """Return the two numbers of weights."""
-        return {"replicas": weights >> 31, "shared": weights & _HALF}
+    def thirds(weights: int) -> dict[Compared, int]:
+        """Return the three numbers of weights."""
+        return {which: weights >> place * _THIRD_BITS & _THIRD for place, which in enumerate(_WEIGHTS)}
 
 
 class LoopState:
@@ -76,6 +80,7 @@ class LoopState:
         self._version, self._is_written, self._has_experts = 0, False, False
         self.writes, self._shards = OptimizerWrites(context.named_parameters), ShardWrites()
         self._sharded: dict[str, nn.Parameter] = {}
+        self._names: dict[Compared, list[str]] = {}
         self.gradients = GradientWrites(lambda: self._parameters.items(), compares=is_compared(context))
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
@@ -150,14 +155,12 @@ class LoopState:
         """
         if not _compares_values(step) and not self._is_written:
             return 0
-        axes: dict[Compared, tuple[str, ...]] = {
-            "replicas": replica_axes(self._context),
-            "shared": shared_axes(self._context),
-        }
         self._find()
-        sums = sums_of(self._parameters) if any(axes.values()) else {}
-        replicas, shared = (_digest(self._among(sums, which)) if axes[which] else 0 for which in axes)
-        return replicas << 31 | shared
+        sums = sums_of({fqn: self._parameters[fqn] for fqn in {*chain(*self._names.values())}})
+        return sum(
+            _digest([sums[fqn] for fqn in names if fqn in sums]) << place * _THIRD_BITS
+            for place, names in enumerate(self._names.values())
+        )
 
     def described(self, optimizer: torch.optim.Optimizer | None, compared: Compared) -> dict[str, Any]:
         """Return all components of a number as JSON, by names that users know.
@@ -168,9 +171,8 @@ class LoopState:
         """
         self._find()
         if compared != "state":
-            return {
-                f'parameter "{fqn}"': value for fqn, value in self._among(sums_of(self._parameters), compared).items()
-            }
+            sums = sums_of({fqn: self._parameters[fqn] for fqn in self._names[compared]})
+            return {f'parameter "{fqn}"': value for fqn, value in sums.items()}
         found: dict[str, Any] = {}
         for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
             for key, value in group.items():
@@ -220,15 +222,16 @@ class LoopState:
             self._has_experts = any(self._context.parameter_mesh(fqn) is not None for fqn in self._parameters)
             # zero_grad forgets all or none, and this is looked at in every step.
             self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
-
-    def _among(self, sums: Mapping[str, int], compared: Compared) -> Mapping[str, int]:
-        """Return the sums of those parameters that are compared."""
-        if compared == "replicas":
-            return sums
-        axes = shared_axes(self._context)
-        return {
-            fqn: value for fqn, value in sums.items() if _is_shared(self._context, fqn, self._parameters[fqn], axes)
-        }
+            axes = compared_axes(self._context)
+            self._names = {
+                which: [
+                    fqn
+                    for fqn, parameter in self._parameters.items()
+                    if axes[which]
+                    and (which == "replicas" or _is_whole_along(self._context, fqn, parameter, axes[which]))
+                ]
+                for which in _WEIGHTS
+            }
 
 
 def _compares_values(step: int) -> bool:
@@ -266,7 +269,15 @@ def shared_axes(context: RunContext) -> tuple[str, ...]:
     return tuple(axis for axis in context.layout.names(Role.TENSOR) if context.degrees[axis] > 1)
 
 
-def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str]) -> bool:
+def compared_axes(context: RunContext) -> dict[Compared, tuple[str, ...]]:
+    """Return the axes along which ranks have the same of all parameters, or of some; none where that is nothing."""
+    replicas, shared = replica_axes(context), shared_axes(context)
+    data = (axis for axis in context.layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[axis] > 1)
+    whole = tuple(axis for axis in data if axis not in replicas)
+    return {"replicas": replicas, "shared": shared, "whole": whole}
+
+
+def _is_whole_along(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str]) -> bool:
     """Return whether ranks along these axes hold the same piece of a parameter."""
     from torch.distributed.tensor import DTensor
 
@@ -279,9 +290,9 @@ def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str
     return not any(axis in axes for name in sharded for axis in context.layout.axes_of(name))
 
 
-def _digest(sums: Mapping[str, int]) -> int:
-    total = sum((index + 1) * value for index, value in enumerate(sums.values()))
-    return (total ^ total >> 31) & _HALF
+def _digest(sums: Sequence[int]) -> int:
+    total = sum((index + 1) * value for index, value in enumerate(sums))
+    return (total ^ total >> _THIRD_BITS ^ total >> 2 * _THIRD_BITS) & _THIRD
 
 
 def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
