@@ -297,6 +297,9 @@ def _of_product(node: Any, numel: int) -> list[Tensor] | None:
     import torch
 
     found: list[Tensor] = []
+    joint = _mask_of(node)
+    if joint is not None:  # weights of targets that are no padding
+        found += _of_mask(joint)
     saved = (node._saved_other, getattr(node, "_saved_self", None))  # beside each operand, the other one
     for (operand, _), other in zip(node.next_functions, saved, strict=False):
         if operand is None:
@@ -307,6 +310,24 @@ def _of_product(node: Any, numel: int) -> list[Tensor] | None:
             found += _of_mask(whole)
         found += _masks(operand, numel) or []
     return found or None
+
+
+def _mask_of(node: Any) -> Tensor | None:
+    """Return by what every element of a node is multiplied, 0 where it is padding; None if nothing shows it."""
+    node = past_multiples(past_views(node))
+    name = type(node).__name__
+    if name.startswith("NllLoss"):
+        return (node._saved_target != node._saved_ignore_index).flatten()
+    if not name.startswith("MulBackward"):
+        return None
+    (operand, _), *others = node.next_functions
+    shape, weights = torch_compat.node_shape(node), node._saved_other
+    if operand is None or any(each is not None for each, _ in others) or shape is None or weights is None:
+        return None
+    inside = _mask_of(operand)
+    if inside is None or hasattr(weights, "full_tensor") or inside.numel() != math.prod(shape):
+        return None
+    return inside * weights.detach().expand(shape).flatten()
 
 
 def _of_mask(mask: Tensor) -> list[Tensor]:
