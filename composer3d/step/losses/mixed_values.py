@@ -14,6 +14,7 @@ from composer3d import torch_compat
 from composer3d.mesh import Role
 from composer3d.observation.call_sites import caller
 from composer3d.step.losses.detached_statistics import DetachedStatistics
+from composer3d.step.losses.loss_graph import bent_at, terms_of
 from composer3d.step.losses.sample_mixing import (
     ELEMENTWISE,
     LINEAR,
@@ -83,7 +84,12 @@ class MixedLosses:
         if reduction or not self._num_left or node is None or torch_compat.active_fake_mode() is not None:
             return
         self._num_left -= 1
-        seen = relation(node, num_samples) or self.detached.seen
+        # A function of a mean is given that of all ranks, so that what relates samples stands before it.
+        bent = [(term, bent_at(term)) for term in terms_of(loss)]
+        nodes = (
+            [term if each is None else each.mean for term, each in bent] if any(each for _, each in bent) else [node]
+        )
+        seen = next((found for each in nodes if (found := relation(each, num_samples))), self.detached.seen)
         if seen is not None:
             self.report(seen, loss_fn=loss_fn)
 
@@ -112,6 +118,14 @@ class MixedLosses:
                 self._num_ranks,
                 stated,
             )
+
+
+def _starts(loss: Any) -> list[Any]:
+    """Return the nodes of a loss before which samples may be related: a function of a mean is given all ranks' mean."""
+    found = [(term, bent_at(term)) for term in terms_of(loss)]
+    if all(bent is None for _, bent in found):
+        return [loss.grad_fn]
+    return [term if bent is None else bent.mean for term, bent in found]
 
 
 def _place(loss_fn: Callable[..., Any] | str) -> str:
