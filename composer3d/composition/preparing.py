@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from composer3d import initialisation, mesh, patterns
 from composer3d.composition.blocks import find_blocks, left_out
+from composer3d.composition.composed_model.embeddings import other_embeddings, unsuitable_embeddings
 from composer3d.composition.composed_model.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
 from composer3d.composition.composed_model.unsuitable_models import refuse_unsuitable
 from composer3d.composition.error_places import asking, at_plugin, located, named_in
@@ -238,6 +239,10 @@ def _find_problems(preparation: Preparation) -> None:
             f"{found}, and what ranks of {axes[0]} exchange in a backward is in no graph: gradients would be wrong"
         )
         problems.append(document.problem(("mesh", axes[0]), message, hint=ADVICE))
+    model, layout = preparation.model, context.layout
+    problems += [document.problem(("model", "use"), message) for message in unsuitable_embeddings(model, layout)]
+    for message in other_embeddings(model, layout):
+        problems.append(document.problem(("model", "use"), message, severity="warning"))
     per_node = context.manifest.mesh.gpus_per_node
     for name in mesh.crossings(context.layout, per_node) if per_node else ():
         message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"

@@ -157,6 +157,39 @@ def test_the_edge_of_a_node_is_a_warning():
     assert problems(text.replace("gpus_per_node = 2", "gpus_per_node = 4"), world_size=8) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (
+            {"sparse": True},
+            'error: [model] "0" has sparse=True, and its gradient is a sparse tensor, which ranks do not reduce; write '
+            "sparse=False",
+        ),
+        (
+            {"max_norm": 1.0},
+            'error: [model] "0" has max_norm=1, by which its forward writes into the rows that a batch has: each rank '
+            "into those of its own samples, so that ranks would hold different weights; write max_norm=None, and "
+            "divide the rows by their norms in the forward, or all weights after each step",
+        ),
+        (
+            {"scale_grad_by_freq": True},
+            'warning: [model] "0" has scale_grad_by_freq=True, and divides the gradient of a row by how often the row '
+            "is in its forward: each rank counts its own samples, so that gradients are others than one device's, as "
+            "they are in micro-batches; write scale_grad_by_freq=False",
+        ),
+    ],
+    ids=["sparse", "max_norm", "scale_grad_by_freq"],
+)
+def test_embeddings_that_ranks_with_samples_of_their_own_compute_otherwise(options, found):
+    def factory():
+        return nn.Sequential(nn.Embedding(8, 4, **options), nn.Linear(4, 8))
+
+    for text in ("[sharding.fsdp2]\n", "[sharding.ddp]\n"):
+        (problem,) = problems(text, factory, world_size=2)
+        assert problem.partition(" ")[2].removeprefix("error: ") == found.removeprefix("error: ")
+        assert problems(text, factory) == []
+
+
 def test_composing_logs_warnings_once(caplog):
     text = '[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.tensor]\nuse = "support.refused_plugins:Tensor"\n'
     for rank in (0, 3):
