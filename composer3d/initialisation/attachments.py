@@ -18,6 +18,7 @@ from composer3d.torch_compat import (
     gradient_hooks,
     is_wrapper_subclass,
     mark_unsharded,
+    recomputed_tensors,
     set_gradient_hooks,
 )
 
@@ -118,7 +119,8 @@ class Attachments:
         registered = dict(named_tensors(model))
         by_name, known = _by_name(registered)
         reached = list(reachable_tensors(model))
-        others = {r.path: r.tensor for r in reached if id(r.tensor) not in known}
+        anew = recomputed_tensors(model)  # no view any more in the first forward
+        others = {r.path: r.tensor for r in reached if id(r.tensor) not in known and id(r.tensor) not in anew}
         return cls(
             by_name=by_name,
             views=tuple(views_of_parameters(registered, others)),

@@ -17,7 +17,15 @@ from composer3d.initialisation.sharing import refuse_shared_memory
 from composer3d.initialisation.source_lines import is_torch, place_of_error, user_place
 from composer3d.initialisation.ties import named_tensors, ties
 from composer3d.initialisation.unreadable import unreadable
-from composer3d.torch_compat import dispatch_mode, has_argument, storage_key, tree_leaves, tree_map, written_tensors
+from composer3d.torch_compat import (
+    dispatch_mode,
+    has_argument,
+    recomputed_tensors,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    written_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -303,7 +311,9 @@ class _Recorder:
             if tensor.device.type != "meta" or storage_key(tensor) not in self._made:
                 raise InitialisationError(f'"{fqn}" was made outside of the factory; {_INSTEAD}')
         specs = {fqn: self._log.spec(tensor) for fqn, tensor in everything.items()}
-        refuse_shared_memory(tensors, {**attributes, **loose})
+        anew = recomputed_tensors(module)  # no view any more in the first forward
+        others = {name: each for name, each in {**attributes, **loose}.items() if id(each) not in anew}
+        refuse_shared_memory(tensors, others)
         return Recipe(self._log, specs, ties=ties(module), attributes=tuple(attributes), loose=loose)
 
 

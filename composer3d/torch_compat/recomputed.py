@@ -15,8 +15,9 @@ def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
 
     `torch.nn.utils.weight_norm`, `spectral_norm` and pruning keep `weight` as a plain attribute, which a hook before
     every forward computes from parameters. As a result of that computation it is no leaf, and `copy.deepcopy` refuses
-    it; as a `memo` of `copy.deepcopy` the answer gives copies a detached one, which their first forward replaces. The
-    hooks name their tensor in an attribute that torch does not document (`name`, or `_tensor_name`).
+    it; as a `memo` of `copy.deepcopy` the answer gives copies a detached one, which their first forward replaces. Until
+    the first forward `spectral_norm` keeps a view of the parameter there. The hooks name their tensor in an attribute
+    that torch does not document (`name`, or `_tensor_name`).
 
     Args:
         model: Left as it is.
@@ -28,9 +29,11 @@ def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for module in model.modules():
         hooks = module._forward_pre_hooks.values()
-        names = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+        names = {getattr(hook, key, None): hook for hook in hooks for key in ("name", "_tensor_name")}
         for name, value in vars(module).items():
-            if name in names and isinstance(value, torch.Tensor) and not value.is_leaf:
+            if name not in names or not isinstance(value, torch.Tensor):
+                continue
+            if not value.is_leaf or type(names[name]).__module__.startswith("torch.nn.utils."):
                 found[id(value)] = value.detach()
     return found
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import composer3d
 from composer3d.errors import ComposerError, InitialisationError
-from composer3d.initialisation import record
+from composer3d.initialisation import Attachments, record
 from composer3d.initialisation.linearity import Kind, kind_of
 from composer3d.testing import assert_gradients_equal, gather_full, run_ranks
 from composer3d.torch_compat import fake_tensors
@@ -269,6 +269,9 @@ def test_shared_memory_is_refused_and_parts_of_one_memory_are_not():
             record(factory)
         assert str(caught.value) == message
     assert record(halves)[1].fqns == ("left", "right")
+    older = nn.utils.spectral_norm(nn.Linear(3, 3))  # its weight is a view until its first forward, which computes it
+    assert Attachments.of(older).views == ()
+    assert "weight_orig" in record(lambda: nn.utils.spectral_norm(nn.Linear(3, 3)))[1].fqns
 
 
 def removed(path):

@@ -38,6 +38,11 @@ def test_copies_have_tensors_that_a_hook_computes(changed):
     assert torch.equal(twin(x), model(x)) and twin[0].weight is not model[0].weight
 
 
+def test_a_view_until_the_first_forward_is_none_that_a_loop_could_miss():
+    (tensor,) = torch_compat.recomputed_tensors(model := nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4))))
+    assert tensor == id(model[0].weight)
+
+
 def test_other_tensors_that_are_computed_are_left_to_torch():
     model = nn.Linear(4, 4)
     model.doubled = model.weight * 2
