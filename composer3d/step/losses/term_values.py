@@ -49,8 +49,8 @@ def value_of(node: Any, *, beside_zero: bool = False) -> Tensor | None:
     try:
         with torch.no_grad():
             return _Values(beside_zero).of(node, 0)
-    except _UnknownError:
-        return None
+    except (_UnknownError, AttributeError, IndexError, RuntimeError, TypeError):
+        return None  # other ranks wait for this one to say so
 
 
 class _Values:
