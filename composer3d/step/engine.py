@@ -22,6 +22,7 @@ from composer3d.step.loops.own_forward import OwnForward
 from composer3d.step.loops.own_steps import OwnSteps, refuse_incomplete
 from composer3d.step.loops.parameter_hooks import ParameterHooks
 from composer3d.step.losses.criterion import Criterion
+from composer3d.step.losses.loss_graph import penalised_parameters
 from composer3d.step.losses.loss_totals import LossTotals
 from composer3d.step.microbatches import num_samples, split_batch
 from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
@@ -269,6 +270,7 @@ class StepEngine:
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
         loss = own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
         self.criterion.mixed.look(value, number, reduction=reduction)
+        self.units.use(penalised_parameters(value))
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
         state.forward_done, state.loss = True, self._started(loss)

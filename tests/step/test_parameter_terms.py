@@ -117,3 +117,79 @@ def test_constants_that_would_be_wrong_after_a_forward_are_refused_with_their_li
             "beside a constant in torch.float32, in which one device has both, and their difference would be one of "
             "roundings; compute the term before the forward, or after run.backward(loss) in a backward of its own"
         )
+
+
+class Idle(nn.Module):
+    """A model with a parameter that its forward does not use, and a penalty does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.idle = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def norms(model):
+    return 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def step_of(form, model, backward, x, y):
+    """Run one step's backwards: a penalty alone, behind a forward that no loss uses, or beside a loss."""
+    if form == "beside":
+        backward(F.mse_loss(model(x), y) + norms(model))
+    elif form == "before and after":
+        backward(norms(model))
+        backward(F.mse_loss(model(x), y))
+    else:
+        if form == "behind a forward":
+            model(x)
+        backward(norms(model))
+
+
+FORMS = ("alone", "behind a forward", "before and after", "beside")
+
+
+def alone_errors(layout):
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    for form in FORMS if layout != "ddp bucketed" else [form for form in FORMS if form != "before and after"]:
+        torch.manual_seed(0)
+        reference = Idle()
+        torch.manual_seed(0)
+        run = composed(LAYOUTS[layout], model=Idle())
+        optimizers = torch.optim.SGD(reference.parameters(), lr=0.1), run.optimizer(torch.optim.SGD, lr=0.1)
+        for each in (form, "alone", form):
+            step_of(each, reference, lambda loss: loss.backward(), x, y)
+            step_of(each, run.model, run.backward, mine(run, x), mine(run, y))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(run.model.parameters(), reference.parameters(), strict=True)
+        found[form] = max(float((full(p.detach()) - own.detach()).abs().max()) for p, own in pairs)
+        run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [each if each == "fsdp2" else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
+)
+def test_a_penalty_is_a_step_of_its_own_and_reaches_what_no_forward_uses(layout):
+    for found in run_ranks(alone_errors, 2, layout):
+        assert max(found.values()) < TIGHT, found
+
+
+def unreached():
+    run = composed(LAYOUTS["ddp bucketed"], model=Idle())
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(StepError) as caught:
+        step_of("before and after", run.model, run.backward, torch.ones(4, 6), torch.ones(4, 6))
+    run.close()
+    return str(caught.value)
+
+
+def test_buckets_that_wait_for_what_a_penalty_alone_has_reached_are_named():
+    for said in run_ranks(unreached, 2):
+        assert said.startswith('no gradient reached "idle" in step 0, and torch\'s DistributedDataParallel waits')

@@ -44,6 +44,7 @@ __all__ = [
     "is_of_parameters",
     "known_reduction",
     "past_factors",
+    "penalised_parameters",
     "reduction_of",
     "refuse_unknown_terms",
     "summands_of",
@@ -177,6 +178,21 @@ def has_parameter_terms(loss: Any) -> bool:
     """Return whether a loss adds terms of parameters alone, which are equal on all ranks."""
     node = getattr(loss, "grad_fn", None)
     return any(node_is_of_parameters(term) for term in all_terms(past_factors(past_views(node))[1]))
+
+
+def penalised_parameters(loss: Any) -> Iterator[Tensor]:
+    """Yield the leaves of the terms of a loss that depend on parameters alone; sharded ones, before a forward."""
+    node = past_factors(past_views(getattr(loss, "grad_fn", None)))[1]
+    pending = [term for term in all_terms(node) or [node] if term is not None and node_is_of_parameters(term)]
+    seen: set[Any] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        if type(each).__name__ == "AccumulateGrad":
+            yield each.variable
+        pending += [operand for operand, _ in each.next_functions]
 
 
 def is_of_parameters(loss: Any) -> bool:

@@ -18,9 +18,9 @@ from composer3d.step.sharded_tensors.whole_constants import forget_constants
 from composer3d.step.units.unit_order import END, UnitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from composer3d.context import RunContext
     from composer3d.observation.flight_recorder import Flight
@@ -59,6 +59,8 @@ class UnitRecord:
         self._order: UnitOrder | None = None
         self._is_partial = self._is_open = self._agrees = self.takes_gradients = False
         self._num_unused = 0
+        self._penalised: set[int] = set()  # by `id`
+        self._reached: list[Tensor] = []
         self._late = LateGraphs(self._units, lambda: self.takes_gradients)
 
     @contextlib.contextmanager
@@ -83,6 +85,7 @@ class UnitRecord:
         if self._order is None and self._flight is not None and len(self._guard.stage_ranks) > 1:
             self._order = self._make_order(self._flight)
         self._is_partial = False
+        self._penalised.clear()
         self._context.stash(DataDependent).used.clear()
         for units in self._units:
             units.begin()
@@ -114,8 +117,9 @@ class UnitRecord:
             units.is_trained = True
         try:
             yield
+            is_left = any(parameter.grad is not None for parameter in self._reached)
             for units in self._units:
-                units.complete()
+                units.complete(is_left=is_left)
             self._late.open()
         except BaseException:
             for units in self._units:
@@ -123,6 +127,7 @@ class UnitRecord:
             raise
         finally:
             self.takes_gradients = outer
+            self._reached.clear()
             for units in self._units:
                 units.is_trained = False
 
@@ -156,6 +161,17 @@ class UnitRecord:
             return "has called all of its modules"
         return self._units[item // _PART].describe(item % _PART)
 
+    def use(self, parameters: Iterable[Tensor]) -> None:
+        """Keep the gradients of parameters that a backward reaches past all units: those of a penalty.
+
+        Args:
+            parameters: Sharded ones, or, after a forward, what it has gathered of them, which no unit may reduce.
+        """
+        found = list(parameters)
+        self._penalised.update(map(id, found))
+        sharded = {id(parameter) for units in self._units if found for parameter, _ in units.trained()}
+        self._reached += [parameter for parameter in found if id(parameter) not in sharded]
+
     def drop_unused(self) -> None:
         """Take away the gradients of parameters that no rank has used in this step.
 
@@ -168,7 +184,8 @@ class UnitRecord:
         for units in self._units:
             for parameter, is_used in units.trained():
                 axes = of_experts.get(id(parameter), ())
-                groups.setdefault(axes, []).append((parameter, is_used and id(parameter) not in idle))
+                is_kept = (is_used and id(parameter) not in idle) or id(parameter) in self._penalised
+                groups.setdefault(axes, []).append((parameter, is_kept))
         for axes, pairs in groups.items():
             found = self._used_anywhere([used for _, used in pairs], experts=axes)
             for (parameter, _), is_used in zip(pairs, found, strict=True):

@@ -152,9 +152,9 @@ class Units:
         for group in self.groups:
             group.is_held = False
 
-    def complete(self) -> None:
-        """Reduce and reshard what is held after a backward whose outputs no unit returned, as that of a penalty."""
-        for state in self.states if self.are_held else ():
+    def complete(self, *, is_left: bool = False) -> None:
+        """Reduce and reshard what is held, or `is_left` with gradients, after a backward no unit began: a penalty."""
+        for state in self.states if is_left or self.are_held else ():
             if state._is_root:
                 state._root_post_backward_final_callback()
 

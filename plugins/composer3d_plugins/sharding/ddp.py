@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,14 +40,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-BUCKET_OPTIONS = (
-    "static_graph",
-    "gradient_as_bucket_view",
-    "find_unused_parameters",
-    "bucket_mib",
-    "broadcast_buffers",
+BUCKET_OPTIONS = tuple(
+    "static_graph gradient_as_bucket_view find_unused_parameters bucket_mib broadcast_buffers".split()
 )
-
 
 REPLICAS = "dp_replicate"
 
@@ -63,6 +59,7 @@ class _Loop:
         is_passed_over: Whether the reducer would wait in vain for parameters that are frozen now.
         trained: Which parameters were trained in the first forward, in which the reducer is made of them.
         late: Parameters that are trained and were not then; no reducer learns of another `requires_grad`.
+        penalised: Index of the last backward without a forward, and the gradients that it left with their versions.
     """
 
     is_armed: bool = False
@@ -72,6 +69,7 @@ class _Loop:
     is_passed_over: bool = False
     trained: tuple[bool, ...] = ()
     late: dict[nn.Parameter, None] = field(default_factory=dict)
+    penalised: tuple[int, list[tuple[weakref.ref[Any], int]]] = (-1, [])
 
     def look(self, module: nn.Module, *, finds_unused: bool) -> None:
         """Compare what a forward trains with what the reducer was made of."""
@@ -90,6 +88,11 @@ class _Loop:
             )
         self.is_passed_over = self.is_passed_over or bool(frozen)
         self.late.update(dict.fromkeys(late))
+
+    def unchanged(self, index: int) -> set[int]:
+        """Return by `id` the gradients that a backward before this one, of a penalty, left, and this one did not."""
+        before, grads = self.penalised
+        return {id(g()) for g, number in grads if index != before and getattr(g(), "_version", None) == number}
 
 
 def _loop_of(key: Any, context: RunContext) -> _Loop:
@@ -326,19 +329,20 @@ class DDP:
                 "alone, and another plugin has replaced what it reduces with; add the losses up and call run.backward "
                 'once, or write reducer = "unit" in [sharding.ddp]'
             )
-        for part in state.parts:
-            average_whole(part.module.parameters(), axes=state.context.data_axes(REPLICAS), context=state.context)
+        parameters = [parameter for part in state.parts for parameter in part.module.parameters()]
+        average_whole(parameters, axes=state.context.data_axes(REPLICAS), context=state.context)
+        loop.penalised = state.index, [(weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
     def _refuse_unused(self, state: StepState) -> None:
         """Raise where the reducer waits for a gradient in vain: it has reduced none, and says so a step later."""
         if not state.is_last:
             return
-        loop = _loop_of(self, state.context)
-        if loop.is_passed_over:
+        if (loop := _loop_of(self, state.context)).is_passed_over or not loop.trained:  # or a penalty's at the start
             return
         named = [pair for part in state.parts for pair in part.module.named_parameters()]
         known = [pair for pair, is_trained in zip(named, loop.trained, strict=True) if is_trained]
-        unused = [fqn for fqn, parameter in known if parameter.grad is None or not parameter.requires_grad]
+        left = loop.unchanged(state.index)
+        unused = [fqn for fqn, p in known if p.grad is None or not p.requires_grad or id(p.grad) in left]
         if unused and any(parameter.grad is not None for _, parameter in known):
             raise StepError(
                 f'no gradient reached "{unused[0]}" in step {state.step}, and torch\'s DistributedDataParallel waits '
