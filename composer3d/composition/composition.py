@@ -131,7 +131,9 @@ class Composition(SavedRun, OwnLoop):
         Collectives: one all-reduce before (counts and the guard), one after (the loss), and those of the plugins.
 
         Args:
-            args: The model's, x_B... of this data-parallel rank; ranks that differ only in tp or pp pass the same.
+            args: The model's, x_B... of this data-parallel rank; ranks that differ only in tp or pp pass the same. Of
+                `kwargs` too tensors with as many rows as there are samples are divided among micro-batches, and others
+                passed whole to each: what holds no row a sample, and might have as many, takes a leading dim of 1.
             target: Passed to the loss, such as targets_BS.
 
         Returns:

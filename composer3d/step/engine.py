@@ -24,7 +24,7 @@ from composer3d.step.loops.parameter_hooks import ParameterHooks
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_graph import penalised_parameters
 from composer3d.step.losses.loss_totals import LossTotals
-from composer3d.step.microbatches import num_samples, split_batch
+from composer3d.step.microbatches import Splitter, num_samples
 from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
@@ -68,7 +68,7 @@ class StepEngine:
         self.activations = ActivationGradients(context, loss_totals.averages)
         self._votes = Votes(self.actions[StepPoint.DECIDE], self.scaling, guard)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
-        self.own_steps = OwnSteps(lambda number: self.step(number, None))
+        self.own_steps, self._split = OwnSteps(lambda number: self.step(number, None)), Splitter()
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
         self.parameter_hooks = ParameterHooks(context, self.scaling, self.actions)
         self.stepper: BackwardStepper | None = None
@@ -150,7 +150,7 @@ class StepEngine:
         """Run one batch of an open step; see `Composition.forward_backward`."""
         state = self.begun()
         self._refuse_used("forward_backward")
-        microbatches = split_batch(batch, size)
+        microbatches = self._split(batch, size)
         if self.stepper is not None:
             self.stepper.begin(self.call + len(microbatches))
         self._agree(self.criterion.count_all(microbatches), identity, batch.copy)
@@ -170,7 +170,7 @@ class StepEngine:
         """Run one batch without gradients; see `Composition.evaluate`."""
         if self.loss_totals.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
-        microbatches = split_batch(batch, size)
+        microbatches = self._split(batch, size)
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
             totals = self.guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])

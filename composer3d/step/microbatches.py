@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Digest", "first_tensor", "map_tensors", "num_samples", "split_batch", "tensors", "to_device", "units_of"]
+__all__ = [
+    "Digest",
+    "Splitter",
+    "first_tensor",
+    "map_tensors",
+    "num_samples",
+    "split_batch",
+    "tensors",
+    "to_device",
+    "units_of",
+]
 
 _PIECE = 1 << 16  # weights generated per seed
 
@@ -143,6 +153,43 @@ def split_batch(batch: Batch, size: int | None) -> list[Batch]:
         )
         for start in range(0, length, size)
     ]
+
+
+class Splitter:
+    """Splits a loop's batches as `split_batch`, and remembers which arguments were divided.
+
+    A tensor that is no row a sample (positions, a mask of S x S) is divided as soon as a batch happens to have as many
+    samples as it has rows, and its pieces would broadcast.
+    """
+
+    def __init__(self) -> None:
+        self._is_divided: dict[str, tuple[bool, int]] = {}  # by argument, with the samples of that batch
+
+    def __call__(self, batch: Batch, size: int | None) -> list[Batch]:
+        """Split a batch.
+
+        Raises:
+            BatchError: As `split_batch`, or an argument is divided that was passed whole before, or the other way.
+        """
+        found = split_batch(batch, size)
+        length = num_samples((batch.args, batch.kwargs, batch.target)) or 0
+        arguments = {**{f"argument {place}": value for place, value in enumerate(batch.args)}, **batch.kwargs}
+        for name, value in arguments.items() if len(found) > 1 else ():
+            for place, tensor in enumerate(tensors(value)):
+                if tensor.dim() and tensor.shape[0] != 1:
+                    self._look(f"{name}, tensor {place}" if place else name, tensor.shape[0], length)
+        return found
+
+    def _look(self, name: str, rows: int, length: int) -> None:
+        was_divided, before = self._is_divided.setdefault(name, (rows == length, length))
+        if was_divided == (rows == length):
+            return
+        now = f"of {length} samples it has {rows} rows and would be {'passed whole' if was_divided else 'divided'}"
+        raise BatchError(
+            f'"{name}" was {"divided among" if was_divided else "passed whole to"} the micro-batches of a batch of '
+            f"{before} samples, and in this one {now}; give a tensor that holds no row for each sample a leading dim "
+            "of 1 (x[None]), so that it is never divided"
+        )
 
 
 def _refuse_other_target(target: Any, size: int, length: int) -> None:

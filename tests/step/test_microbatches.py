@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer3d import Batch, BatchError
-from composer3d.step.microbatches import Digest, split_batch, tensors, to_device
+from composer3d.step.microbatches import Digest, Splitter, split_batch, tensors, to_device
 
 Pair = namedtuple("Pair", "left right")
 
@@ -131,3 +131,14 @@ def test_batches_move_to_their_device():
     assert to_device(batch, torch.device("cpu")) is batch
     moved = to_device(batch, torch.device("meta"))
     assert moved.args[0].is_meta and moved.kwargs["a"][0].is_meta and moved.target.is_meta and moved.args[1] == 1
+
+
+@pytest.mark.parametrize(("first", "second", "said"), [(6, 4, "passed whole to"), (4, 6, "divided among")])
+def test_an_argument_that_is_divided_by_chance_is_refused(first, second, said):
+    split, positions = Splitter(), rows(4)
+    split(Batch(args=(rows(first),), kwargs={"pos": positions, "mask": rows(1)}), 2)
+    split(Batch(args=(rows(first),), kwargs={"pos": positions}), 2)
+    with pytest.raises(BatchError) as caught:
+        split(Batch(args=(rows(second),), kwargs={"pos": positions}), 2)
+    assert f'"pos" was {said} the micro-batches of a batch of {first} samples' in str(caught.value)
+    split(Batch(args=(rows(second),), kwargs={"pos": positions[None]}), 2)
