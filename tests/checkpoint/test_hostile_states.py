@@ -122,7 +122,8 @@ def test_what_is_wrong_is_named(tmp_path):
         f"{state}.states: Input should be a valid dictionary{told}",
         f"{state}.optimizer.groups: Input should be a valid list{told}",
         f"{state}.optimizer.groups.0.parameters.0: Input should be a valid string{told}",
-        f"{path}: the optimizer's lr is 0.1, and the checkpoint has None",
+        f"{path}: the optimizer's lr is 0.1, and the checkpoint has None; what was read before it is loaded: steps and "
+        "saves are refused until run.load succeeds",
         f"{path}: \"attached/memory/mean\" is a tensor [[1099511627776], 'float32'], and the checkpoint "
         "holds one of [3] in float32",
         f"{path}: of another model or optimizer: the checkpoint also holds attached/memory/mean",
