@@ -236,19 +236,27 @@ TP = "[sharding.tensor_parallel]\n[mesh]\ntp = 2\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size", "who", "at"),
+    ("text", "world_size", "message"),
     [
-        (TP, 2, "rank 1 (tp 1)", EVERY - 1),  # a plain parameter, whose version says that it was written
-        ("[sharding.fsdp2]\n" + TP + "dp_shard = 2\n", 4, "rank 1 (dp_shard 0, tp 1)", EVERY),
+        (  # a plain parameter, whose version says that it was written
+            TP,
+            2,
+            f"rank 1 (tp 1) holds other values than rank 0, its replica, at step {EVERY - 1}: "
+            'parameter "layers.0.norm.weight"; something changed parameters on some ranks alone',
+        ),
+        (
+            "[sharding.fsdp2]\n" + TP + "dp_shard = 2\n",
+            4,
+            "the loop of rank 1 (dp_shard 0, tp 1) decided something else than that of rank 0 before step "
+            f'{EVERY - 1}: writes between steps into the shards of "layers.0.norm.weight": 1, not 0; all ranks must '
+            "decide alike",
+        ),
     ],
+    ids=["tp", "fsdp2, tp"],
 )
-def test_a_nudged_parameter_that_tensor_parallelism_leaves_whole_is_named(text, world_size, who, at):
-    message = (
-        f"{who} holds other values than rank 0, its replica, at step {at}: "
-        'parameter "layers.0.norm.weight"; something changed parameters on some ranks alone'
-    )
+def test_a_nudged_parameter_that_tensor_parallelism_leaves_whole_is_named(text, world_size, message):
     found = run_ranks(faulty, world_size, text, nudged_norm, EVERY - 1, EVERY + 1, (1.0,) * 4, False, Even)
-    assert found == [(at, message)] * world_size
+    assert found == [(EVERY - 1, message)] * world_size
 
 
 @pytest.mark.parametrize(
