@@ -274,7 +274,7 @@ def compared_axes(context: RunContext) -> dict[Compared, tuple[str, ...]]:
     replicas, shared = replica_axes(context), shared_axes(context)
     data = (axis for axis in context.layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[axis] > 1)
     whole = tuple(axis for axis in data if axis not in replicas)
-    is_any = any(_is_whole_along(context, fqn, p, whole) for fqn, p in context.named_parameters()) if whole else False
+    is_any = bool(whole) and any(_is_whole_along(context, fqn, p, whole) for fqn, p in context.named_parameters())
     return {"replicas": replicas, "shared": shared, "whole": whole if is_any else ()}
 
 

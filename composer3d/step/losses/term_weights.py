@@ -87,7 +87,8 @@ class TermWeights:
         num_ranks: Ranks that have other samples or positions.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis, of thirteen numbers a rank and term.
+
+    Collectives: one all-reduce an axis, of thirteen numbers for each of 32 terms and rank.
     """
 
     def __init__(self, num_ranks: int, index: int, total: Callable[[Tensor], None]) -> None:
