@@ -29,6 +29,7 @@ from composer3d.planning.hardware.cluster import STACKS, StackName
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tuning.halving import rank_correlation
 
 # Runs that constants saw, of sources that are held out otherwise; see above.
 _FITTED = frozenset(
@@ -107,6 +108,43 @@ def bubble(stages: int, microbatches: int, times: tuple[float, float, float, flo
     return simulate(orders_of("1F1B", degree=stages, num_microbatches=microbatches), costs).bubble_share
 
 
+def rate(run: Run, seconds: float) -> float:
+    """Return what a device computes a second, to compare layouts, of models of different depth too."""
+    tokens = run.setup.global_batch * run.setup.seq_len
+    return run.shape.num_layers * run.shape.hidden**2 * tokens / seconds / run.setup.world_size
+
+
+def sweeps(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the layouts that sources tried for one model on one number of devices, three or more, and BLOOM's.
+
+    BLOOM's pipelines were a search for the model's depth and the layout at once: all of them are one sweep more.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.step_s is None:
+            continue
+        shape, setup = run.shape, run.setup
+        devices = f"{setup.world_size} {hardware_of(run)}"
+        key = f"{run.family}, {shape.num_layers} layers of {shape.hidden}, {devices}"
+        found.setdefault(f"{key}, {setup.seq_len} tokens, {setup.precision.dtype}", []).append(run)
+        if run.family == "BLOOM" and setup.pp > 1:
+            found.setdefault("BLOOM, pipelines of every depth", []).append(run)
+    return {name: tried for name, tried in found.items() if len(tried) >= 3}
+
+
+def ranking(tried: Sequence[Run]) -> tuple[float, float | None]:
+    """Return what the planned order of a sweep costs and how it agrees with the measured one.
+
+    Returns:
+        The regret, 1 less the measured rate of the layout that is planned fastest over that of the fastest, and
+        Kendall's tau.
+    """
+    measured = [rate(run, run.step_s) for run in tried if run.step_s is not None]
+    expected = [rate(run, planned(run).step_s.value) for run in tried]
+    pick = expected.index(max(expected))
+    return 1 - measured[pick] / max(measured), rank_correlation(expected, measured)
+
+
 def quantiles(errors: Sequence[float]) -> tuple[float, float]:
     """Return median and ninetieth percentile of the errors' sizes."""
     sizes = sorted(abs(error) for error in errors)
@@ -176,6 +214,9 @@ def report(folder: Path, *, verbose: bool = False) -> list[str]:
         if run.ran_out:
             usable = run.hardware.device.memory_bytes / GIB
             rows.append(f"memory   {run.name} ran out: planned {memory_gib(run):.1f} of {usable:.1f} GiB")
+    for name, tried in sweeps(runs).items():
+        regret, tau = ranking(tried)
+        rows.append(f"order    {name}: {len(tried)} layouts  regret {regret:.1%}  tau {tau:+.2f}  target 5%")
     for stages, microbatches, measured, times in BUBBLES:
         simulated = bubble(stages, microbatches, times)
         rows.append(

@@ -110,6 +110,13 @@ def test_tensor_parallelism_over_two_nodes_reaches_a_part_of_what_it_does_in_one
     assert 0.6 <= seconds[8] / seconds[16] / 2 <= 0.8
 
 
+@pytest.mark.parametrize(("name", "tried"), plan_accuracy.sweeps(published_runs()).items())
+def test_the_layout_that_is_planned_fastest_is_within_5_percent_of_the_fastest(name, tried):
+    regret, tau = plan_accuracy.ranking(tried)
+    assert regret <= 0.05
+    assert tau > 0
+
+
 @pytest.mark.parametrize(("stages", "microbatches", "measured", "times"), plan_accuracy.BUBBLES)
 def test_bubbles_are_within_two_points(stages, microbatches, measured, times):
     assert plan_accuracy.bubble(stages, microbatches, times) == pytest.approx(measured, abs=0.02)

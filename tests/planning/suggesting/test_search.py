@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import plan_accuracy
 import pytest
 from decoder_shape import ModelShape
-from published import published_runs
 from support.decoder_costs import DecoderCosts
 
 from composer3d.errors import ComposerError
@@ -283,20 +281,3 @@ def test_tensor_parallel_degrees_are_asked_from_the_least_on_until_they_are_slow
     best = search(costs, RUN, H100, world_size=32).best[0].setup
     assert best.tp == 2
     assert sorted(set(costs.asked)) == [1, 2, 4]
-
-
-def rate(run, seconds):
-    """Return what a device computes a second, to compare layouts of models of different depth."""
-    return run.shape.num_layers * run.shape.hidden**2 * run.setup.global_batch / seconds / run.setup.world_size
-
-
-@pytest.mark.parametrize("hidden", [14400, 13824, None])
-def test_the_pick_of_a_published_sweep_is_within_a_tenth_of_the_best(hidden):
-    sweep = [
-        run
-        for run in published_runs()
-        if run.family == "BLOOM" and run.step_s and run.setup.pp > 1 and hidden in (run.shape.hidden, None)
-    ]
-    assert len(sweep) >= 4
-    pick = max(sweep, key=lambda run: rate(run, plan_accuracy.planned(run).step_s.value))
-    assert rate(pick, pick.step_s) >= 0.9 * max(rate(run, run.step_s) for run in sweep)
