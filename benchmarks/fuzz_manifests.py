@@ -30,6 +30,7 @@ import fuzz_mutations
 from harness import conditions
 
 from composer3d.cli import main as composer3d
+from composer3d.huggingface.folder import import_transformers
 from composer3d.processes.forking import fork, prewarm
 
 __all__ = ["LIMIT_CPU_S", "faults_of", "fuzz", "main"]
@@ -192,6 +193,7 @@ def _prewarm() -> None:
             "composer3d.runner.data",
         )
     )
+    import_transformers()  # a third of the CPU time of a hundred manifests, where each process imports it
     # A collection would write to the pages of all that is imported, and the kernel would copy them in every fork.
     gc.collect()
     gc.freeze()
