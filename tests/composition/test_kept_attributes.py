@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from composer3d_plugins.scheduling.pipeline.division import divide_straight
+from composer3d_plugins.scheduling.pipeline.traced_split import divide_traced
 from support.models import VOCAB, composed, mean_loss, mine, unpadded
 from torch import nn
 
-from composer3d import ManifestError
+from composer3d import ManifestError, TransformError
 from composer3d.propagation import Call, KeptState, on_meta
 from composer3d.testing import run_ranks
 
@@ -96,22 +98,67 @@ class Carrying(Model):
         return self.out(x) + 0.0
 
 
+class Counted(nn.Linear):
+    """A block that counts its own calls, its parent's (in a list), or fills a cache that all blocks share."""
+
+    def __init__(self, parent):
+        super().__init__(DIM, DIM)
+        self.parent, self.own = (parent,), 0
+
+    def forward(self, x):
+        (parent,), self.own = self.parent, self.own + 1
+        if parent.where == "in a block":
+            parent.plain["calls"] += 1
+        if parent.where == "flag":
+            parent.flag = True
+        parent.cache(x)
+        return super().forward(x)
+
+
+class State:
+    calls = 0
+
+
+class Cache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seq_len = 0
+
+    def forward(self, x):
+        if self.seq_len < x.shape[1]:
+            self.seq_len = x.shape[1]
+        return self.seq_len
+
+
 class Counting(nn.Module):
     """A counter that scales what the blocks add; counted before them or behind them."""
 
     def __init__(self, where, num_layers=2):
         super().__init__()
-        self.where = where
+        self.where, self.number, self.plain, self.flag = where, 0, {"calls": 0}, False
+        self.state, self.cache = State(), Cache()
         self.tok, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Counted(self) for _ in range(num_layers))
         self.register_buffer("calls", torch.zeros(()))
+        if where == "hook":
+            self.layers[0].register_forward_pre_hook(lambda block, args: setattr(self, "number", self.number + 1))
 
     def forward(self, tokens):
         if self.where == "before":
             self.calls += 1
+        if self.where == "number before":
+            self.number += 1
+        self.flag = False
         x = self.tok(tokens)
-        for layer in self.layers:
-            x = x + layer(x) * (self.calls / 4)
+        for index, layer in enumerate(self.layers):
+            if self.where != "schedule" or self.number <= index:
+                x = layer(x) * (1 + (self.calls + self.number + self.plain["calls"] + self.state.calls) / 4 + self.flag)
+        if self.where in ("number behind", "schedule"):
+            self.number += 1
+        if self.where == "list behind":
+            self.plain["calls"] += 1
+        if self.where == "object behind":
+            self.state.calls += 1
         if self.where == "behind":
             self.calls += 1
         if self.where == "replaced behind":
@@ -204,9 +251,10 @@ def test_a_counter_that_not_every_stage_comes_to_is_refused(where):
         ) in message
 
 
-def test_a_counter_that_every_stage_comes_to_is_one_devices():
+@pytest.mark.parametrize("where", ["before", "number before"])
+def test_a_counter_that_every_stage_comes_to_is_one_devices(where):
     size, text, num_microbatches = LAYOUTS["pipeline"]
-    counting = partial(Counting, "before")
+    counting = partial(Counting, where)
     (wanted,) = run_ranks(one_device, 1, None, num_microbatches, counting)
     for losses in run_ranks(composed_losses, size, text, None, num_microbatches, counting):
         assert losses == pytest.approx(wanted, abs=1e-12)
@@ -216,6 +264,36 @@ def refused(text, factory=Carrying):
     with pytest.raises(ManifestError) as raised:
         composed(text, factory(), loss_fn=mean_loss)
     return str(raised.value)
+
+
+def changed(divide, where):
+    """Return which attribute is changed where not every stage that uses it comes."""
+    blocks = [f"layers.{index}" for index in range(4)]
+    try:
+        divide(Counting(where, 4), blocks, ((torch.zeros(2, 6, dtype=torch.int64),), {}), lambda *_: (0, 2))
+    except TransformError as error:
+        assert "a plain attribute, in" in str(error) and "change it before the first block" in str(error)
+        return str(error).split('"')[1]
+    return None
+
+
+@pytest.mark.parametrize("divide", [divide_straight, divide_traced])
+@pytest.mark.parametrize(
+    ("where", "attribute"),
+    [
+        ("nowhere", None),  # but in each block its own, and in a cache that all blocks fill
+        ("number before", None),
+        ("number behind", "number"),
+        ("schedule", "number"),
+        ("list behind", "plain"),
+        ("object behind", "state.calls"),
+        ("in a block", "plain"),
+        ("flag", "flag"),
+        ("hook", "number"),
+    ],
+)
+def test_plain_attributes_that_not_every_stage_changes_are_refused(divide, where, attribute):
+    assert changed(divide, where) == attribute
 
 
 @pytest.mark.parametrize("split", ["auto", "tracer"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.scheduling.pipeline.carried_values import refuse_carried_values
+from composer3d_plugins.scheduling.pipeline.plain_state import Changes
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
     Origins,
     Source,
@@ -56,6 +57,7 @@ class Observation:
         last_cost: Floating-point operations after them.
         activations_bytes: Bytes of every block's results: about what it keeps for its backward.
         parameters_bytes: Of every block; those needed before the first, or behind the last, belong to these.
+        changes: Reads and writes of plain attributes that the forward changes, by name.
         skeleton: The model on meta, without weights.
     """
 
@@ -70,6 +72,7 @@ class Observation:
     last_cost: float
     activations_bytes: tuple[float, ...]
     parameters_bytes: tuple[float, ...]
+    changes: Changes
     skeleton: nn.Module
 
     @functools.cached_property
@@ -168,12 +171,12 @@ class _Watch(Origins):
 
     def attach(self) -> list[Any]:
         """Hook the blocks' calls."""
-        handles = self._attach_names()
+        handles: list[Any] = []
         for index, fqn in enumerate(self._blocks):
             block = self.skeleton.get_submodule(fqn)
-            handles.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True))
+            handles.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True, prepend=True))
             handles.append(block.register_forward_hook(self._leaving(index)))
-        return handles
+        return handles + self._attach_names()
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,6 +267,7 @@ class _Watch(Origins):
             last_cost=self._costs[len(self._blocks)],
             activations_bytes=tuple(self._computed_bytes[index] for index in range(len(self._blocks))),
             parameters_bytes=self._parameters_bytes(),
+            changes=self.plain.changes(),
             skeleton=self.skeleton,
         )
 

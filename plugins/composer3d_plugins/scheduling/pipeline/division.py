@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.block_trace import Observation, observe
+from composer3d_plugins.scheduling.pipeline.plain_state import refuse_missed_changes
 
 if TYPE_CHECKING:
     import torch
@@ -116,4 +117,5 @@ def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, ch
         activations_bytes=observation.activations_bytes,
     )
     starts = tuple(choose(blocks, load))
+    refuse_missed_changes(observation.changes, starts, observation.blocks)
     return Straight(seen=observation, starts=starts, costliest=load.costliest(starts))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from composer3d import TransformError, torch_compat
 from composer3d.propagation import attributes_of
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
+from composer3d_plugins.scheduling.pipeline.plain_state import PlainState, place_name
 from composer3d_plugins.scheduling.pipeline.values import Values
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Origins(abc.ABC):
         self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
         self._at_work: list[str] = []  # their FQNs
         self._inside: int | None = None
+        self.plain = PlainState(skeleton, self)
         self._costs: dict[int, float] = defaultdict(float)
         self._computed_bytes: dict[int, float] = defaultdict(float)
 
@@ -88,12 +90,19 @@ class Origins(abc.ABC):
         """Index of the hooked module at work, or of the next one; -1 before the first."""
         return self._inside if self._inside is not None else self._position
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a hooked module is at work."""
+        return self._inside is not None
+
+    @property
+    def at_work(self) -> str:
+        """FQN of the innermost module at work."""
+        return self._at_work[-1] if self._at_work else ""
+
     def place_name(self, place: int) -> str:
         """Return the wording of a place in messages."""
-        names = self.call_names
-        if place < 0:
-            return f'the code before "{names[0]}"'
-        return f'the code behind "{names[-1]}"' if place >= len(names) else f'"{names[place]}" or the code before it'
+        return place_name(place, self.call_names)
 
     def is_computed(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on parameters or on what hooked modules return."""
@@ -211,7 +220,7 @@ class Origins(abc.ABC):
         handles: list[Any] = []
         for prefix, module in self.skeleton.named_modules():
             names = {id(p): f"{prefix}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False)}
-            handles.append(module.register_forward_pre_hook(self._starting(prefix, names)))
+            handles.append(module.register_forward_pre_hook(self._starting(prefix, names), prepend=True))
             handles.append(module.register_forward_hook(self._ending, always_call=True))
         return handles
 
@@ -228,8 +237,7 @@ class Origins(abc.ABC):
 
     def refuse_reentrant(self) -> None:
         """Refuse a checkpoint whose backward is one of its own: stages ask for the gradients of their inputs."""
-        fqn = next(reversed(self._at_work), "")
-        caller = f'the forward of "{fqn}"' if fqn else "the forward"
+        caller = f'the forward of "{self.at_work}"' if self.at_work else "the forward"
         raise TransformError(
             f"{caller} calls torch.utils.checkpoint with "
             "use_reentrant=True, whose backward gives no gradient to another stage; write use_reentrant=False, or "
@@ -300,7 +308,7 @@ def run_forward(watch: Origins, example: Any, operator: Callable[..., Any]) -> A
     args, kwargs = torch_compat.tree_map(
         lambda leaf: watch.values.twin(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
     )
-    handles = watch.attach()
+    handles, end_recording = watch.attach(), watch.plain.record()
     try:
         with (
             torch.no_grad(),
@@ -309,6 +317,7 @@ def run_forward(watch: Origins, example: Any, operator: Callable[..., Any]) -> A
         ):
             return watch.skeleton(*args, **kwargs)
     finally:
+        end_recording()
         for handle in handles:
             handle.remove()
 

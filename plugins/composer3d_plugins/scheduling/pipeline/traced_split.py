@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division
+from composer3d_plugins.scheduling.pipeline.plain_state import refuse_missed_changes
 from composer3d_plugins.scheduling.pipeline.tensor_origins import Source, same_places
 from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, KEPT, Trace, trace
 
@@ -171,6 +172,7 @@ class Traced(Division[Trace]):
                         f"stages {seen[number]} and {stage} use the same random numbers, which the forward draws "
                         "between modules, and each would draw its own; draw them in a module (torch.nn.Dropout)"
                     )
+        refuse_missed_changes(self.seen.changes, self.starts, [call.name for call in self.seen.calls])
         for fqn, writers in self.seen.buffer_writers.items():
             stages = sorted({self.stage_of(index) for index in writers})
             if len(stages) > 1:

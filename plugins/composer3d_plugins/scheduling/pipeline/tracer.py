@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.scheduling.pipeline.carried_values import refuse_carried_values
+from composer3d_plugins.scheduling.pipeline.plain_state import Changes
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
     Origins,
     Source,
@@ -68,6 +69,7 @@ class Trace:
         uses: For every parameter, under its first FQN, how many operators took it.
         costs: Floating-point operations by call; operators between two calls count with the second.
         computed_bytes: Bytes of all results, by call: about what is kept for the backward.
+        changes: Reads and writes of plain attributes that the forward changes, by name.
         skeleton: The model on meta, without weights.
     """
 
@@ -79,6 +81,7 @@ class Trace:
     uses: Mapping[str, int]
     costs: Mapping[int, float]
     computed_bytes: Mapping[int, float]
+    changes: Changes
     skeleton: nn.Module
 
     @property
@@ -228,14 +231,16 @@ class _Watch(Origins):
 
     def attach(self) -> list[Any]:
         """Hook the calls of all modules that do not contain blocks; calls inside a call are ignored."""
-        handles = self._attach_names()
+        handles: list[Any] = []
         running: list[str] = []
         for fqn, module in self.skeleton.named_modules():
             if id(module) in self._around:
                 continue
-            handles.append(module.register_forward_pre_hook(self._entering(fqn, running), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(self._entering(fqn, running), with_kwargs=True, prepend=True)
+            )
             handles.append(module.register_forward_hook(self._leaving(running)))
-        return handles
+        return handles + self._attach_names()
 
     def _entering(self, fqn: str, running: list[str]) -> Any:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -331,5 +336,6 @@ class _Watch(Origins):
             uses={fqn: Counter.total(places) for fqn, places in self._uses.items()},
             costs=self._costs,
             computed_bytes=self._computed_bytes,
+            changes=self.plain.changes(),
             skeleton=self.skeleton,
         )
