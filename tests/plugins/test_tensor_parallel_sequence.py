@@ -127,6 +127,11 @@ ROWS = {
             *(f"decoder.layers.{n}.{name}" for n in (0, 1) for name in ("self_attn", "multihead_attn")),
         ),
     },
+    # A shared module under its first name, wherever it is called.
+    "SharedFeed": {
+        "split_gather": ("layers.0.attention", "layers.0.feed", "layers.1.attention"),
+        "gathered": ("layers.0.attention", "layers.1.attention"),
+    },
     # Heads are written out in evaluation alone, in which the code has to be propagated as well.
     "Evaluated": {"split": layers(0), "gather": layers(1), "propagated": layers(0, 1)},
 }

@@ -119,6 +119,25 @@ class Shared(Listed):
         return self.out(x)
 
 
+class SharedFeed(nn.Module):
+    """Layers of a dictionary each, of which all have one feed-forward."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        feed = nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim))
+        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attention": Attention(dim), "norm": nn.LayerNorm(dim), "feed": feed}) for _ in range(2)
+        )
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = x + layer["attention"](x)
+            x = x + layer["feed"](layer["norm"](x))
+        return self.out(x)
+
+
 class Modulated(nn.Module):
     """Scaled by what a feed-forward makes of a condition, which has no sequence."""
 
@@ -229,6 +248,7 @@ FLOWS = {
     "Skipping": Skipping,
     "Averaged": Averaged,
     "Shared": Shared,
+    "SharedFeed": SharedFeed,
     "Conditioned": Conditioned,
     "Evaluated": EvaluatedModel,
     "Recomputed": RecomputedModel,

@@ -49,7 +49,7 @@ def _overlap(fqn: str, other: str) -> bool:
 
 
 def _listed(model: nn.Module) -> list[str]:
-    found: list[str] = []
+    found: dict[nn.Module, str] = {}  # one that several blocks share by its first name alone
     lists: list[str] = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -59,8 +59,9 @@ def _listed(model: nn.Module) -> list[str]:
         held = [name for name, child in module.named_children() if _is_block(child)]
         if held:
             lists.append(fqn)
-            found += [".".join(filter(None, (fqn, name))) for name in held]
-    return found
+            for name in held:
+                found.setdefault(module.get_submodule(name), ".".join(filter(None, (fqn, name))))
+    return list(found.values())
 
 
 def _is_block(module: nn.Module) -> bool:
