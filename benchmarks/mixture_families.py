@@ -6,7 +6,7 @@ of whose targets are padding. It is `equal` where the loss and all gradients are
 these sizes, and else `wrong`. Rows are written to benchmarks/results/mixture_families_LAYOUT.json as they are found, in
 place of earlier ones of the same family.
 
-Usage: python benchmarks/mixture_families.py [--only 'deepseek*'] [--layout ep2|ep2_tp2|ep2_cp2] [--json]
+Usage: python benchmarks/mixture_families.py [--only 'deepseek*' ...] [--layout ep2|ep2_tp2|ep2_cp2] [--json]
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("expert_hidden_dim", "moe_hidden_size", "moe_latent_size", "router_hidden_size"), 16),
     **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "mamba_expand"), 2),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "vocab_size_per_layer_input"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
     "qk_head_dim": 16,
@@ -71,7 +71,7 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise", "input_jitter_noise"), 0.0),
     "mlp_layer_types": ["sparse"] * 2,
     "mlp_only_layers": [],
-    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
     "max_position_embeddings": 64,
     **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
     "bos_token_id": 1,
@@ -86,9 +86,10 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "jamba": {"expert_layer_offset": 0},
-    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
     "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
@@ -127,7 +128,9 @@ def families() -> dict[str, str]:
     found: dict[str, tuple[str, str]] = {}
     headed = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
     bare = {name: cls for name, cls in auto.MODEL_MAPPING_NAMES.items() if name.endswith("_text")}
-    for name, cls in [*headed.items(), *bare.items()]:
+    # A text model stands before one of several modalities, whose configuration has others inside.
+    texts = sorted(headed.items(), key=lambda item: item[1].endswith("ForConditionalGeneration"))
+    for name, cls in [*texts, *bare.items()]:
         module = CONFIG_MAPPING[name].__module__.replace("configuration_", "modeling_")
         spec = find_spec(module)
         source = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
@@ -263,15 +266,15 @@ def outcome_of(family: str, layout: str) -> dict[str, str]:
 def main() -> None:
     """Compare families with one device, and print a line of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="families, as in 'deepseek*'")
+    parser.add_argument("--only", metavar="PATTERN", nargs="+", default=["*"], help="families, as in 'deepseek*'")
     parser.add_argument("--layout", choices=LAYOUTS, default="ep2", help="the ranks beside ep = 2")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     stated = conditions()
     import_transformers()
-    some = [family for family in families() if fnmatchcase(family, arguments.only)]
+    some = [family for family in families() if any(fnmatchcase(family, pattern) for pattern in arguments.only)]
     if not some:
-        fail(f"no family matches {arguments.only}")
+        fail(f"no family matches {', '.join(arguments.only)}")
     file = RESULTS / f"mixture_families_{arguments.layout}.json"
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     for family in some:

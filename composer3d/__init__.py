@@ -32,14 +32,10 @@ if TYPE_CHECKING:
         expert_form,
         has_stacked_experts,
         shared_by_experts,
-    )
-    from composer3d.composition.experts.expert_products import (
-        multiply_experts,
         stacked_layers,
-        standing_in,
-        summed_dims,
     )
-    from composer3d.composition.experts.routed_lists import caller_of, chosen_by_values
+    from composer3d.composition.experts.expert_products import multiply_experts, standing_in, summed_dims
+    from composer3d.composition.experts.routed_lists import caller_of, chosen_by_values, listed_experts
     from composer3d.composition.loop.sampling import Sampler
     from composer3d.composition.preparing import PlanRow
     from composer3d.context import RunContext
@@ -175,9 +171,10 @@ _MODULES = {
         "expert_form",
         "has_stacked_experts",
         "shared_by_experts",
+        "stacked_layers",
     ),
-    "composition.experts.expert_products": ("multiply_experts", "stacked_layers", "standing_in", "summed_dims"),
-    "composition.experts.routed_lists": ("caller_of", "chosen_by_values"),
+    "composition.experts.expert_products": ("multiply_experts", "standing_in", "summed_dims"),
+    "composition.experts.routed_lists": ("caller_of", "chosen_by_values", "listed_experts"),
     "interfaces": (
         "Action",
         "Batch",
@@ -311,6 +308,7 @@ __all__ = [
     "launch",
     "linear_layers",
     "linear_sharding",
+    "listed_experts",
     "load_manifest",
     "make_unit",
     "map_tensors",

@@ -44,8 +44,9 @@ def assert_equal_to_one_device(world_size, cases):
     return [[counted for *_, counted in of_case] for of_case in zip(*ranks, strict=True)]
 
 
-# A loop over experts, one over masks, and stacks, one with a norm that experts share: what others vary.
-FORMS = ("looped", "masked", "two lists", "stacked", "stacked of three", "normed")
+# Loops over experts in a list and a dict, one over masks, and stacks, one with a norm that experts share, one of rows:
+# what others vary.
+FORMS = ("looped", "named", "masked", "two lists", "stacked", "stacked of three", "normed", "flat")
 MORE = [name for name in MIXTURES if name not in (*FORMS, "looped starved", "stacked starved", "shipped of four heads")]
 
 
@@ -89,6 +90,7 @@ def test_layouts(mesh, more, degree):
     [
         ("dense", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
         ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
+        pytest.param("flat", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4, marks=pytest.mark.slow),
         ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 4),
         ("shipped", "dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 2),
         ("shipped", "dp_replicate = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
@@ -99,7 +101,15 @@ def test_layouts(mesh, more, degree):
             4,
         ),
     ],
-    ids=["products of all", "dp and tp", "sequence_parallel", "apart from sequence_parallel", "tp alone", "four of tp"],
+    ids=[
+        "products of all",
+        "dp and tp",
+        "rows of all",
+        "sequence_parallel",
+        "apart from sequence_parallel",
+        "tp alone",
+        "four of tp",
+    ],
 )
 def test_ranks_of_tp_hold_experts_too(name, mesh, more, degree):
     for first, *_ in assert_equal_to_one_device(4, [(name, ep(degree, mesh, more))]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.mixtures import mixture_steps
+import torch
+from support.mixtures import DIM, FlatStack, mixture_steps
 from support.models import write_manifest
 from support.sorted_mixtures import FORMS, Counted, Grouped
 from torch import nn
@@ -62,6 +63,7 @@ class Router(nn.Module):
 def test_forms_are_known_by_arguments_and_weights():
     assert composer3d.expert_form(Counted(4, 4)) == "counted"
     assert composer3d.expert_form(Grouped(4)) == "grouped"
+    assert composer3d.expert_form(FlatStack()) == "chosen"
     assert [composer3d.expert_form(module) for module in (Several(), Router())] == [None, None]
 
 
@@ -88,11 +90,11 @@ class Normed(Counted):
 
 
 class Mixed(nn.Module):
-    """A dict of experts that holds what they share."""
+    """A dict of experts that holds weights that they share."""
 
     def __init__(self):
         super().__init__()
-        self.experts = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in range(4)} | {"drop": nn.Dropout(0.1)})
+        self.experts = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in range(4)} | {"norm": nn.LayerNorm(4)})
 
     def forward(self, x):
         return x
@@ -109,6 +111,14 @@ class Flat(nn.Module):
         return x
 
 
+class Interleaved(FlatStack):
+    """Rows of all experts in turn: the first is the first expert's, the second the second's."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        up, down = (weight.view(-1, self.num_experts, DIM)[:, top_k_index[0, 0]] for weight in (self.up, self.down))
+        return torch.tanh(hidden_states.matmul(up.T)).matmul(down)
+
+
 class Shared(Counted):
     """Experts that all tokens have, and a weight of each token and expert."""
 
@@ -121,8 +131,10 @@ class Shared(Counted):
 UNKNOWN = {
     Unequal: 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down',
     Normed: 'of modules with weights of three dims "" (Normed) has norm.weight, which is not stacked',
-    Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 Dropout',
+    Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 LayerNorm',
     Flat: '; "" (Flat) says num_experts = 4, and has weights of two dims, up.weight, down.weight, of which no rows are '
+    "known to be one expert's",
+    Interleaved: '; "" (Interleaved) says num_experts = 4, and has weights of two dims, up, down, of which no rows are '
     "known to be one expert's",
 }
 

@@ -63,19 +63,20 @@ class Masked(Looped):
 
 
 class Named(Looped):
-    """Experts in a dict."""
+    """Experts in a dict, which holds what is done to the results of each, too."""
 
     def __init__(self):
         super().__init__()
-        self.experts = nn.ModuleDict({f"expert_{number}": each for number, each in enumerate(self.experts)})
+        held = {f"expert_{number}": each for number, each in enumerate(self.experts)}
+        self.experts = nn.ModuleDict({"act": nn.Softsign()} | held)
 
     def forward(self, x_BSD):
         x_TD = x_BSD.flatten(0, 1)
         best = self.gate(x_TD).softmax(-1).max(-1)
         out_TD = torch.zeros_like(x_TD)
-        for number, expert in enumerate(self.experts.values()):
+        for number, expert in enumerate([*self.experts.values()][1:]):
             token = (best.indices == number).nonzero().squeeze(-1)
-            out_TD = out_TD.index_copy(0, token, expert(x_TD[token]) * best.values[token, None])
+            out_TD = out_TD.index_copy(0, token, self.experts["act"](expert(x_TD[token])) * best.values[token, None])
         return x_BSD + out_TD.view_as(x_BSD)
 
 
@@ -217,6 +218,25 @@ class DenseStack(Stack):
         return (torch.einsum("tnf,ndf->tnd", up_TNF, self.down_NDF) * weights_TN[..., None]).sum(1)
 
 
+class FlatStack(nn.Module):
+    """Matrices of all experts one below the other, as DBRX's; called with sequences, and the choices of all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.num_experts_per_tok = NUM_EXPERTS, 2
+        self.up, self.down = (nn.Parameter(torch.randn(NUM_EXPERTS * 12, DIM) / 4) for _ in range(2))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        x_TD = hidden_states.reshape(-1, DIM)
+        out_TD = torch.zeros_like(x_TD)
+        for number in top_k_index.unique():
+            token, slot = torch.where(top_k_index == number)
+            up_FD, down_FD = (weight.view(-1, 12, DIM)[number] for weight in (self.up, self.down))
+            out = torch.tanh(x_TD[token].matmul(up_FD.T)).matmul(down_FD)
+            out_TD = out_TD.index_add(0, token, out * top_k_weights[token, slot, None])
+        return out_TD.view_as(hidden_states)
+
+
 class Stacked(nn.Module):
     def __init__(self, starved=False, top_k=2, stack=Stack):
         super().__init__()
@@ -226,6 +246,14 @@ class Stacked(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(self.top_k, -1)
         return x_BSD + self.experts(x_TD, chosen_TK, top_k_weights=weights_TK).view_as(x_BSD)
+
+
+class FlatStacked(Stacked):
+    """A block whose experts are called with sequences."""
+
+    def forward(self, x_BSD):
+        weights_TK, chosen_TK = self.gate(x_BSD.flatten(0, 1)).softmax(-1).topk(self.top_k, -1)
+        return x_BSD + self.experts(x_BSD, chosen_TK, weights_TK)
 
 
 class MixtureNet(nn.Module):
@@ -264,6 +292,7 @@ MIXTURES = {
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),
     "dense": lambda: MixtureNet(Stacked, stack=DenseStack),
+    "flat": lambda: MixtureNet(FlatStacked, stack=FlatStack),
     "normed": lambda: MixtureNet(Stacked, stack=NormedStack),
     "shipped": shipped,
     "shipped of four heads": lambda: shipped(num_heads=4),

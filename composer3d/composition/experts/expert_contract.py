@@ -1,5 +1,7 @@
 """Modules that hold experts with stacked weights: how many, which weights, and what their forward is called with.
 
+A weight is stacked along a dim of its own, or has the rows of all experts, one expert's after another's.
+
 Shapes: T tokens, K experts a token, N experts, R rows in order of their experts, D width.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Literal
+
+from composer3d.composition.experts.flat_experts import reads_own_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +22,7 @@ __all__ = [
     "has_stacked_experts",
     "is_matrix",
     "shared_by_experts",
+    "stacked_layers",
     "stacked_parameters",
 ]
 
@@ -48,26 +53,50 @@ def has_stacked_experts(module: nn.Module) -> bool:
 
     It stacks its parameters, and its forward takes three positional arguments.
     """
-    return expert_form(module) == "chosen"
+    return expert_form(module) == "chosen" and any(each.ndim >= 3 for each in module.parameters())
+
+
+def stacked_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the modules with stacked weights of experts, each with both dims of one matrix after the other."""
+    found: dict[str, tuple[int, ...]] = {}
+    for fqn, module in model.named_modules():
+        sizes = tuple(size for parameter in module.parameters() if parameter.ndim == 3 for size in parameter.shape[1:])
+        if sizes and has_stacked_experts(module):
+            found[fqn] = sizes
+    return found
 
 
 def expert_counts(module: nn.Module) -> dict[str, int]:
     """Return the attributes of a module that say how many experts it has, by name; empty where it has none.
 
     They are named for experts that tokens choose, not for shared ones, which all tokens have, and are the first dim of
-    each of its stacked weights.
+    each of its stacked weights; of weights of two dims its rows are those of so many experts, one after the other.
     """
-    stacked = [parameter.shape[0] for parameter in module.parameters() if parameter.ndim >= 3]
-    if not stacked or len(set(stacked)) > 1:
-        return {}
-    named = {name: value for name, value in vars(module).items() if "expert" in name and "shared" not in name}
-    return {name: value for name, value in named.items() if type(value) is int and value == stacked[0] and value > 1}
+    named = {
+        name: value
+        for name, value in vars(module).items()
+        if "expert" in name and "shared" not in name and type(value) is int and value > 1
+    }
+    stacked = {parameter.shape[0] for parameter in module.parameters() if parameter.ndim >= 3}
+    if not stacked:
+        stacked = {number for number in named.values() if _is_flat(module, number)}
+    return {name: value for name, value in named.items() if stacked == {value}}
+
+
+def _is_flat(module: nn.Module, number: int) -> bool:
+    """Return whether tokens choose experts whose matrices stand one below the other, in weights of two dims."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    if not shapes or any(len(shape) != 2 or shape[0] % number or shape[0] == number for shape in shapes):
+        return False
+    return _takes_choices(module) and reads_own_rows(module, number)
 
 
 def shared_by_experts(module: nn.Module) -> frozenset[str]:
     """Return the names of parameters in a module with stacked weights that are not stacked, such as a norm's."""
     number = next(iter(expert_counts(module).values()), 0)
     named = module.named_parameters(remove_duplicate=False)
+    if not any(each.ndim >= 3 for each in module.parameters()):
+        return frozenset()
     return frozenset(name for name, each in named if each.ndim < 2 or each.shape[0] != number)
 
 
@@ -76,7 +105,7 @@ def stacked_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{fqn}.{name}"
         for fqn, module in model.named_modules()
-        if _number(module)
+        if _number(module) and any(each.ndim >= 3 for each in module.parameters())
         for name in dict(module.named_parameters(remove_duplicate=False)).keys() - shared_by_experts(module)
     )
 
@@ -103,8 +132,12 @@ def _number(module: nn.Module) -> int:
     if not number or any(isinstance(inner, nn.Linear) for inner in module.modules()):
         return 0  # a block around its experts: a router has a row for each of them, too
     shared = shared_by_experts(module)
-    is_chosen = len(names := _arguments(module)) == 3 and any(word in names[1] for word in _CHOICES)
-    return number if not shared or (is_chosen and module._parameters and not shared & module._parameters.keys()) else 0
+    own = module._parameters.keys()
+    return number if not shared or (_takes_choices(module) and own and not shared & own) else 0
+
+
+def _takes_choices(module: nn.Module) -> bool:
+    return len(names := _arguments(module)) == 3 and any(word in names[1] for word in _CHOICES)
 
 
 def _arguments(module: nn.Module) -> list[str]:

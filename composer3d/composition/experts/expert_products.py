@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.composition.experts.expert_contract import has_stacked_experts
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
-__all__ = ["multiply_experts", "stacked_layers", "standing_in", "summed_dims"]
+__all__ = ["multiply_experts", "standing_in", "summed_dims"]
 
 # Returns y_RO of x_RI and w_OI, differentiable.
 Product = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -34,16 +33,6 @@ _MATMULS = frozenset(("matmul", "mm", "bmm", "__matmul__"))
 _GROUPED = frozenset(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"))
 # Attributes that say where a tensor is.
 _PLACES = frozenset(("device", "is_cpu", "is_cuda", "is_meta"))
-
-
-def stacked_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the modules with stacked weights of experts, each with both dims of one matrix after the other."""
-    found: dict[str, tuple[int, ...]] = {}
-    for fqn, module in model.named_modules():
-        sizes = tuple(size for parameter in module.parameters() if parameter.ndim == 3 for size in parameter.shape[1:])
-        if sizes and has_stacked_experts(module):
-            found[fqn] = sizes
-    return found
 
 
 def multiply_experts(module: Any, product: Product, *, fqn: str, by: str) -> None:

@@ -15,7 +15,7 @@ from composer3d.composition.experts.value_kinds import Kind, Kinds
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RoutedList", "caller_of", "chosen_by_values", "routed_list", "routed_lists"]
+__all__ = ["RoutedList", "caller_of", "chosen_by_values", "listed_experts", "routed_list", "routed_lists"]
 
 _Loop = ast.For | ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp
 _LOOPS = (ast.For, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
@@ -72,10 +72,23 @@ def routed_lists(model: nn.Module) -> dict[str, int]:
 
     lists = (nn.ModuleList, nn.ModuleDict)
     return {
-        fqn: len(module)
+        fqn: len(listed_experts(module))
         for fqn, module in model.named_modules()
         if fqn and isinstance(module, lists) and len(module) > 1 and chosen_by_values(model, fqn)
     }
+
+
+def listed_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the entries of a list of experts, by name: of a dict those that hold parameters.
+
+    A dropout or an activation in a dict is one that all experts have.
+    """
+    from torch import nn
+
+    entries = {name: entry for name, entry in module._modules.items() if entry is not None}
+    if isinstance(module, nn.ModuleList):
+        return entries
+    return {name: entry for name, entry in entries.items() if any(True for _ in entry.parameters())} or entries
 
 
 def caller_of(model: nn.Module, fqn: str) -> str:

@@ -23,7 +23,7 @@ from composer3d import (
     Transform,
     average_whole,
     averaging_action,
-    has_stacked_experts,
+    expert_form,
     hookimpl,
     plugin,
     select_fqns,
@@ -297,7 +297,7 @@ class ContextParallel:
 
 def _takes_any_tokens(module: nn.Module) -> bool:
     """Return whether a module is experts that are called with tokens, in any order, and the choices of each."""
-    return has_stacked_experts(module) or all(hasattr(module, name) for name in EXPERTS)
+    return expert_form(module) == "chosen" or all(hasattr(module, name) for name in EXPERTS)
 
 
 def _holds_experts(module: nn.Module, fqn: str, context: RunContext) -> bool:

@@ -101,9 +101,11 @@ class ExpertParallel:
     A rank holds num_experts / ep consecutive experts of each layer. Tokens travel to the ranks of their experts and
     back, as many as were routed: none is dropped, none is padded, and a rank whose experts get none takes part.
     Experts are modules with stacked weights, which are called with tokens, the experts of each and their weights (those
-    of transformers 5, and `composer3d.models:moe`), with rows in order of experts and how many each has (torchtitan's,
-    ScatterMoE's), or as many for each (Llama 4's); or modules of a list, around whose loop the exchange is made:
-    the block's own code runs twice, once to record what each expert is given, once to use what they return.
+    of transformers 5, and `composer3d.models:moe`; of two dims too, with the rows of one expert after those of another,
+    as DBRX's), with rows in order of experts and how many each has (torchtitan's, ScatterMoE's), or as many for each
+    (Llama 4's); or modules of a list or dict, around whose loop the exchange is made: the block's own code runs twice,
+    once to record what each expert is given, once to use what they return. What a dict holds without parameters, such
+    as a dropout, runs where the code calls it.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
     and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run. An ep that does not

@@ -15,6 +15,7 @@ from composer3d import (
     chosen_by_values,
     expert_counts,
     expert_form,
+    listed_experts,
     select_fqns,
     shared_by_experts,
 )
@@ -26,7 +27,8 @@ __all__ = ["Experts", "find_experts"]
 
 _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
-    "their weights), of (rows in order of experts, how many each has), or of (rows, as many for each); or an "
+    "their weights; parameters may then have the rows of one after those of another), of (rows in order of experts, "
+    "how many each has), or of (rows, as many for each); or an "
     "nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it chooses by values"
 )
 
@@ -115,7 +117,7 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -
             shared=shared_by_experts(module),
         )
     if fqn and _is_list(module, named=named) and (named or chosen_by_values(model, fqn)):
-        return Experts(fqn=fqn, number=len(list(module.children())), is_list=True, block=caller_of(model, fqn))
+        return Experts(fqn=fqn, number=len(listed_experts(module)), is_list=True, block=caller_of(model, fqn))
     return None
 
 
@@ -149,21 +151,24 @@ def _flat(model: nn.Module) -> str:
         for stated, number in numbers:
             flat = [name for name, held in module.named_parameters() if held.ndim == 2 and held.shape[0] % number == 0]
             if len(flat) > 1 and not any(_is_list(inner) for inner in module.modules()):
-                said[type(module)] = (
+                why = (
                     f'"{fqn}" ({type(module).__name__}) says {stated} = {number}, and has weights of two dims, '
                     f"{', '.join(flat[:3])}, of which no rows are known to be one expert's"
                 )
+                said.setdefault(type(module), why)
     return f"; {'; '.join([*said.values()][:3])}" if said else ""
 
 
 def _mixed(model: nn.Module) -> str:
-    """Return which dicts hold modules of several classes, as experts never do; empty if there are none."""
+    """Return which dicts hold weights of modules of several classes, as experts never do; empty if there are none."""
     from torch import nn
 
     said = []
     for fqn, module in model.named_modules():
-        classes = Counter(type(entry).__name__ for entry in module.children())
-        if isinstance(module, nn.ModuleDict) and len(classes) > 1 and max(classes.values()) > 1:
+        if not isinstance(module, nn.ModuleDict) or not len(module):
+            continue
+        classes = Counter(type(entry).__name__ for entry in listed_experts(module).values())
+        if len(classes) > 1 and max(classes.values()) > 1:
             held = " and ".join(f"{number} {name}" for name, number in classes.items())
             said.append(f'"{fqn}" ({type(module).__name__}) holds {held}')
     return f"; of dicts of modules {'; '.join(said[:3])}" if said else ""
@@ -173,9 +178,11 @@ def _is_list(module: nn.Module, *, named: bool = True) -> bool:
     """Return whether a module is a list that may hold experts; of one that is not named, a dict's are of one class."""
     from torch import nn
 
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
-    entries = list(module.children())
+    entries = list(listed_experts(module).values())
+    if len(entries) < 2:
+        return False
     if any(isinstance(entry, nn.ModuleList | nn.ModuleDict) for entry in entries):
         return False
     is_one = isinstance(module, nn.ModuleList) or len({type(entry) for entry in entries}) == 1
@@ -200,13 +207,18 @@ def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) ->
 
 
 def _refuse_shared(model: nn.Module, found: Sequence[Experts]) -> None:
-    """Refuse experts that are in two lists: the ranks of one list's would have to be those of the other's."""
-    owners: dict[int, str] = {}
+    """Refuse experts that are in two lists, or twice in one: ranks of the one would have to be those of the other."""
+    owners: dict[int, tuple[str, str]] = {}
     for each in found:
         for name, parameter in model.get_submodule(each.fqn).named_parameters(remove_duplicate=False):
-            other = owners.setdefault(id(parameter), each.fqn)
-            if other != each.fqn:
+            fqn, other = owners.setdefault(id(parameter), (each.fqn, name))
+            if fqn != each.fqn:
                 raise PluginError(
-                    f'expert_parallel: "{each.fqn}.{name}" is also a parameter of "{other}": an expert that is in two '
+                    f'expert_parallel: "{each.fqn}.{name}" is also a parameter of "{fqn}": an expert that is in two '
                     "lists cannot be sharded; name one of them in experts"
+                )
+            if other != name and name not in each.shared:
+                raise PluginError(
+                    f'expert_parallel: "{each.fqn}.{name}" is also "{fqn}.{other}": ranks of ep would train two of it; '
+                    "give each expert weights of its own, or leave these out of [sharding.expert_parallel] experts"
                 )

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import DataDependent, PluginError, propagation, torch_compat
+from composer3d import DataDependent, PluginError, listed_experts, propagation, torch_compat
 from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
@@ -60,21 +60,27 @@ def shard_listed(
     backward.
     """
     experts: Any = block.get_submodule(name)
-    held = local_experts(len(experts), degree=mesh.size(), rank=mesh.get_local_rank())
-    widths = _widths(_entries(experts)[held[0]])
-    for index, expert in enumerate(_entries(experts)):
+    entries = listed_experts(experts)  # those with parameters, before they are dropped
+    held = local_experts(len(entries), degree=mesh.size(), rank=mesh.get_local_rank())
+    widths = _widths([*entries.values()][held[0]])
+    for index, expert in enumerate(entries.values()):
         if index not in held:
             _drop_parameters(expert)
     exchange = _Exchange(
-        block, experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent, widths=widths
+        block,
+        experts,
+        [*entries],
+        held,
+        mesh,
+        fqn=fqn,
+        list_name=name,
+        note=note,
+        dependent=dependent,
+        widths=widths,
     )
     # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
     experts.__class__ = _list_class(type(experts), exchange)
     block.forward = exchange.around(block.forward)
-
-
-def _entries(experts: nn.Module) -> list[nn.Module]:
-    return list(experts._modules.values())  # type: ignore[arg-type]
 
 
 def _widths(expert: nn.Module) -> dict[int, int]:
@@ -128,24 +134,23 @@ class _StandIn:
 def _list_class(cls: type, exchange: _Exchange) -> type:
     """Return a list's class with entries that stand for experts while the block's forward runs."""
 
-    def entries(self: Any) -> list[Any]:
-        return exchange.stand_ins if exchange.is_running else _entries(self)
+    def entries(self: Any) -> dict[str, Any]:
+        return self._modules | exchange.stand_ins if exchange.is_running else self._modules
 
     class Experts(cls):
         def __getitem__(self, key: Any) -> Any:
             if not exchange.is_running or isinstance(key, slice):
-                return entries(self)[key] if isinstance(key, slice) else super().__getitem__(key)
-            names = list(self._modules)
-            return entries(self)[names.index(key) if isinstance(key, str) else range(len(names))[int(key)]]
+                return [*entries(self).values()][key] if isinstance(key, slice) else super().__getitem__(key)
+            return entries(self)[key] if isinstance(key, str) else [*entries(self).values()][int(key)]
 
         def __iter__(self) -> Iterator[Any]:
-            return iter(entries(self)) if hasattr(cls, "append") else super().__iter__()
+            return iter(entries(self).values()) if hasattr(cls, "append") else super().__iter__()
 
         def values(self) -> Any:
-            return entries(self)
+            return entries(self).values()
 
         def items(self) -> Any:
-            return list(zip(self._modules, entries(self), strict=True))
+            return entries(self).items()
 
     Experts.__name__ = Experts.__qualname__ = cls.__name__
     return Experts
@@ -157,6 +162,7 @@ class _Exchange:
     Args:
         block: Around the list.
         experts: The list.
+        names: Of the experts among its entries.
         held: Indexes of this rank's.
         mesh: Of one dim, ep.
         fqn: Of the block.
@@ -166,7 +172,7 @@ class _Exchange:
         widths: Elements of a result row, by those of an input row; from `_widths`.
 
     Attributes:
-        stand_ins: What the block's code finds in the list.
+        stand_ins: What the block's code finds in the list, by name.
         is_running: Whether the block's code runs.
     """
 
@@ -174,6 +180,7 @@ class _Exchange:
         self,
         block: nn.Module,
         experts: nn.Module,
+        names: Sequence[str],
         held: range,
         mesh: DeviceMesh,
         *,
@@ -186,7 +193,8 @@ class _Exchange:
         self._block, self._widths = block, widths
         self._experts, self._held, self._group, self._degree = experts, held, mesh.get_group(), mesh.size()
         self.fqn, self._list_name, self._note, self._dependent = fqn, list_name, note, dependent
-        self.stand_ins = [_StandIn(self, index) for index in range(len(_entries(experts)))]
+        self._names = names
+        self.stand_ins = {name: _StandIn(self, index) for index, name in enumerate(names)}
         self.is_running = False
         self._calls: list[_Call] = []
         self._recorded: list[_Call] = []
@@ -277,6 +285,9 @@ class _Exchange:
             "in a tensor of their own, or leave the list out of [sharding.expert_parallel] experts"
         )
 
+    def _expert(self, index: int) -> nn.Module:
+        return self._experts.get_submodule(self._names[index])
+
     def _of(self, index: int) -> str:
         fqn = f"{self.fqn}.{self._list_name}" if self._list_name else self.fqn
         return f'expert_parallel: expert {index} of "{fqn}"'
@@ -317,7 +328,7 @@ class _Exchange:
         )
         for place, index in enumerate(self._held):
             mine = pieces[place::local]
-            expert, used = _entries(self._experts)[index], self._dependent.used
+            expert, used = self._expert(index), self._dependent.used
             used[expert] = used.get(expert, False) or rows.is_called[place]
             out = self._computed(index, torch.cat(mine))
             pieces[place::local] = out.split([piece.shape[0] for piece in mine])
@@ -332,7 +343,7 @@ class _Exchange:
     def _computed(self, index: int, rows_RD: Tensor) -> Tensor:
         import torch
 
-        expert = _entries(self._experts)[index]
+        expert = self._expert(index)
 
         def run(x_RD: Tensor) -> Tensor:
             # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,

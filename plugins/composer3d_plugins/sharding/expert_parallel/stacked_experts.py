@@ -98,7 +98,7 @@ def _shard_weights(module: Any, mesh: DeviceMesh, shared: Collection[str]) -> No
 
 def _exchange_chosen(
     inner: Callable[..., Tensor],
-    hidden_TD: Tensor,
+    hidden: Tensor,
     index_TK: Tensor,
     weights_TK: Tensor,
     *,
@@ -108,22 +108,36 @@ def _exchange_chosen(
     tensor: DeviceMesh | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Run experts that tokens choose, each with its weights; arguments as of `shard_stacked`."""
-    if hidden_TD.ndim != 2 or index_TK.ndim != 2 or index_TK.shape != weights_TK.shape:
+    """Run experts that tokens choose, each with its weights; arguments as of `shard_stacked`.
+
+    Tokens may stand in several dims; the module's own code then has as many, and says whether its results have.
+    """
+    hidden_TD = hidden.flatten(0, -2) if hidden.ndim > 2 else hidden
+    if hidden.ndim < 2 or index_TK.shape != weights_TK.shape or index_TK.shape[:-1] != hidden_TD.shape[:-1]:
         raise PluginError(
-            f'expert_parallel: "{fqn}" is called with {list(hidden_TD.shape)}, {list(index_TK.shape)} and '
+            f'expert_parallel: "{fqn}" is called with {list(hidden.shape)}, {list(index_TK.shape)} and '
             f"{list(weights_TK.shape)}, which are not tokens x width, and tokens x experts twice"
         )
     given = (hidden_TD, index_TK, weights_TK)
     is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
-    send = gather_tokens if is_gathered else send_tokens
-    exchange: Callable[..., Tensor] = functools.partial(send, functools.partial(_run_local, inner), **options)
+    send, is_flat = gather_tokens if is_gathered else send_tokens, True
+
+    def local(rows_RD: Tensor, experts_R: Tensor) -> Tensor:
+        nonlocal is_flat
+        out = _run_local(inner, rows_RD, experts_R, num_dims=hidden.ndim)
+        is_flat = out.ndim == 2
+        return out.flatten(0, -2)[: rows_RD.shape[0]]
+
+    def shaped(out_TD: Tensor) -> Tensor:
+        return out_TD if is_flat else out_TD.view(*hidden.shape[:-1], out_TD.shape[-1])
+
+    exchange: Callable[..., Tensor] = functools.partial(send, local, **options)
     if tensor is None:
-        return exchange(*map(_whole, given))
+        return shaped(exchange(*map(_whole, given)))
     specs = [propagation.spec_of(x) for x in given]
     if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
-        return propagation.copy_mark(hidden_TD, exchange(*map(propagation.strip, given)))
-    return exchange_parts(exchange, *given, group=tensor.get_group())
+        return shaped(propagation.copy_mark(hidden_TD, exchange(*map(propagation.strip, given))))
+    return shaped(exchange_parts(exchange, *given, group=tensor.get_group()))
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -136,8 +150,15 @@ def _whole(x: Tensor) -> Tensor:
     return x if propagation.spec_of(x) is None else x[torch.arange(x.shape[0], device=x.device)]
 
 
-def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor) -> Tensor:
-    """Run a module's own code on rows of this rank's experts, in any order."""
+def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor, *, num_dims: int) -> Tensor:
+    """Run a module's own code on rows of this rank's experts, in any order; a row more where there are none.
+
+    Args:
+        inner: The code.
+        rows_RD: Rows.
+        experts_R: Of each.
+        num_dims: Of tokens, as the code is called.
+    """
     import torch
 
     # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks, and the
@@ -146,7 +167,7 @@ def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor)
     if not rows_RD.shape[0]:
         rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
     ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
-    return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
+    return inner(rows.view(*[1] * (num_dims - 2), *rows.shape), experts[:, None], ones)
 
 
 @contextmanager
