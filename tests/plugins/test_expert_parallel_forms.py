@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.mixtures import DIM, FlatStack, mixture_steps
+from support.mixtures import DIM, FlatStack, Looped, mixture_steps
 from support.models import write_manifest
 from support.sorted_mixtures import FORMS, Counted, Grouped
 from torch import nn
@@ -111,6 +111,14 @@ class Flat(nn.Module):
         return x
 
 
+class Twofold(Looped):
+    """An expert that stands in its list twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts[3] = self.experts[0]
+
+
 class Interleaved(FlatStack):
     """Rows of all experts in turn: the first is the first expert's, the second the second's."""
 
@@ -134,6 +142,7 @@ UNKNOWN = {
     Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 LayerNorm',
     Flat: '; "" (Flat) says num_experts = 4, and has weights of two dims, up.weight, down.weight, of which no rows are '
     "known to be one expert's",
+    Twofold: 'expert_parallel: "experts.3.0.weight" is also "experts.0.0.weight": ranks of ep would train two of it',
     Interleaved: '; "" (Interleaved) says num_experts = 4, and has weights of two dims, up, down, of which no rows are '
     "known to be one expert's",
 }
