@@ -119,9 +119,12 @@ def test_key_value_heads_that_are_fewer_than_ranks_stay_whole():
 
 
 def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():
-    """Blocks of several forms, also with nothing else cut: what mixes the sequence runs on all of it."""
+    """Blocks of several forms, also with nothing else cut: what mixes the sequence runs on all of it.
+
+    So does an embedding whose own code reads its rows again.
+    """
     text = f'[model]\nblocks = "layers.*"\n[mesh]\ntp = 2\n{AUTO}{SP}\n'
-    for found in run_ranks(outcomes, 2, ["Mixed", "WholeNorm"], text):
+    for found in run_ranks(outcomes, 2, ["Mixed", "WholeNorm", "NormedEmbedding"], text):
         assert max(found.values()) < TIGHT
 
 

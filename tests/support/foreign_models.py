@@ -187,6 +187,25 @@ class TiedHead(nn.Module):
         return self.head(x)
 
 
+class NormedRows(nn.Embedding):
+    """Norms the rows that it has looked up, and looks at its tokens again."""
+
+    def __init__(self, dim=16):
+        super().__init__(VOCAB, dim)
+        self.norm = RMSNorm(dim)
+
+    def forward(self, tokens):
+        return self.norm(super().forward(tokens)) * (tokens != 0).unsqueeze(-1)
+
+
+class NormedEmbedding(Model):
+    """An embedding whose own code computes with its rows."""
+
+    def __init__(self, dim=16):
+        super().__init__(Named, dim)
+        self.emb = NormedRows(dim)
+
+
 class Mixed(nn.Module):
     """Blocks of two forms, one of which has nothing to shard."""
 
@@ -290,6 +309,7 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "Mixed": Mixed,
     "TiedBias": TiedBias,
     "TiedHead": TiedHead,
+    "NormedEmbedding": NormedEmbedding,
     "Convolutions": Convolutions,
     "Widths": Widths,
     "ShiftedChannels": ShiftedChannels,

@@ -48,6 +48,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACT
 from composer3d_plugins.sharding.tensor_parallel.plan_sources import Made
 from composer3d_plugins.sharding.tensor_parallel.region import Region
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
+from composer3d_plugins.sharding.tensor_parallel.vocabulary_lookups import sum_lookups
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute
 
 if TYPE_CHECKING:
@@ -272,15 +273,8 @@ class Applier:
         module.register_forward_hook(after)
 
     def _vocab(self, fqn: str, module: nn.Module, rule: Rule) -> None:
+        sum_lookups(module, self._activations, self._placement(rule))
         self._place(fqn, module, "weight", 0)
-        placement = self._placement(rule)
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self._activations.refuse_uneven(output, placement)
-            return self._activations.unwrap(output, placement)
-
-        module.register_forward_pre_hook(lambda module, args: (self._activations.wrap(args[0], None), *args[1:]))
-        module.register_forward_hook(after)
 
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
