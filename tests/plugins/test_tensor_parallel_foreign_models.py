@@ -128,6 +128,11 @@ def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():
         assert max(found.values()) < TIGHT
 
 
+def test_an_embedding_that_reads_its_rows_again_sees_whole_ones():
+    for found in run_ranks(outcomes, 2, ["NormedEmbedding"], f"[mesh]\ntp = 2\n{AUTO}"):
+        assert max(found.values()) < TIGHT
+
+
 def uncut(name):
     """Return the blocks that are given whole sequences, and what is sharded there and elsewhere."""
     text = f"[mesh]\ntp = 2\n{AUTO}{SP}\n"
