@@ -226,25 +226,34 @@ def test_buckets_refuse_a_penalty_of_which_some_parameter_is_no_part():
     ) in str(caught.value)
 
 
-def shared_graph(text):
-    """Return the error of a step whose two losses go through one graph."""
+def shared_graph(text, discards):
+    """Return the largest error of two steps whose two losses go through one graph; the first one's may be discarded."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Critic()
     reference, x = copy.deepcopy(model), torch.randn(4, 5)
-    output = reference(x)
-    (output.mean() + output.pow(2).mean()).backward()
     run = composer3d.compose(model, write_manifest(text))
-    rank = run.context.data_parallel_rank
-    output = run.model(x[2 * rank : 2 * rank + 2])
-    run.backward(output.mean(), retain_graph=True)
-    run.backward(output.pow(2).mean())
-    return error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference)
+    optimizer, plain = run.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    rank, errors = run.context.data_parallel_rank, []
+    for _ in range(2):
+        output = reference(x)
+        (output.pow(2).mean() + (0 if discards else output.mean())).backward()
+        output = run.model(x[2 * rank : 2 * rank + 2])
+        run.backward(output.mean(), retain_graph=True)
+        if discards:
+            optimizer.zero_grad()
+        run.backward(output.pow(2).mean())
+        errors.append(error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference))
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    return max(errors)
 
 
+@pytest.mark.parametrize("discards", [False, True], ids=["summed", "discarded"])
 @pytest.mark.parametrize("layout", ["zero 3", "zero 1", "unit", "bucketed"])
-def test_two_backwards_go_through_one_graph(layout):
-    assert max(run_ranks(shared_graph, 2, LAYOUTS[layout])) < TIGHT
+def test_two_backwards_go_through_one_graph(layout, discards):
+    assert max(run_ranks(shared_graph, 2, LAYOUTS[layout], discards)) < TIGHT
 
 
 def later_backwards(text, order, last):

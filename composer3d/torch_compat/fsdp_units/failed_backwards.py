@@ -39,5 +39,5 @@ def reset_units(units: Units) -> None:
         state._training_state = type(state._training_state).IDLE
         if hasattr(state, "_modules_to_run_forward"):
             state._modules_to_run_forward.clear()
-    units.builds_graph = units.is_forwarded = False
+    units.builds_graph = False
     units.begin()

@@ -76,7 +76,6 @@ class Units:
         states: FSDP2's, in the order of their modules.
         groups: Theirs; each has the parameters that are gathered as one.
         is_trained: Whether a backward that runs now is one whose gradients are used.
-        is_forwarded: Whether a forward that is to be trained has begun since the last backward.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
         gathers: Called when a unit is gathered.
@@ -89,7 +88,7 @@ class Units:
 
     def __init__(self, root: Any) -> None:
         self.root, self.states, self.groups = root, list[Any](), list[Any]()
-        self.is_trained = self.builds_graph = self.is_forwarded = False
+        self.is_trained = self.builds_graph = False
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
         self.gathers: Callable[[], None] = lambda: None
@@ -110,7 +109,7 @@ class Units:
         for parameters in (self.used, self.idle, self.unused):
             parameters.clear()
         for group in self.groups:
-            group.is_used, group.has_run = False, group.has_run and self.is_forwarded
+            group.is_used = False
 
     def send(self, item: int) -> None:
         """Record a collective that begins now."""
@@ -177,7 +176,10 @@ class Units:
         return output
 
     def take_turns(self, group: Any) -> None:
-        """Reduce replicas in one order on all ranks: those that are ready, or were not called on this rank."""
+        """Reduce replicas in one order on all ranks: those that are ready, or were never called on this rank.
+
+        One that was called, in whatever step, may get gradients from a graph that the loop has kept.
+        """
         if not self._due:
             self._due = [g for g in self.groups if g.takes_turns and g.trained()]
             for each in self._due:
@@ -244,7 +246,6 @@ def _watched_state(cls: Any) -> Any:
                 super()._root_post_backward_final_callback()
                 units.end_turns()
             finally:
-                units.is_forwarded = False
                 for group in groups:
                     group.is_final = False
                     group._training_state = type(group._training_state).IDLE  # one may have waited for its turn
@@ -331,7 +332,7 @@ class _WatchedGroup(_Group):
 
         if not torch.is_grad_enabled():
             return args, kwargs
-        self.has_run = self._units.is_forwarded = True
+        self.has_run = True
         given = super()._register_post_backward_hook(args, kwargs)
         self.num_hooks += given[0] is not args or given[1] is not kwargs
         return given
