@@ -104,8 +104,8 @@ class ActivationGradients:
                 for value in tensors(output) if has_stages else ():
                     self.look(value)
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True, prepend=True)
+        module.register_forward_pre_hook(torch_compat.uncompiled(before), with_kwargs=True)
+        module.register_forward_hook(torch_compat.uncompiled(after), always_call=True, prepend=True)
 
     def look(self, root: Tensor) -> Tensor:
         """Scale around what is not linear in its gradient: hooks on a forward's output, a model's own functions.

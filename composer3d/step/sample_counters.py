@@ -72,16 +72,13 @@ class _Watch:
         self._sizes = 0, 0
         self._forwards: list[_Forward] = []
         self._is_inside = False
-        module.register_forward_pre_hook(self._begin, with_kwargs=True)
-        module.register_forward_hook(self._end)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        return self  # of one module: hooks of a copy of it do nothing
+        module.register_forward_pre_hook(torch_compat.uncompiled(self._begin), with_kwargs=True)
+        module.register_forward_hook(torch_compat.uncompiled(self._end))
 
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         import torch
 
-        if owner is not self._module or len(self._forwards) >= _NUM_FORWARDS or torch.compiler.is_compiling():
+        if owner is not self._module or len(self._forwards) >= _NUM_FORWARDS:
             return
         self._is_inside = owner.training and torch.is_grad_enabled() and torch_compat.active_fake_mode() is None
         if self._is_inside:

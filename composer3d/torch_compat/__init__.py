@@ -63,7 +63,7 @@ from composer3d.torch_compat.compilers.captured_graphs import (
     is_run_eagerly,
     outside_function_modes,
 )
-from composer3d.torch_compat.compilers.compiling import compile_graph, compile_module, trace_quantisers
+from composer3d.torch_compat.compilers.compiling import compile_graph, compile_module, trace_quantisers, uncompiled
 from composer3d.torch_compat.compilers.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.copies import class_before_units, unchanged_versions
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
@@ -82,12 +82,12 @@ from composer3d.torch_compat.fakes.fake_tensors import (
 from composer3d.torch_compat.fakes.operator_shapes import MetaResults, ResultMemory
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
-from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup, confirm_early, drop_early, gather_early
+from composer3d.torch_compat.fsdp_units.early_gathers import confirm_early, drop_early, gather_early
 from composer3d.torch_compat.fsdp_units.failed_backwards import reset_units
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
 from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
-from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions, UnseenGathers
+from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions
 from composer3d.torch_compat.fsdp_units.unit_places import Places
 from composer3d.torch_compat.fsdp_units.units import Units, release_units, watch_units
 from composer3d.torch_compat.fsdp_units.views import keep_output_hooks
@@ -201,13 +201,11 @@ from composer3d.torch_compat.tensors import (
 __all__ = [
     "checkpoint_plans",
     "ModuleFunctions",
-    "UnseenGathers",
     "CHECKPOINT_METADATA_GLOBALS",
     "CHECKPOINT_PARAMETER",
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
     "CaptureError",
-    "EarlyGroup",
     "Entries",
     "FlexCall",
     "FusedPairs",
@@ -367,6 +365,7 @@ __all__ = [
     "tree_unflatten",
     "unchanged_versions",
     "unflatten",
+    "uncompiled",
     "unify_gradients",
     "unify_group",
     "unit_parameters",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
-from support.models import Even, composed, mean_loss, mine, seeded, unpadded
+from support.models import Even, composed, mean_loss, mine, seeded, unpadded, write_manifest
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,8 +18,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import composer3d
 from composer3d import StepError
-from composer3d.testing import run_ranks
+from composer3d.testing import full, run_ranks
 
 LAYOUT = "[sharding.fsdp2]\n"
 DATA = TensorDataset(torch.arange(12))
@@ -119,7 +121,29 @@ def compiled():
     return error, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def compiled_floats(text):
+    """Return the error of two steps of a compiled model whose inputs are float64, which the guard reads as words."""
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    reference, x = copy.deepcopy(model), torch.randn(2, 4, 6)
+    run = composer3d.compose(model, write_manifest(text))
+    forward = torch.compile(run.model, backend="aot_eager")
+    for rows in x:
+        reference(rows).pow(2).mean().backward()
+        run.backward(forward(mine(run, rows)).pow(2).mean())
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    return max(float((full(p.grad) - wanted[name]).abs().max()) for name, p in run.named_parameters())
+
+
 @pytest.mark.slow
 def test_a_model_that_is_compiled_whole_trains_as_one_that_is_not():
     for error, num_graphs in run_ranks(compiled, 2):
         assert error < 1e-12 and num_graphs > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [LAYOUT, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"], ids=["fsdp2", "ddp"])
+def test_what_a_step_does_around_a_compiled_forward_is_not_compiled(text):
+    assert max(run_ranks(compiled_floats, 2, text)) < 1e-12

@@ -97,9 +97,9 @@ def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, 
             if normal:
                 normal.pop().close()
 
-    module.register_forward_pre_hook(enter_normal_mode, prepend=True)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_pre_hook(torch_compat.uncompiled(enter_normal_mode), prepend=True)
+    module.register_forward_pre_hook(torch_compat.uncompiled(before), with_kwargs=True)
+    module.register_forward_hook(torch_compat.uncompiled(after), always_call=True)
 
 
 def _watch_reading(module: nn.Module, context: RunContext) -> None:

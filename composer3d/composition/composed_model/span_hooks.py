@@ -147,8 +147,8 @@ def watch_own_forward(module: nn.Module, context: RunContext, is_own: Callable[[
         if opened:
             opened.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_pre_hook(torch_compat.uncompiled(before))
+    module.register_forward_hook(torch_compat.uncompiled(after), always_call=True)
 
 
 def watch_sharding(context: RunContext) -> None:

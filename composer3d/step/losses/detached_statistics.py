@@ -102,8 +102,8 @@ class DetachedStatistics:
                 self._found.update((id(each), (weakref.ref(each), "", "")) for each in bare)
 
         if self._num_left:
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(after, always_call=True)
+            module.register_forward_pre_hook(torch_compat.uncompiled(before), with_kwargs=True)
+            module.register_forward_hook(torch_compat.uncompiled(after), always_call=True)
 
     @contextlib.contextmanager
     def over_loss(self, num_samples: int) -> Iterator[None]:

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["compile_graph", "compile_module", "trace_quantisers"]
+__all__ = ["compile_graph", "compile_module", "trace_quantisers", "uncompiled"]
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile of what calls it runs as it is: it is called, and not traced.
+
+    For hooks around the model's forward: tracing what they do to Python objects breaks graphs in their middle, and
+    resumes with another object's locals (torch 2.13).
+    """
+    import torch
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # True for what traces this call, and never while it runs
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()  # dynamo compiles a code object a few times, whichever function it is of
+    return call
 
 
 def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
