@@ -173,5 +173,6 @@ def plain_backward(run, tokens, targets):
 def test_a_backward_without_the_composition_is_refused():
     assert run_ranks(refusal, 1, StepError, plain_backward) == [
         "clip_grad_norm_ was called, and no backward of step 0 was the composition's, which normalises gradients over "
-        "all ranks; write run.backward(loss) instead of loss.backward()"
+        "all ranks; write run.backward(loss) instead of loss.backward(); gradients that the loop puts together itself "
+        "start from p.grad of run.backward(loss) too: clone them, and write into p.grad"
     ]

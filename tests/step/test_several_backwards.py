@@ -226,8 +226,11 @@ def test_buckets_refuse_a_penalty_of_which_some_parameter_is_no_part():
     ) in str(caught.value)
 
 
-def shared_graph(text, discards):
-    """Return the largest error of two steps whose two losses go through one graph; the first one's may be discarded."""
+def shared_graph(text, form):
+    """Return the largest error of two steps whose two losses go through one graph.
+
+    Their gradients are summed, or the first one's discarded, or the loop puts both together itself.
+    """
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Critic()
@@ -237,12 +240,15 @@ def shared_graph(text, discards):
     rank, errors = run.context.data_parallel_rank, []
     for _ in range(2):
         output = reference(x)
-        (output.pow(2).mean() + (0 if discards else output.mean())).backward()
+        (output.pow(2).mean() + {"summed": 1, "discarded": 0, "combined": -2}[form] * output.mean()).backward()
         output = run.model(x[2 * rank : 2 * rank + 2])
         run.backward(output.mean(), retain_graph=True)
-        if discards:
+        first = {fqn: p.grad.clone() for fqn, p in run.named_parameters()}
+        if form != "summed":
             optimizer.zero_grad()
         run.backward(output.pow(2).mean())
+        for fqn, p in run.named_parameters() if form == "combined" else ():
+            p.grad = p.grad - 2 * first[fqn]
         errors.append(error_of({fqn: full(p.grad) for fqn, p in run.named_parameters()}, reference))
         for each in (optimizer, plain):
             each.step()
@@ -250,10 +256,10 @@ def shared_graph(text, discards):
     return max(errors)
 
 
-@pytest.mark.parametrize("discards", [False, True], ids=["summed", "discarded"])
+@pytest.mark.parametrize("form", ["summed", "discarded", "combined"])
 @pytest.mark.parametrize("layout", ["zero 3", "zero 1", "unit", "bucketed"])
-def test_two_backwards_go_through_one_graph(layout, discards):
-    assert max(run_ranks(shared_graph, 2, LAYOUTS[layout], discards)) < TIGHT
+def test_two_backwards_go_through_one_graph(layout, form):
+    assert max(run_ranks(shared_graph, 2, LAYOUTS[layout], form)) < TIGHT
 
 
 def later_backwards(text, order, last):

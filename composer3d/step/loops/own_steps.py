@@ -95,5 +95,6 @@ def refuse_incomplete(call: str, *, step: int, is_pending: bool, is_foreign: boo
     if is_foreign:
         raise StepError(
             f"{call} was called, and no backward of step {step} was the composition's, which normalises "
-            "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
+            "gradients over all ranks; write run.backward(loss) instead of loss.backward(); gradients that the loop "
+            "puts together itself start from p.grad of run.backward(loss) too: clone them, and write into p.grad"
         )
