@@ -33,6 +33,21 @@ def test_the_compiler_traces_unflatten_through_a_mode():
         assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
 
 
+def test_what_is_uncompiled_is_called_while_its_caller_is_compiled():
+    seen = []
+
+    def caller(x, hook):
+        hook(x)
+        return x + 1
+
+    hooks = [torch_compat.uncompiled(lambda x: seen.append(torch.compiler.is_compiling())) for _ in range(2)]
+    compiled = torch.compile(caller, backend="eager")
+    for hook in (*hooks, hooks[0]):
+        assert torch.equal(compiled(torch.ones(2), hook), torch.full((2,), 2.0))
+    assert seen == [False] * 3
+    assert hooks[0].__code__ is not hooks[1].__code__
+
+
 def test_a_compiled_checkpoint_may_write_to_objects_of_its_own_module_only():
     x = torch.ones(3, requires_grad=True)
     alone, allowed = Keeping(), Keeping()

@@ -24,7 +24,8 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()  # dynamo compiles a code object a few times, whichever function it is of
+    code: Any = call
+    code.__code__ = code.__code__.replace()  # dynamo compiles a code object a few times, whichever function it is of
     return call
 
 

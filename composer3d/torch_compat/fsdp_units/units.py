@@ -176,10 +176,8 @@ class Units:
         return output
 
     def take_turns(self, group: Any) -> None:
-        """Reduce replicas in one order on all ranks: those that are ready, or were never called on this rank.
-
-        One that was called, in whatever step, may get gradients from a graph that the loop has kept.
-        """
+        """Reduce replicas in one order on all ranks: those that are ready, or were never called on this rank."""
+        # One that was called, in whatever step, may get gradients from a graph that the loop has kept.
         if not self._due:
             self._due = [g for g in self.groups if g.takes_turns and g.trained()]
             for each in self._due:
