@@ -106,6 +106,8 @@ TERMS: Mapping[str, Callable[[Given], Tensor]] = {
     "masked sum / mask": lambda g: (g.each * g.mask).sum() / g.mask.sum().clamp(min=1e-6),
     "masked sum by einsum": lambda g: torch.einsum("n,n->", g.each, g.mask) / g.mask.sum().clamp(min=1),
     "weighed sum / weights": lambda g: (g.each * g.weights).sum() / (g.weights * g.valid).sum().clamp(min=1e-3),
+    "weighed sum / weights and 1": lambda g: (g.each * g.weights).sum() / ((g.weights * g.valid).sum() + 1),
+    "masked sum / mask and 5": lambda g: (g.each * g.mask).sum() / (g.mask.sum() + 5),
     "mean over samples": lambda g: (_rows(g.each).sum(1) / _rows(g.valid).sum(1).clamp(min=1)).mean(),
     "z, all positions": lambda g: g.logits.logsumexp(-1).square().mean(),
     "z, valid positions": _selected,

@@ -204,10 +204,17 @@ def parts(*pairs, numel=12, zero=()):
     ]
 
 
+def weighed(*given):
+    return [Part(divisor=d, count=counts[1], numel=12, is_counted=False, counts=counts) for d, *counts in given]
+
+
 @pytest.mark.parametrize(
     ("given", "total"),
     [
         (parts((3, 3), (5, 5)), 8),
+        # A constant beside sums of weights, whose number is nearer to some divisors.
+        (weighed((3.5, 2.5, 4), (6.25, 5.25, 6)), 8.75),
+        (weighed((7.5, 2.5, 4), (10.25, 5.25, 9)), 12.75),
         (parts((1, 0), (5, 5)), 5),
         (parts((1, 0), (1, 1)), 1),
         (parts((1, 0), (1, 0)), 2),  # of a loss that is 0

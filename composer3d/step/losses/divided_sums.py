@@ -92,6 +92,7 @@ class DividedSum:
             is_zero=bool(is_zero),
             numel=self.numel,
             is_counted=is_counted,
+            counts=tuple(count * factor for count in counts),
         )
 
     def _scalars(self) -> tuple[Tensor, ...]:
@@ -218,7 +219,7 @@ def _is_count(node: Any, divisor: float) -> bool:
     if known_reduction(summed) == "mean" or all(bent_at(term) is not None for term in terms):
         return True
     counts = [float(each) for term in terms for each in _counts(past_multiples(term))[0]]
-    return _is_among(divisor, [*counts, *_numbers(summed)])
+    return _is_among(divisor, [*counts, *_numbers(summed)]) or any(_is_beside(divisor, each) for each in counts)
 
 
 def _numbers(summed: Any) -> list[float]:
@@ -235,6 +236,12 @@ def _is_among(divisor: float, found: Sequence[float]) -> bool:
     return any(math.isclose(each, divisor, rel_tol=1e-6, abs_tol=1e-3) for each in found) or (
         divisor == 1 and any(each == 0 for each in found)
     )
+
+
+def _is_beside(divisor: float, count: float) -> bool:
+    """Return whether a divisor is a sum of weights, no whole number, and a whole one."""
+    constant = divisor - count
+    return constant > 0.5 and abs(count - round(count)) > 1e-3 and abs(constant - round(constant)) < 1e-6 * divisor
 
 
 def _counts(node: Any) -> tuple[tuple[Tensor, ...], int]:

@@ -43,7 +43,7 @@ from composer3d.step.losses.loss_graph import (
 )
 from composer3d.step.losses.parameter_terms import is_multiplied_by_tensor
 from composer3d.step.losses.term_weights import TermWeights
-from composer3d.step.losses.total_divisors import Part, total_divisor
+from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, slots_of, total_divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +84,7 @@ class _Described(NamedTuple):
         divisors: Alike where the divisors of all terms are.
         is_counted: Whether the divisor is one of the numbers of samples and elements.
         is_by_tensor: Whether a tensor multiplies the loss.
+        count_0: One of the numbers that may be that of targets; NaN, as the next ones, where there is none.
     """
 
     kind: float
@@ -95,6 +96,10 @@ class _Described(NamedTuple):
     divisors: float = 0.0
     is_counted: float = 1.0
     is_by_tensor: float = 0.0
+    count_0: float = math.nan
+    count_1: float = math.nan
+    count_2: float = math.nan
+    count_3: float = math.nan
 
     def part(self) -> Part:
         """Return the mean's sum."""
@@ -104,6 +109,7 @@ class _Described(NamedTuple):
             is_zero=bool(self.is_zero),
             numel=int(self.numel),
             is_counted=bool(self.is_counted),
+            counts=counts_of(self[-NUM_COUNTS:]),
         )
 
 
@@ -135,7 +141,7 @@ class RankWeights:
         index: This one's, among them.
         total: Adds up a tensor over them.
     Collectives: one all-reduce an axis a backward, of nine numbers a rank; where ranks divide terms by different
-    numbers another one, of thirteen numbers for each of 32 terms and rank.
+    numbers another one, of seventeen numbers for each of 32 terms and rank.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -228,6 +234,7 @@ class RankWeights:
             part = divided.part()
             count = math.nan if part.count is None else part.count
             told = told._replace(targets=count, is_zero=part.is_zero, numel=part.numel, is_counted=part.is_counted)
+            told = _Described(*told[:-NUM_COUNTS], *slots_of(part.counts))
         own_S = like.new_tensor(told)
         # Tensors, which may be on a device that is not waited for.
         divisors = [torch.as_tensor(each).to(like) for each in divisors_of_terms(value)]

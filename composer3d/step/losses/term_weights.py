@@ -8,6 +8,7 @@ Shapes: R ranks, T terms of a loss, S slots of each.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from composer3d.step.losses.loss_graph import has_parameter_terms
 from composer3d.step.losses.loss_terms import Term, Terms, separate
 from composer3d.step.losses.parameter_terms import learned_products
 from composer3d.step.losses.term_values import value_of
-from composer3d.step.losses.total_divisors import Part, total_divisor
+from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, slots_of, total_divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,10 @@ class _Told(NamedTuple):
     mean: float = 0.0
     slope: float = 0.0
     shift: float = 0.0
+    count_0: float = math.nan
+    count_1: float = math.nan
+    count_2: float = math.nan
+    count_3: float = math.nan
 
     def part(self) -> Part:
         return Part(
@@ -77,6 +82,7 @@ class _Told(NamedTuple):
             is_zero=bool(self.is_zero),
             numel=int(self.numel),
             is_counted=bool(self.is_counted),
+            counts=counts_of(self[-NUM_COUNTS:]),
         )
 
 
@@ -88,7 +94,7 @@ class TermWeights:
         index: This one's, among them.
         total: Adds up a tensor over them.
 
-    Collectives: one all-reduce an axis, of thirteen numbers for each of 32 terms and rank.
+    Collectives: one all-reduce an axis, of seventeen numbers for each of 32 terms and rank.
     """
 
     def __init__(self, num_ranks: int, index: int, total: Callable[[Tensor], None]) -> None:
@@ -217,6 +223,7 @@ def _told(term: Term, seen: _Seen | None, has_penalty: bool) -> _Told:
         mean=0.0 if seen is None else seen.mean,
         slope=0.0 if bent is None else bent.slope,
         shift=0.0 if seen is None else seen.shift,
+        **dict(zip(_Told._fields[-NUM_COUNTS:], slots_of(part.counts), strict=True)),
     )
 
 

@@ -14,8 +14,11 @@ from composer3d.errors import LossError
 from composer3d.step.losses.loss_factors import uncounted
 from composer3d.step.losses.loss_graph import unknown_mean
 
-__all__ = ["Part", "total_divisor"]
+__all__ = ["NUM_COUNTS", "Part", "counts_of", "slots_of", "total_divisor"]
 
+NUM_COUNTS = 4  # that ranks exchange
+
+_ROUNDING = 1e-6  # of a count and a constant that are added in float32
 _CONSTANT = 1e-3  # what is added to counts against a division by zero is less
 _NO_COUNT = 1e-6  # a bound that weighs nothing beside a count of 1
 _WHAT_TO_WRITE = (
@@ -44,6 +47,7 @@ class Part:
         numel: Elements that it adds up, padding included.
         is_counted: Whether the divisor is a number of samples, elements or targets that its graph shows, or is stated
             to be one.
+        counts: Numbers that its graph shows, any of which may be that of its targets, in the order of the graph.
     """
 
     divisor: float
@@ -51,11 +55,22 @@ class Part:
     is_zero: bool = False
     numel: int = 0
     is_counted: bool = True
+    counts: tuple[float, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         """Whether the divisor is the count, to the rounding of float32 or better."""
         return self.count is not None and math.isclose(self.divisor, self.count, rel_tol=1e-12)
+
+
+def slots_of(counts: Sequence[float]) -> list[float]:
+    """Return the first counts of a part as four numbers, NaN where there are fewer."""
+    return [*counts[:NUM_COUNTS], *[math.nan] * (NUM_COUNTS - len(counts))]
+
+
+def counts_of(slots: Sequence[float]) -> tuple[float, ...]:
+    """Return the counts in these numbers."""
+    return tuple(each for each in slots if not math.isnan(each))
 
 
 def total_divisor(parts: Sequence[Part], unknown: Callable[[str], LossError] = unknown_mean) -> float:
@@ -69,6 +84,7 @@ def total_divisor(parts: Sequence[Part], unknown: Callable[[str], LossError] = u
         LossError: Two readings give different means.
     """
     added = sum(part.divisor for part in parts)
+    parts = _with_one_count(parts)
     _refuse_constants(parts, unknown)
     if all(part.is_exact for part in parts) or all(part.is_zero for part in parts) or len(parts) == 1:
         return added
@@ -85,6 +101,26 @@ def _refuse_constants(parts: Sequence[Part], unknown: Callable[[str], LossError]
     """Refuse one divisor of all parts that counts nothing seen, which is no more a count than a constant."""
     if len(parts) > 1 and all(part.divisor == parts[0].divisor and not part.is_counted for part in parts):
         raise unknown(uncounted(parts[0].divisor, "divides"))
+
+
+def _with_one_count(parts: Sequence[Part]) -> Sequence[Part]:
+    """Return parts with the count that leaves one constant of all divisors, as of `w.sum() + 1`, where one does.
+
+    The nearest one of each part may be the number of its weights on one rank and their sum on another.
+    """
+    num = min((len(part.counts) for part in parts), default=0)
+    if all(part.numel == part.divisor for part in parts):
+        return parts
+    constants: list[float] = []
+    for counts in zip(*(part.counts[:num] for part in parts), strict=True):
+        excesses = [part.divisor - count for part, count in zip(parts, counts, strict=True)]
+        if max(map(abs, excesses)) < _CONSTANT:
+            return parts  # which are told apart by the nearest
+        is_one = max(excesses) - min(excesses) <= _ROUNDING * max(part.divisor for part in parts)
+        # Where all are alike, a constant of 1 is told from a count by nobody, and refused.
+        if is_one and min(excesses) > 0 and (len({*counts}) > 1 or {*excesses} == {1.0}):
+            constants.append(sum(excesses) / len(excesses))
+    return [replace(part, count=part.divisor - min(constants)) for part in parts] if constants else parts
 
 
 def _excess(part: Part) -> float:
