@@ -115,9 +115,10 @@ class Layout:
 
     def degree(self, *roles: Role) -> int:
         """Return the product of the degrees of the axes with one of these roles."""
-        if roles not in self._products:  # steps ask
-            self._products[roles] = math.prod(self.degrees[name] for name in self.names(*roles))
-        return self._products[roles]
+        try:
+            return self._products[roles]  # steps ask
+        except KeyError:
+            return self._products.setdefault(roles, math.prod(self.degrees[name] for name in self.names(*roles)))
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return the rank's index along every axis, `ep` included."""

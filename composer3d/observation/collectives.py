@@ -30,6 +30,7 @@ _TRANSPARENT = (
     "composer3d.torch_compat.",
     "composer3d.planning.tracing.step_recorder.",
     "composer3d.processes.json_exchange.",
+    "composer3d.step.control_numbers.",
     "composer3d.verification.arithmetic.",
     "contextlib.",
 )

@@ -43,6 +43,8 @@ _NONLINEAR = frozenset(
 class ActivationGradients:
     """Passes one device's gradients to hooks on activations, of modules, and to backwards of a model's own.
 
+    A context: entered for a backward of a loss that data parallelism averages.
+
     Hooks that a model registers in its forward are seen there, in the first forwards, and in all where some are; of
     its own autograd functions those whose backward does what is not linear, by the names in its code. In the first
     backwards all of these are watched for what relates samples, too.
@@ -64,19 +66,24 @@ class ActivationGradients:
         self._num_graphs = self._num_left
         self.found = self._has_hooks = self._has_functions = False
         self._modes: list[Any] = []
+        self._recomputed: Any = None
         self._mixed = MixedGradients(context)
         self._outputs: list[weakref.ref[Tensor]] = []
 
-    @contextlib.contextmanager
-    def scaled(self) -> Iterator[None]:
-        """Run a backward of a loss that data parallelism averages."""
+    def __enter__(self) -> None:
+        """Begin a backward of a loss that data parallelism averages."""
         self._factor = self._whole
-        try:
-            recomputed = self._mode() if self._has_hooks else contextlib.nullcontext()  # which registers hooks
-            with self._mixed.over_backward(), recomputed:
-                yield
-        finally:
-            self._factor = 1.0
+        self._mixed.open()
+        if self._has_hooks:  # which a recomputation registers
+            self._recomputed = self._mode()
+            self._recomputed.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._recomputed is not None:
+            torch_compat.leave_mode(self._recomputed)
+            self._recomputed = None
+        self._mixed.close()
+        self._factor = 1.0
 
     def watch(self, module: nn.Module) -> None:
         """See what a part's forwards register; forwards without gradients are left alone."""

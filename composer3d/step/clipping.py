@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, Role
+from composer3d.step import control_numbers
 from composer3d.step.gradients import Apart
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def total_norm(
         StepError: norm_type is neither 2 nor infinity.
     """
     import torch
-    import torch.distributed as dist
 
     infinite = math.isinf(norm_type)
     if norm_type != 2 and not infinite:
@@ -71,7 +71,7 @@ def total_norm(
     if infinite:
         # The maximum over ranks would lose a NaN: it is neither larger nor smaller than anything.
         total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    control_numbers.all_reduce(total, group=group, takes_maximum=infinite)
     return total if infinite else total.sqrt()
 
 
@@ -120,26 +120,22 @@ def _alike(
     parameters: Iterable[nn.Parameter], layout: Layout | None = None, apart: Apart | None = None
 ) -> dict[tuple[Any, ...], list[Tensor]]:
     """Group local gradients by weight, device and dtype, as foreach kernels require."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
     result: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     weights: dict[tuple[Any, ...], float] = {}
-    with torch.no_grad():  # else every DTensor would make a node of a graph
-        for parameter in parameters:
-            grad: Any = parameter.grad
-            if grad is None:
-                continue
-            tensor = grad.to_local() if isinstance(grad, DTensor) else grad
-            # Ranks whose shard is empty add nothing, and an infinity norm of nothing is an error in torch.
-            if not tensor.numel():
-                continue
-            share = 1.0
-            if layout is not None:
-                dims = (apart or {}).get(id(parameter), ())
-                key = (dims, *((id(grad.device_mesh), grad.placements) if tensor is not grad else ()))
-                share = weights[key] if key in weights else weights.setdefault(key, weight(grad, layout, apart=dims))
-            result[(share, tensor.device, tensor.dtype)].append(tensor)
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None:
+            continue
+        tensor = torch_compat.held_tensor(grad)  # `to_local` would make a node of a graph
+        # Ranks whose shard is empty add nothing, and an infinity norm of nothing is an error in torch.
+        if not tensor.numel():
+            continue
+        share = 1.0
+        if layout is not None:
+            dims = (apart or {}).get(id(parameter), ())
+            key = (dims, *((id(grad.device_mesh), grad.placements) if tensor is not grad else ()))
+            share = weights[key] if key in weights else weights.setdefault(key, weight(grad, layout, apart=dims))
+        result[(share, tensor.device, tensor.dtype)].append(tensor)
     return result
 
 

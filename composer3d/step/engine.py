@@ -76,6 +76,7 @@ class StepEngine:
         self.settle: Callable[[], None] = lambda: None  # returns when parameters and optimizer state may be written to
         self.state: StepState | None = None
         self._own: OwnForward | None = None
+        self._final: list[nn.Parameter] = []  # whose gradients are used in this step
         self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
 
     @contextlib.contextmanager
@@ -85,8 +86,7 @@ class StepEngine:
             self.own_steps.abandon()  # a forward before the loop's first step opened one
         if self.state is not None:
             raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
-        context = self._context
-        self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
+        self.state = StepState(step=number, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
         self.loss_totals.clear()
         self._dropped.forget()
@@ -95,7 +95,7 @@ class StepEngine:
         self.scaling.begin()
         self.streams.begin(number)
         try:
-            with self.explaining(), context.span("step", step=number), self.units.over("step", number):
+            with self.explaining(), self._context.span("step", step=number), self.units.over("step", number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
                     self._announce_own(target, self.identity(target))
@@ -158,9 +158,11 @@ class StepEngine:
         self._scheduled = True
         try:
             span = self._context.span("forward_backward", microbatches=len(microbatches))
-            with self.streams.over(microbatches), span, self._trained(is_last=True):
+            self.streams.announce(microbatches)
+            with span, self.units.trained(), self.activations, self._held(is_last=True):
                 train(microbatches)
         finally:
+            self.streams.leave()
             self._scheduled = False
         return self._settle(state, len(microbatches))
 
@@ -213,12 +215,9 @@ class StepEngine:
         self.loop.gradients.begin(parameters)
         return loss
 
-    @contextlib.contextmanager
-    def _trained(self, *, is_last: bool) -> Iterator[None]:
-        number, is_stepped = self.own_steps.num_backwards, self.stepper is not None
-        held = self.parameter_hooks.held(number, is_last=is_last, is_stepped=is_stepped)
-        with self.units.trained(), self.activations.scaled(), held:
-            yield
+    def _held(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        number = self.own_steps.num_backwards
+        return self.parameter_hooks.held(number, is_last=is_last, is_stepped=self.stepper is not None)
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         self.scaling.correct(parameters, 1.0 if self._own and self._own.is_summed else self.loss_totals.correction)
@@ -275,7 +274,8 @@ class StepEngine:
             self.stepper.begin(own.calls + (not last))
         state.forward_done, state.loss = True, self._started(loss)
         self.begin_microbatch(own.calls - 1, last)
-        with self._context.span("backward"), self.streams.kept(), self._trained(is_last=last):
+        span, held = self._context.span("backward"), self._held(is_last=last)
+        with span, self.streams.kept(), self.units.trained(), self.activations, held:
             state.loss.backward(retain_graph=retain_graph)
         self.end_microbatch()
         self._gathered, state.forward_done, state.loss = False, False, None
@@ -317,17 +317,18 @@ class StepEngine:
         if self._gathered:  # units, by a forward without a backward
             self._gathered = False
             reshard_units(state.parts)
-        return list(state.parameters()) if self._used else self._finish_gradients(state, call)
+        if not self._used:
+            self._finish_gradients(state, call)
+        return self._final
 
-    def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
+    def _finish_gradients(self, state: StepState, call: str) -> None:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
         refuse_incomplete(call, step=state.step, is_pending=bool(self.loss_totals.pending), is_foreign=is_foreign)
-        self._used = True
+        self._used, self._final = True, list(state.parameters())
         self.loop.gradients.end()
-        parameters = list(state.parameters())
+        parameters = self._final
         if self.stepper is not None:
-            self.stepper.finish(self.loss_totals.correction)  # no gradients are left
-            return parameters
+            return self.stepper.finish(self.loss_totals.correction)  # no gradients are left
         self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
         if self._moves_gradients:
             self.units.drop_unused()
@@ -339,7 +340,6 @@ class StepEngine:
         self.scaling.unscale(self.optimizer)
         self._at(StepPoint.UNSCALED)
         self.parameter_hooks.settle(is_used=True)
-        return parameters
 
     def clipped(self, max_norm: float) -> list[nn.Parameter]:
         """Return parameters with their final gradients, and record `max_norm`, which the next step compares."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
+from composer3d.step import control_numbers
 from composer3d.step.loops.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
 from composer3d.step.rank_numbers import RankNumbers
@@ -196,7 +197,6 @@ class Guard:
             StepError: Ranks differ, or hold a part of a checkpoint; raised on every rank, with their names.
         """
         import torch
-        import torch.distributed as dist
 
         self.refuse_half_loaded("a step" if call is not None else "an evaluation")
         size, numbers = len(self._ranks) if self._compares else 0, self._numbers
@@ -212,8 +212,8 @@ class Guard:
             vector[3 + 4 * size + self._slot] = decided.weights
             for place, name in enumerate(numbers.names, start=5):
                 vector[3 + place * size + self._slot] = numbers.own.get(name, 0)
-        tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
-        dist.all_reduce(tensor, group=self._group)
+        tensor = control_numbers.vector(vector, dtype=torch.int64, device=self._device)
+        control_numbers.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
             numbers.ranks = tuple(self._ranks)
@@ -250,10 +250,9 @@ class Guard:
     def any(self, votes: Sequence[bool]) -> list[bool]:
         """Return, for each vote, whether any rank cast it. Collectives: one all-reduce."""
         import torch
-        import torch.distributed as dist
 
-        tensor = torch.tensor(votes, dtype=torch.int64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        tensor = control_numbers.vector(votes, dtype=torch.int64, device=self._device)
+        control_numbers.all_reduce(tensor, group=self._group, takes_maximum=True)
         return [bool(vote) for vote in tensor.tolist()]
 
     # ---- comparison of fingerprints ----------------------------------------------------------------------------------

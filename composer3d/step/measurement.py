@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import QueryError
 from composer3d.interfaces import Metric
+from composer3d.step import control_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +49,11 @@ def measure(
     if not metrics:
         return {}
     import torch
-    import torch.distributed as dist
 
-    own = torch.tensor([metric.value for metric in metrics], dtype=torch.float64, device=device)
-    everyone = own.new_empty(context.world_size, len(metrics))
+    own = control_numbers.vector([metric.value for metric in metrics], dtype=torch.float64, device=device)
     with context.span("all_gather", group="metrics", axis="world"):
-        dist.all_gather(list(everyone.unbind()), own)
-    columns = zip(*everyone.tolist(), strict=True)
+        everyone = control_numbers.all_gather(own, num_ranks=context.world_size)
+    columns = zip(*everyone, strict=True)
     return {metric.name: _REDUCE[metric.reduction](values) for metric, values in zip(metrics, columns, strict=True)}
 
 

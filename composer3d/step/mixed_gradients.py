@@ -7,9 +7,8 @@ code is given are followed through torch's functions to what it returns: it is c
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
@@ -64,15 +63,14 @@ class MixedGradients:
         """Return whether backwards are looked at still."""
         return self._num_left > 0
 
-    @contextlib.contextmanager
-    def over_backward(self) -> Iterator[None]:
-        """Follow the gradients of a backward that data parallelism averages; code in it may raise."""
+    def open(self) -> None:
+        """Follow from here on the gradients of a backward that data parallelism averages."""
         self._is_open = self._num_left > 0
-        try:
-            yield
-        finally:
-            self._leave()
-            self._is_open, self._num_left = False, max(0, self._num_left - 1)
+
+    def close(self) -> None:
+        """End with that backward, in which code may have raised."""
+        self._leave()
+        self._is_open, self._num_left = False, max(0, self._num_left - 1)
 
     def begin(self, gradients: Any, kept: Container[int] = ()) -> None:
         """Follow what is computed from gradients.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from composer3d.step.gradients import local
 from composer3d.step.sharded_tensors.assigned_values import forget_aliases, num_alias_writes
 from composer3d.step.sharded_tensors.written_values import words_of
+from composer3d.torch_compat import held_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,14 +42,12 @@ class GradientWrites:
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradients as the engine's own from here on."""
-        import torch
-
         if not self._compares:
             return
-        with torch.no_grad():  # else every DTensor would make a node of a graph
-            self._parameters, self._gradients = parameters, [parameter.grad for parameter in parameters]
-            found = [gradient for gradient in self._gradients if gradient is not None]
-            self._counts = [each for gradient in found for each in (gradient, local(gradient))]
+        self._parameters, self._gradients = parameters, [parameter.grad for parameter in parameters]
+        found = [gradient for gradient in self._gradients if gradient is not None]
+        # `to_local` would make a node of a graph.
+        self._counts = [each for gradient in found for each in (gradient, held_tensor(gradient))]
         self._versions = [each._version for each in self._counts]
 
     def end(self) -> None:

@@ -214,7 +214,7 @@ def _as_loss(
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise LossError(f"the loss is a {type(value).__name__}{shape}, not a scalar; " + RETURN_A_SUM)
-    scalar = value.reshape(())
+    scalar = value.reshape(()) if value.dim() else value
     if is_times_zero(scalar):
         return Nothing(sum=scalar, count=0)
     if (reduction or reduction_of(scalar)) == "sum":

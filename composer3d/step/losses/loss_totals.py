@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step import gradients
+from composer3d.step import control_numbers, gradients
 from composer3d.step.losses.divided_sums import DividedSum
 from composer3d.step.losses.loss import DividedLoss, Nothing
 from composer3d.step.losses.loss_graph import unknown_mean, unknown_reduction
@@ -142,7 +143,6 @@ class LossTotals:
             LossError: A loop's losses differ along tp, or what a mean was divided by has two readings.
         """
         import torch
-        import torch.distributed as dist
 
         entries, self._entries = self._entries[-num_microbatches:], []
         # The fourth informs ranks without losses (other stages) that the loss is float64.
@@ -154,7 +154,7 @@ class LossTotals:
         parts = [entry.part() for entry in own_entries if entry.divided is not None]
         numbers[4] = float(sum(not part.is_exact for part in parts))
         total = _added(numbers, terms, self._device)
-        dist.all_reduce(total, group=self._group)
+        control_numbers.all_reduce(total, group=self._group)
         added_up, count, auxiliary_sum, is_double, is_divided, num_nothing, *others = total.tolist()
         self.added = others[: len(also)]
         if compares and abs(others[-1]) > _SPREAD * abs(added_up):
@@ -170,8 +170,11 @@ class LossTotals:
         if has_gradient:
             self._count += count
             self.auxiliary = auxiliary_sum / count if count else 0.0
-        mean = total[0] / (1.0 if num_nothing and not count else count)
-        return mean.to(torch.float64 if is_double else torch.float32), count
+        divisor = 1.0 if num_nothing and not count else count
+        mean = added_up / divisor if divisor else added_up * math.inf  # as torch divides
+        # By way of float64, since `full` refuses what its dtype has no number for.
+        loss = torch.full((), mean, dtype=torch.float64, device=self._device)
+        return loss if is_double else loss.float(), count
 
     def _gathered(self, entries: Sequence[_Entry], parts: Sequence[Part]) -> list[Part]:
         """Return the parts of all ranks: what each divided, or else counted."""
@@ -214,11 +217,11 @@ def _added(numbers: list[float], terms: Sequence[tuple[int, Tensor, float]], dev
 
     found = [(place, gradients.local(scalar), factor) for place, scalar, factor in terms]
     is_fake = torch_compat.active_fake_mode() is not None
-    if is_fake or any(type(scalar) is not torch.Tensor or scalar.device.type != "cpu" for _, scalar, _ in found):
+    if is_fake or any([type(scalar) is not torch.Tensor or scalar.device.type != "cpu" for _, scalar, _ in found]):
         total = torch.tensor(numbers, dtype=torch.float64, device=device)
         for place, scalar, factor in found:
             total[place] += scalar.to(device) * factor
         return total
     for place, scalar, factor in found:
         numbers[place] += scalar.item() * factor
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return control_numbers.vector(numbers, dtype=torch.float64, device=device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.torch_compat import local_of
+from composer3d.torch_compat import held_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,7 @@ def on_shards(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(step)
     def stepped(optimizer: torch.optim.Optimizer) -> Any:
-        import torch
-
-        with torch.no_grad():
-            shards = _shards(optimizer)
+        shards = _shards(optimizer)
         if not shards:
             return step(optimizer)
         put_back = _replace(optimizer, shards)
@@ -102,9 +99,9 @@ def _shards(optimizer: torch.optim.Optimizer) -> list[_Shard]:
             # Of a parameter without dims, its state and a count of steps cannot be told apart.
             if not whole.dim() or not all(_is_like(whole, value) for value in (whole.grad, *state.values())):
                 return []
-            local = local_of(whole).detach()
-            local.grad = local_of(whole.grad)
-            found.append(_Shard(whole=whole, local=local, state={name: local_of(v) for name, v in state.items()}))
+            local = held_tensor(whole).detach()  # `to_local` would make a node of a graph
+            local.grad = held_tensor(whole.grad)
+            found.append(_Shard(whole=whole, local=local, state={name: held_tensor(v) for name, v in state.items()}))
     return found
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UnitRecord"]
 
+_NOTHING = contextlib.nullcontext()
 _PART = 1 << 24  # collectives of a part, at most
 _TIMEOUT_S = 1800.0  # where the backend does not report it
 
@@ -63,25 +64,13 @@ class UnitRecord:
         self._reached: list[Tensor] = []
         self._late = LateGraphs(self._units, lambda: self.takes_gradients)
 
-    @contextlib.contextmanager
-    def over(self, kind: Literal["step", "evaluation"], number: int) -> Iterator[None]:
+    def over(self, kind: Literal["step", "evaluation"], number: int) -> contextlib.AbstractContextManager[None]:
         """Begin a step, or an evaluation outside of one, and end it."""
-        if self._is_open:
-            yield
-            return
-        self._is_open = True
-        try:
-            self._begin(kind, number)
-            yield
-            if kind == "evaluation" and self._order is not None:
-                self._order.passes(END)
-        finally:
-            self._is_open = False
-            forget_constants()
-            if self._order is not None:
-                self._order.close()
+        return _NOTHING if self._is_open else _Over(self, kind, number)
 
-    def _begin(self, kind: str, number: int) -> None:
+    def begin(self, kind: str, number: int) -> None:
+        """Begin a step, or an evaluation outside of one."""
+        self._is_open = True
         if self._order is None and self._flight is not None and len(self._guard.stage_ranks) > 1:
             self._order = self._make_order(self._flight)
         self._is_partial = False
@@ -91,6 +80,17 @@ class UnitRecord:
             units.begin()
         if self._order is not None:
             self._order.begin(number, kind)
+
+    def end(self, kind: str, *, has_failed: bool) -> None:
+        """End it."""
+        try:
+            if kind == "evaluation" and self._order is not None and not has_failed:
+                self._order.passes(END)
+        finally:
+            self._is_open = False
+            forget_constants()
+            if self._order is not None:
+                self._order.close()
 
     def _make_order(self, flight: Flight) -> UnitOrder:
         import torch.distributed as dist
@@ -109,23 +109,31 @@ class UnitRecord:
             units.before = functools.partial(_passes, order, index * _PART)
         return order
 
-    @contextlib.contextmanager
-    def trained(self) -> Iterator[None]:
+    def trained(self) -> contextlib.AbstractContextManager[None]:
         """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
+        return _Trained(self)
+
+    def begin_training(self) -> bool:
+        """Begin backwards whose gradients are used; return what `end_training` takes."""
         outer, self.takes_gradients = self.takes_gradients, True
         for units in self._units:
             units.is_trained = True
+        return outer
+
+    def end_training(self, outer: bool, *, has_failed: bool) -> None:
+        """End them."""
         try:
-            yield
-            is_left = any(parameter.grad is not None for parameter in self._reached)
-            for units in self._units:
-                units.complete(is_left=is_left)
-            self._late.open()
+            if not has_failed:
+                is_left = any([parameter.grad is not None for parameter in self._reached])
+                for units in self._units:
+                    units.complete(is_left=is_left)
+                self._late.open()
         except BaseException:
-            for units in self._units:
-                torch_compat.reset_units(units)
+            has_failed = True
             raise
         finally:
+            for units in self._units if has_failed else ():
+                torch_compat.reset_units(units)
             self.takes_gradients = outer
             self._reached.clear()
             for units in self._units:
@@ -230,6 +238,36 @@ class UnitRecord:
                     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         # Fake tensors have no values, and their ranks are alike.
         return [bool(flag) for flag in flags.tolist()] if torch_compat.active_fake_mode() is None else list(used)
+
+
+class _Over:
+    """A step or an evaluation; a class, because a generator costs five times as much, several times in every step."""
+
+    def __init__(self, record: UnitRecord, kind: str, number: int) -> None:
+        self._record, self._kind, self._number = record, kind, number
+
+    def __enter__(self) -> None:
+        try:
+            self._record.begin(self._kind, self._number)
+        except BaseException:
+            self._record.end(self._kind, has_failed=True)
+            raise
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._record.end(self._kind, has_failed=kind is not None)
+
+
+class _Trained:
+    """Backwards whose gradients are used; see `_Over`."""
+
+    def __init__(self, record: UnitRecord) -> None:
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._outer = self._record.begin_training()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._record.end_training(self._outer, has_failed=kind is not None)
 
 
 def _passes(order: UnitOrder, first: int, item: int) -> None:

@@ -134,11 +134,10 @@ def active_fake_mode() -> Any:
     Asked in every step: where no mode is on at all, torch's own search, in 5 microseconds, is left out.
     """
     import torch
-    from torch._guards import TracingContext, detect_fake_mode
 
-    if not torch._C._len_torch_dispatch_stack() and TracingContext.try_get() is None:
+    if not torch._C._len_torch_dispatch_stack() and torch._guards.TracingContext.try_get() is None:
         return None
-    return detect_fake_mode()
+    return torch._guards.detect_fake_mode()
 
 
 def is_in_place(operator: Any) -> bool:
