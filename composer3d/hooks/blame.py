@@ -145,7 +145,10 @@ class CheckedHook(_Blamed):
             return function(**arguments)
 
         def with_copies(arguments: Mapping[str, Any]) -> Any:
-            return function(**{**arguments, **{name: dict(arguments[name]) for name in copied}})
+            own = dict(arguments)
+            for name in copied:
+                own[name] = dict(own[name])
+            return function(**own)
 
         super().__init__(registered, hook, with_copies if copied else plain, acting)
         self.hook, self.function, self._find_fault = hook, function, fault_finder(hook)

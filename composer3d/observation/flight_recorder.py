@@ -51,8 +51,7 @@ _PIPELINING = "/torch/distributed/pipelining/"
 _MESSAGES = "/composer3d/torch_compat/collectives/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = tuple(
-    f"/composer3d/{file}.py"
-    for file in ("composition/agreeing", "step/gradients", "step/guard", "step/losses/loss_totals", "step/measurement")
+    f"/composer3d/{file}.py" for file in ("composition/agreeing", "step/control_numbers", "step/gradients")
 )
 
 log = logging.getLogger(__name__)

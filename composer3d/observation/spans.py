@@ -6,7 +6,7 @@ Nothing here costs anything where no plugin records spans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +39,16 @@ class Opener:
 class _Spans:
     """A span on every recorder; a class, because a generator costs twice as much where microseconds count."""
 
-    __slots__ = ("_attributes", "_begins", "_ends", "_name", "_tokens")
+    __slots__ = ("_attributes", "_name", "_opener", "_tokens")
 
     def __init__(self, opener: Opener, name: str, attributes: Mapping[str, Any]) -> None:
-        self._begins: Sequence[Callable[[str, Mapping[str, Any]], Any]] = opener.begins
-        self._ends: Sequence[Callable[[Any], None]] = opener.ends
-        self._name, self._attributes = name, attributes
+        self._opener, self._name, self._attributes = opener, name, attributes
 
     def __enter__(self) -> None:
         name, attributes = self._name, self._attributes
-        self._tokens = [begin(name, attributes) for begin in self._begins]
+        self._tokens = [begin(name, attributes) for begin in self._opener.begins]
 
     def __exit__(self, *error: object) -> None:
         pop = self._tokens.pop
-        for end in self._ends:
+        for end in self._opener.ends:
             end(pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,27 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "vector"]
+__all__ = ["all_gather", "all_reduce", "host_vector", "vector"]
 
 
 def vector(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor of float64 or int64.
+    """Return numbers as a tensor of float64 or int64."""
+    import torch
 
-    In host memory it is a buffer that Python has filled, which takes a third of `torch.tensor`.
+    if device.type != "cpu" or torch_compat.active_fake_mode() is not None:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return host_vector(numbers, dtype=dtype)
+
+
+def host_vector(numbers: Sequence[float], *, dtype: torch.dtype) -> Tensor:
+    """Return numbers, at least one, in a buffer that Python has filled: that takes a third of `torch.tensor`.
+
+    Args:
+        numbers: Of Python; no fake mode is on.
+        dtype: float64 or int64.
     """
     import torch
 
-    if device.type != "cpu" or not numbers or torch_compat.active_fake_mode() is not None:
-        return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.frombuffer(array("d" if dtype is torch.float64 else "q", numbers), dtype=dtype)
 
 
@@ -35,12 +45,19 @@ def all_reduce(numbers: Tensor, *, group: Any, takes_maximum: bool = False) -> N
     """
     import torch.distributed as dist
 
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
     over: Any = group or dist.group.WORLD
-    work = over.allreduce([numbers], options)
+    work = over.allreduce([numbers], _maximum()) if takes_maximum else over.allreduce([numbers])
     if work is not None:
         work.wait()
+
+
+@functools.cache
+def _maximum() -> Any:
+    import torch.distributed as dist
+
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
 
 
 def all_gather(numbers: Tensor, *, num_ranks: int) -> list[list[float]]:

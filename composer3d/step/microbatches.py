@@ -172,9 +172,11 @@ class Splitter:
             BatchError: As `split_batch`, or an argument is divided that was passed whole before, or the other way.
         """
         found = split_batch(batch, size)
+        if len(found) == 1:
+            return found
         length = num_samples((batch.args, batch.kwargs, batch.target)) or 0
         arguments = {**{f"argument {place}": value for place, value in enumerate(batch.args)}, **batch.kwargs}
-        for name, value in arguments.items() if len(found) > 1 else ():
+        for name, value in arguments.items():
             for place, tensor in enumerate(tensors(value)):
                 if tensor.dim() and tensor.shape[0] != 1:
                     self._look(f"{name}, tensor {place}" if place else name, tensor.shape[0], length)

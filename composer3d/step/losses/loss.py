@@ -120,10 +120,12 @@ def other_padding(values: Iterable[Any]) -> int | None:
     """
     import torch
 
-    for value in values if torch_compat.active_fake_mode() is None else ():
+    for value in values:
         if isinstance(value, torch.Tensor) and not (value.dtype is torch.bool or value.is_floating_point()):
             if value.is_complex() or not value.numel() or value.is_meta:
                 continue
+            if torch_compat.active_fake_mode() is not None:
+                return None
             least = int(torch.where(value == IGNORE_INDEX, 0, value).min())
             if least < 0:
                 return least

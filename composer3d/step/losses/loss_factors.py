@@ -29,6 +29,7 @@ __all__ = [
 
 # What changes neither a loss nor its reduction but for its form and sign.
 _VIEWS = ("ToCopy", "View", "Squeeze", "Reshape", "Alias", "Clone", "Neg", "NanToNum")
+_PASSED = (*_VIEWS, "MeanBackward", "SumBackward", "PermuteBackward", "_DDPSink")
 # Through which the samples of what is added up are looked for.
 _OF_SAMPLES = frozenset(
     "Abs Add Alias Clamp Clone Div Gather HuberLoss Log LogSigmoid LogSoftmax MseLoss Mul Neg NllLoss Pow Reshape Rsub "
@@ -39,7 +40,10 @@ _OF_SAMPLES = frozenset(
 def past_views(node: Any) -> Any:
     """Return the node before operations that change neither a loss nor its reduction but for its form and sign."""
     while node is not None:
-        if type(node).__name__.startswith(_VIEWS) or _is_of_number(node) or _is_turned_number(node):
+        name = type(node).__name__
+        if not name.startswith(_PASSED):  # steps ask: most nodes are none of these
+            break
+        if name.startswith(_VIEWS) or _is_of_number(node) or _is_turned_number(node):
             node, place = node.next_functions[0] if node.next_functions else (None, 0)
             if type(node).__name__.startswith("_DDPSink"):  # its outputs are its inputs, one by one
                 node = node.next_functions[place][0]

@@ -224,4 +224,4 @@ def _added(numbers: list[float], terms: Sequence[tuple[int, Tensor, float]], dev
         return total
     for place, scalar, factor in found:
         numbers[place] += scalar.item() * factor
-    return control_numbers.vector(numbers, dtype=torch.float64, device=device)
+    return control_numbers.host_vector(numbers, dtype=torch.float64).to(device)

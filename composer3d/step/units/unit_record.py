@@ -161,8 +161,8 @@ class UnitRecord:
 
     def settle(self, sums: Sequence[float]) -> None:
         """Take what `numbers` of all ranks add up to."""
-        # Sums of fake tensors have no values, and their ranks are alike.
-        self._is_partial = bool(sums[0] if torch_compat.active_fake_mode() is None else self._num_unused)
+        # Sums of fake tensors read as one, and their ranks are alike.
+        self._is_partial = bool(sums[0]) and (self._num_unused > 0 or torch_compat.active_fake_mode() is None)
 
     def _describe(self, item: int) -> str:
         if item == END:
