@@ -53,6 +53,8 @@ _MESSAGES = "/composer3d/torch_compat/collectives/messages.py"
 _OWN_FILES = tuple(
     f"/composer3d/{file}.py" for file in ("composition/agreeing", "step/control_numbers", "step/gradients")
 )
+# Calls methods of process groups itself, without a frame of torch's.
+_GROUP_CALLS = "/composer3d/step/control_numbers.py"
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +291,8 @@ class Flight:
         place, own = "", None
         if outside:
             file = Path(outside[-1].f_code.co_filename)
-            if _TORCH in frames[-1].f_code.co_filename:  # it is in a collective, not past it
+            innermost = frames[-1].f_code.co_filename
+            if _TORCH in innermost or innermost.endswith(_GROUP_CALLS):  # it is in a collective, not past it
                 own = str(file).endswith(_OWN_FILES)
             shown = ([frame for frame in outside if not _is_known(frame.f_code.co_filename)] or outside)[-1]
             place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
