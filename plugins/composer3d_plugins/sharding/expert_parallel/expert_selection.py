@@ -92,10 +92,12 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
                 raise PluginError(f'expert_parallel: "{fqn}" ({kind}) holds no experts: what does is {_CONTRACT}')
             found.append(each)
     for each in found:
+        divisors = ", ".join(str(n) for n in range(2, each.number + 1) if each.number % n == 0)
         if degree > each.number:
-            raise PluginError(f'ep = {degree} is more than the {each.number} experts of "{each.fqn}"')
+            raise PluginError(
+                f'ep = {degree} is more than the {each.number} experts of "{each.fqn}"; ep may be {divisors}'
+            )
         if each.number % degree:
-            divisors = ", ".join(str(n) for n in range(2, each.number + 1) if each.number % n == 0)
             raise PluginError(
                 f'"{each.fqn}" has {each.number} experts, which do not divide by ep = {degree}; ep may be {divisors}'
             )
