@@ -255,7 +255,7 @@ def outcome_of(family: str, layout: str) -> dict[str, str]:
         manifest = Path(folder, "run.toml")
         manifest.write_text(f"composer3d = 1\n{LAYOUTS[layout]}{tables}")
         try:
-            ranks = run_ranks(compared, 4 if "tp" in layout else 2, family, manifest, timeout_s=300)
+            ranks = run_ranks(compared, 4 if "tp" in layout else 2, family, manifest, timeout_s=900)
         except composer3d.RankError as error:
             return {"name": family, "outcome": "wrong", "detail": str(error).partition("\n")[0][:300]}
     worst = max(ranks, key=lambda found: ("equal", "absent", "refused", "wrong").index(found[0]))
@@ -272,18 +272,20 @@ def main() -> None:
     arguments = parser.parse_args()
     stated = conditions()
     import_transformers()
-    some = [family for family in families() if any(fnmatchcase(family, pattern) for pattern in arguments.only)]
+    known = families()
+    some = [family for family in known if any(fnmatchcase(family, pattern) for pattern in arguments.only)]
     if not some:
         fail(f"no family matches {', '.join(arguments.only)}")
     file = RESULTS / f"mixture_families_{arguments.layout}.json"
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = {row["name"]: row for row in before if row["name"] in known}
     for family in some:
         rows[family] = outcome_of(family, arguments.layout)
         if not arguments.json:
             say("  ".join(rows[family].values()))
-        known = [rows[name] for name in sorted(rows)]
-        summary = dict(Counter(row["outcome"] for row in known))
-        found = {"layout": arguments.layout, "summary": summary, "conditions": stated, "rows": known}
+        listed = [rows[name] for name in sorted(rows)]
+        summary = dict(Counter(row["outcome"] for row in listed))
+        found = {"layout": arguments.layout, "summary": summary, "conditions": stated, "rows": listed}
         file.write_text(json.dumps(found, indent=1) + "\n")
     counts = Counter(rows[family]["outcome"] for family in some)
     say(json.dumps(found, indent=1) if arguments.json else ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
