@@ -119,6 +119,9 @@ TERMS: Mapping[str, Callable[[Given], Tensor]] = {
     "exponential": lambda g: torch.exp(-g.entropy()),
     "logarithm": lambda g: torch.log(1 + g.logits.square().mean()),
     "cube": lambda g: g.entropy() ** 3,
+    "softplus": lambda g: F.softplus(g.entropy() - 1),
+    "error of a mean": lambda g: F.mse_loss(g.logits.mean(), torch.tensor(0.3)),
+    "bounded mean": lambda g: g.entropy().clamp(min=0.1, max=2.0),
     "larger of two": lambda g: torch.maximum(g.logits.square().mean(), g.logits.abs().mean()),
     "parameters": lambda g: 0.01 * sum((p.square().sum() for p in g.model.parameters()), torch.zeros(())),
 }

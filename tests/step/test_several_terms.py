@@ -160,6 +160,8 @@ BENT = {
     "a logarithm": lambda a, b: a.log() / 2,
     "an exponential": lambda a, b: (a / 2).exp() - b,
     "of a sum": lambda a, b: (a * 3).square(),
+    "bounded": lambda a, b: a.clamp(min=0.1, max=9.0) + torch.nn.functional.softplus(b - 1),
+    "its error": lambda a, b: mse_loss(b, torch.tensor(0.3)) + torch.maximum(a, torch.tensor(0.1)),
 }
 
 

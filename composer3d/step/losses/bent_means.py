@@ -6,6 +6,8 @@ their means first.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,14 +23,32 @@ __all__ = ["BentMean", "bent_mean"]
 
 _FUNCTIONS = {
     "Abs": "abs",
+    "Atan": "atan",
+    "Cos": "cos",
+    "Erf": "erf",
     "Exp": "exp",
     "Log": "log",
     "Log1P": "log1p",
     "Reciprocal": "reciprocal",
+    "Relu": "relu",
     "Rsqrt": "rsqrt",
     "Sigmoid": "sigmoid",
+    "Sin": "sin",
     "Sqrt": "sqrt",
     "Tanh": "tanh",
+}
+# With options, or beside a constant, which their nodes save under these names.
+_OPTIONS = {
+    "Clamp": ("clamp", "min", "max"),
+    "Gelu": ("nn.functional.gelu", "approximate"),
+    "HuberLoss": ("nn.functional.huber_loss", "target", "delta"),
+    "LogSigmoid": ("nn.functional.logsigmoid",),
+    "Maximum": ("maximum", "other"),
+    "Minimum": ("minimum", "other"),
+    "MseLoss": ("nn.functional.mse_loss", "target"),
+    "Silu": ("nn.functional.silu",),
+    "SmoothL1Loss": ("nn.functional.smooth_l1_loss", "target", "beta"),
+    "Softplus": ("nn.functional.softplus", "beta", "threshold"),
 }
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {"Exp": lambda y: y.log(), "Sqrt": lambda y: y * y}
 _DEPTH = 8
@@ -50,19 +70,31 @@ class BentMean:
     slope: float
     has_shift: bool
 
-    def shift(self, mean: Tensor) -> float | None:
-        """Return the constant in the function's argument, given the mean; None where the graph does not show it."""
+    def given(self) -> Tensor | None:
+        """Return the function's argument; None where the graph does not show it."""
         import torch
 
-        if not self.has_shift:
-            return 0.0
         given = torch_compat.saved_tensor(self.node, "self")
         name, result = base(self.node), torch_compat.saved_tensor(self.node, "result")
         if given is None and result is not None and name in _INVERSES:
             given = _INVERSES[name](result.detach().double())
         if not isinstance(given, torch.Tensor) or hasattr(given, "full_tensor"):
             return None
-        return float(given.detach().double() - self.slope * mean.double())
+        return given.detach().double()
+
+    def shift(self, mean: Tensor) -> float | None:
+        """Return the constant in the function's argument, given the mean; None where the graph does not show it."""
+        if not self.has_shift:
+            return 0.0
+        given = self.given()
+        return None if given is None else float(given - self.slope * mean.double())
+
+    def constant(self) -> float:
+        """Return a number that two sets of the function's constants hardly share."""
+        _, *names = _OPTIONS.get(base(self.node), ("",))
+        saved = [getattr(self.node, f"_saved_{name}") for name in names]
+        numbers = [0.0 if each is None or isinstance(each, str) else float(each) for each in saved]
+        return sum((index + 1) ** 0.5 * each for index, each in enumerate(numbers))
 
     def at(self, mean: float, shift: float) -> tuple[float, float]:
         """Return the function's value, and its derivative with respect to the mean."""
@@ -82,7 +114,7 @@ def bent_mean(node: Any, is_mean: Callable[[Any], bool]) -> BentMean | None:
         node: Of a term of a loss.
         is_mean: Whether a node is a mean whose divisor is known.
     """
-    if base(node) not in _FUNCTIONS and not _is_power(node):
+    if base(node) not in _FUNCTIONS and not _is_power(node) and not _has_options(node):
         return None
     slope, has_shift, inner = 1.0, False, node.next_functions[0][0]
     for _ in range(_DEPTH):
@@ -110,10 +142,28 @@ def _is_power(node: Any) -> bool:
     return base(node) == "Pow" and isinstance(getattr(node, "_saved_exponent", None), int | float)
 
 
+def _has_options(node: Any) -> bool:
+    """Return whether a node is a function of one number, its first operand, and of constants."""
+    if base(node) not in _OPTIONS or operands_of(node) != [node.next_functions[0][0]]:
+        return False
+    saved = torch_compat.saved_tensor(node, "self")
+    return saved is not None and not saved.dim()
+
+
 def _function(node: Any) -> Callable[[Tensor], Tensor]:
     import torch
 
+    if base(node) in _OPTIONS:
+        name, *options = _OPTIONS[base(node)]
+        saved = {each: _option(getattr(node, f"_saved_{each}")) for each in options}
+        return functools.partial(operator.attrgetter(name)(torch), **saved)
     if base(node) == "Pow":
         return lambda given: given**node._saved_exponent
     found: Callable[[Tensor], Tensor] = getattr(torch, _FUNCTIONS[base(node)])
     return found
+
+
+def _option(saved: Any) -> Any:
+    import torch
+
+    return saved.detach().double() if isinstance(saved, torch.Tensor) else saved

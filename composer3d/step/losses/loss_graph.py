@@ -96,6 +96,8 @@ def known_reduction(node: Any) -> Reduction | None:
         return _of_quotient(node)
     if name.startswith("MulBackward"):
         return _of_multiple(node)
+    if saved == 1 and bent_mean(node, lambda each: known_reduction(each) is not None) is not None:
+        return None  # an error of one number, a mean or sum itself, is none of samples
     if saved == 1 or name.startswith("MeanBackward"):
         return "mean"
     if saved != 2 and not name.startswith(("SumBackward", "NansumBackward")) and not is_contraction(node):

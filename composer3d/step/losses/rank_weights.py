@@ -141,7 +141,7 @@ class RankWeights:
         index: This one's, among them.
         total: Adds up a tensor over them.
     Collectives: one all-reduce an axis a backward, of nine numbers a rank; where ranks divide terms by different
-    numbers another one, of seventeen numbers for each of 32 terms and rank.
+    numbers another one, of eighteen numbers for each of 32 terms and rank.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:

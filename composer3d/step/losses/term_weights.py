@@ -70,6 +70,7 @@ class _Told(NamedTuple):
     mean: float = 0.0
     slope: float = 0.0
     shift: float = 0.0
+    constant: float = 0.0
     count_0: float = math.nan
     count_1: float = math.nan
     count_2: float = math.nan
@@ -94,7 +95,7 @@ class TermWeights:
         index: This one's, among them.
         total: Adds up a tensor over them.
 
-    Collectives: one all-reduce an axis, of seventeen numbers for each of 32 terms and rank.
+    Collectives: one all-reduce an axis, of eighteen numbers for each of 32 terms and rank.
     """
 
     def __init__(self, num_ranks: int, index: int, total: Callable[[Tensor], None]) -> None:
@@ -194,7 +195,11 @@ def _differ(terms: Sequence[_Told]) -> bool:
     return any(
         abs(each - first) > _SAME_CONSTANT * max(abs(first), abs(term.mean * term.slope))
         for term in own
-        for each, first in ((term.slope, own[0].slope), (term.shift, own[0].shift))
+        for each, first in (
+            (term.slope, own[0].slope),
+            (term.shift, own[0].shift),
+            (term.constant, own[0].constant),
+        )
     )
 
 
@@ -223,6 +228,7 @@ def _told(term: Term, seen: _Seen | None, has_penalty: bool) -> _Told:
         mean=0.0 if seen is None else seen.mean,
         slope=0.0 if bent is None else bent.slope,
         shift=0.0 if seen is None else seen.shift,
+        constant=0.0 if bent is None else bent.constant(),
         **dict(zip(_Told._fields[-NUM_COUNTS:], slots_of(part.counts), strict=True)),
     )
 
@@ -258,17 +264,20 @@ def _seen_of(loss: Tensor, plain: Tensor, terms: Terms) -> list[_Seen] | None:
 
 
 def _seen(term: Term, factor: Tensor, beside_zero: bool) -> _Seen | None:
-    value = value_of(term.outer, beside_zero=beside_zero)
-    if value is None:
-        return None
     if term.bent is None:
+        value = value_of(term.outer, beside_zero=beside_zero)
+        if value is None:
+            return None
         return _Seen(value=_at(factor * value, term.place), factor=_at(factor, term.place))
-    mean = value_of(term.mean, beside_zero=beside_zero)
+    mean, given = value_of(term.mean, beside_zero=beside_zero), term.bent.given()
+    if mean is None and given is not None and not term.bent.has_shift:
+        mean = given / term.bent.slope
     shift = None if mean is None else term.bent.shift(mean)
     if mean is None or shift is None:
         return None
     own = float(mean) if term.part.divisor else 0.0
-    return _Seen(value=(factor * value).reshape(()), factor=factor.reshape(()), mean=own, shift=shift)
+    value = factor.reshape(()) * term.bent.at(own, shift)[0]
+    return _Seen(value=value, factor=factor.reshape(()), mean=own, shift=shift)
 
 
 def _at(value: Tensor, place: int | None) -> Tensor:
