@@ -90,6 +90,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4},
     "zaya": {"num_experts_per_tok": 1},
     "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
