@@ -42,6 +42,13 @@ def all_reduce(numbers: Tensor, *, group: Any, takes_maximum: bool = False) -> N
 
     The method of the group is called: `torch.distributed.all_reduce` first examines its arguments, for longer than the
     call takes.
+
+    Args:
+        numbers: Of any shape, alike on all ranks of the group.
+        group: A process group.
+        takes_maximum: Take the largest of each number, and not their sum.
+
+    Collectives: one all-reduce.
     """
     import torch.distributed as dist
 
@@ -61,7 +68,7 @@ def _maximum() -> Any:
 
 
 def all_gather(numbers: Tensor, *, num_ranks: int) -> list[list[float]]:
-    """Return a vector of every rank of the world."""
+    """Return a vector of every rank of the world, which all have the same length. Collectives: one all-gather."""
     import torch.distributed as dist
 
     everyone = numbers.new_empty(num_ranks, numbers.numel())
