@@ -34,6 +34,7 @@ from composer3d.propagation.sequences.sequence_operands import gather_along, gat
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
+    KeptShardError,
     Marks,
     PropagationError,
     Ranges,
@@ -54,6 +55,7 @@ __all__ = [
     "Call",
     "ShardSpec",
     "Flow",
+    "KeptShardError",
     "KeptState",
     "Kind",
     "LossPropagation",

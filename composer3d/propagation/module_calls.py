@@ -26,11 +26,13 @@ class Call:
         args: Positional ones.
         kwargs: Those by name.
         has_values: Whether the module is run with values, which is slower than on meta, because its code looks at some.
+        kept: Shapes of tensors that it keeps, in an attribute or a list, and that code outside of all blocks uses.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     has_values: bool = False
+    kept: frozenset[tuple[int, ...]] = frozenset()
 
     def fresh(self) -> Call:
         """Return the same tensors in containers of their own: a module may change what it is given, such as a cache."""
@@ -52,7 +54,7 @@ class Call:
             return torch.empty_like(leaf, device="meta", requires_grad=leaf.requires_grad)
 
         args, kwargs = torch_compat.tree_map(valueless, [self.args, dict(self.kwargs)])
-        return Call(args=tuple(args), kwargs=kwargs)
+        return replace(self, args=tuple(args), kwargs=kwargs, has_values=False)
 
     def with_values(self, device: torch.device) -> Call:
         """Return a call with values: those that its tensors have, else the first token, and small numbers."""
@@ -65,7 +67,7 @@ class Call:
             return torch.full(leaf.shape, SMALL, device=device).to(leaf.dtype)
 
         args, kwargs = torch_compat.tree_map(valued, [self.args, dict(self.kwargs)])
-        return Call(args=tuple(args), kwargs=kwargs, has_values=True)
+        return replace(self, args=tuple(args), kwargs=kwargs, has_values=True)
 
 
 def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:

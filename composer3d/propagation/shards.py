@@ -17,6 +17,7 @@ from composer3d.propagation.functions.view_shapes import Placed
 
 __all__ = [
     "AXES",
+    "KeptShardError",
     "PREFIX",
     "SEQUENCE",
     "TENSOR_AXIS",
@@ -150,6 +151,10 @@ class PropagationError(TransformError):
     def divides(self) -> bool:
         """Whether the reason differs from a size that does not divide."""
         return self.number is None
+
+
+class KeptShardError(PropagationError):
+    """A module keeps a sharded tensor that code outside of it uses as a full one."""
 
 
 def specs_in(*values: Any, axis: str = TENSOR_AXIS) -> list[ShardSpec]:

@@ -261,7 +261,8 @@ DECLARED = [
     ),
     (
         ({"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"},),
-        'the plan does not fit the model\'s code: "GPT2Block": split on sharded features: 0:16 of 48 is no whole part',
+        'the plan does not fit the model\'s code: "GPT2Block": split on sharded features: 0:16 of 48 is no whole part '
+        "(family_models.py:28)",
     ),
 ]
 

@@ -8,6 +8,8 @@ there, and sharded again before the block that takes what was computed from it.
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,15 +91,41 @@ class Flow:
         self._given: dict[int, tuple[int, Tensor]] = {}
         self._inside: list[int] = []
         self._taken: set[int] = set()
+        # What blocks made, by identity, with the block; and the shapes of it that code outside of them used.
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._kept: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a block is at work."""
+        return bool(self._inside)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record the activations that a function took."""
+        """Record the activations that a function took, and what blocks have made and kept."""
+        if self._inside:
+            made = (leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor))
+            self._made |= {id(leaf): (weakref.ref(leaf), self.calls[self._inside[-1]]) for leaf in made}
+        elif self._made:
+            self._use_kept([list(args), dict(kwargs)])
         if self._given:
             leaves = torch_compat.tree_leaves([list(args), dict(kwargs)])
             used = {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given} - self._taken
             # Of other questions, such as its dtype, the answer is the same for a share.
             if used and (name_of(func) in SIZES or _has_tensors(result)):
                 self.used |= used
+
+    def _use_kept(self, value: Any) -> None:
+        for leaf in torch_compat.tree_leaves(value):
+            made, fqn = self._made.get(id(leaf), (None, ""))
+            if isinstance(leaf, Tensor) and made is not None and made() is leaf:
+                self._kept[fqn].add(tuple(leaf.shape))
+
+    def kept_of(self, fqns: Collection[str]) -> frozenset[tuple[int, ...]]:
+        """Return the shapes of tensors that blocks made and did not return, and that code outside of all blocks used.
+
+        A hook that appends to a list, or an attribute that the model's own code reads, keeps such a tensor.
+        """
+        return frozenset[tuple[int, ...]]().union(*(self._kept.get(fqn, ()) for fqn in fqns))
 
     @contextlib.contextmanager
     def inside(self, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -133,9 +161,11 @@ class Flow:
 
     def end(self, output: Any) -> None:
         """Record what the model returned."""
+        self._use_kept(output)
         leaves = torch_compat.tree_leaves(output)
         self.used |= {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given}
         self._given.clear()
+        self._made.clear()
 
     def boundaries(self, sharded: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the blocks before which activations are sharded, and those after which they are gathered.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.errors import TransformError
+from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.propagation.dry_run.attribute_state import KeptState
 from composer3d.propagation.module_calls import SMALL, Call
-from composer3d.propagation.shards import PropagationError, copy_mark, spec_of
+from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
@@ -110,9 +111,23 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
     kept = KeptState([module], buffers=False)
     try:
         with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
-            return module(*call.args, **call.kwargs)
+            before = _kept_shards(module, call.kept)
+            output = module(*call.args, **call.kwargs)
+            for path, (tensor, spec) in _kept_shards(module, call.kept).items():
+                if not any(tensor is other for other, _ in before.values()):
+                    raise KeptShardError(f'code outside of it uses what it keeps as "{path}"', sources=spec.sources)
+            return output
     finally:
         kept.restore()
+
+
+def _kept_shards(module: nn.Module, shapes: Collection[tuple[int, ...]]) -> dict[str, tuple[Tensor, ShardSpec]]:
+    """Return the sharded tensors that a module keeps, of these whole shapes, by the way in which they are reached."""
+    return {
+        reached.path: (reached.tensor, spec)
+        for reached in (reachable_tensors(module) if shapes else ())
+        if (spec := spec_of(reached.tensor)) is not None and tuple(spec.shadow.shape) in shapes
+    }
 
 
 def _flex_on_meta(call: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:

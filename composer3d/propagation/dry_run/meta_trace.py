@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Traced:
         call: How the model was called.
         outputs: What the first blocks returned.
         read: Modules whose parameters are read by code outside of them; of equal blocks those in the first.
+        outer: Modules of blocks that code outside of all blocks calls.
     """
 
     forms: dict[str, list[str]]
@@ -54,6 +55,7 @@ class Traced:
     results: dict[str, Tensor] = field(default_factory=dict)
     flow: Flow = field(default_factory=Flow)
     read: frozenset[str] = frozenset()
+    outer: set[nn.Module] = field(default_factory=set)
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
@@ -103,7 +105,9 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             traced.flow.end(plain(traced.output))
             traced.read = frozenset(reads.owners)
             traced.calls = {
-                first: _on_meta_if_possible(model.get_submodule(first), block) for first, block in traced.calls.items()
+                first: replace(_on_meta_if_possible(model.get_submodule(first), block), kept=traced.flow.kept_of(group))
+                for first, block in traced.calls.items()
+                for group in [traced.forms[first]]
             }
             return traced
         failures.append("its blocks were not called")
@@ -174,6 +178,7 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     firsts = {fqn: first for first, group in traced.forms.items() for fqn in group}
     inside = tuple(f"{fqn}." for group in traced.forms.values() for fqn in group if fqn)
+    within = {module for fqn in firsts if fqn for module in model.get_submodule(fqn).modules()}
     for first, group in traced.forms.items():
         outputs: list[Any] = []
         block = model.get_submodule(first)
@@ -197,6 +202,8 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
     for fqn, module in model.named_modules():
         if fqn and module not in forwards:
             forwards[module] = module.forward if traced.call.has_values else unseen(module.forward)
+            if module in within:
+                forwards[module] = _placed(module, forwards[module], traced)
         if kind_of(module) != "other" and not fqn.startswith(inside):
             own = noted.get(module, module.forward)
 
@@ -206,6 +213,17 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
 
             forwards[module] = keep
     return forwards
+
+
+def _placed(module: nn.Module, forward: Callable[..., Any], traced: Traced) -> Callable[..., Any]:
+    """Return the forward of a module of a block that records calls from outside of all blocks."""
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        if not traced.flow.is_inside:
+            traced.outer.add(module)
+        return forward(*args, **kwargs)
+
+    return placed
 
 
 def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Call]:

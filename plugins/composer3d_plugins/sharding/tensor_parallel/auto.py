@@ -8,6 +8,7 @@ result apart, or stays replicated.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,13 @@ from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import (
 )
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
-from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features
-from composer3d_plugins.sharding.tensor_parallel.sequence_plan import along_sequence, with_boundaries, without_sequence
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features, levels_of
+from composer3d_plugins.sharding.tensor_parallel.sequence_plan import (
+    along_sequence,
+    sharded_blocks,
+    with_boundaries,
+    without_sequence,
+)
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import gives_features
 
@@ -233,7 +239,7 @@ def derive(
     if sequence_dim is not None and list(traced.forms) == [""]:
         log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks to shard it between")
     elif sequence_dim is not None:
-        rules, sharded = _with_sequence(rules, derivations, traced, sequence_dim)
+        rules, sharded = _with_sequence(model, rules, derivations, traced, sequence_dim)
     unsharded = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - sharded
     rules = {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
     return Derived(
@@ -284,35 +290,42 @@ def _derivations(
 
 
 def _with_sequence(
-    rules: Rules, derivations: Sequence[tuple[Derivation, Rules, list[str]]], traced: Traced, sequence_dim: int
+    model: nn.Module,
+    rules: Rules,
+    derivations: Sequence[tuple[Derivation, Rules, list[str]]],
+    traced: Traced,
+    sequence_dim: int,
 ) -> tuple[Rules, frozenset[str]]:
     """Let every block that can work on a sharded sequence; return the rules, and the blocks that do."""
-    sharded: set[str] = set()
-    for derivation, found, group in derivations:
-        block = derivation.block
-
-        def roles(rules: Rules, block: nn.Module = block) -> Roles:
-            return roles_of(block, rules, sequence_dim=sequence_dim, observed=True)
-
-        if any(rule.style == "weights" for rule in found.values()):
-            log.info('tensor_parallel leaves the sequence whole in "%s": it multiplies parameters', derivation.fqn)
-            continue
+    along: list[Rules | None] = []
+    for derivation, found, _ in derivations:
         try:
-            found = along_sequence(
-                block,
-                found,
-                call=derivation.call,
-                degree=derivation.degree,
-                roles=roles,
-                where=derivation.fqn,
-                read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
-            )
-            sharded |= set(group)
+            along.append(_along(derivation, found, traced, sequence_dim))
         except PropagationError as error:
             log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
-            found = without_sequence(found)
-        rules = {**rules, **_named(found, group)}
-    return with_boundaries(rules, flow=traced.flow, sharded=sharded), frozenset(sharded)
+            along.append(None)
+    able = [fqn for found, (*_, group) in zip(along, derivations, strict=True) for fqn in group if found is not None]
+    sharded = sharded_blocks(model, able, traced)
+    for able_rules, (_, found, group) in zip(along, derivations, strict=True):
+        rules |= _named(without_sequence(found), [fqn for fqn in group if fqn not in sharded])
+        rules |= _named(able_rules or {}, [fqn for fqn in group if fqn in sharded])
+    return with_boundaries(rules, flow=traced.flow, sharded=sharded), sharded
+
+
+def _along(derivation: Derivation, found: Rules, traced: Traced, sequence_dim: int) -> Rules:
+    """Return a block's rules for a sharded sequence; raises PropagationError where it needs the full one."""
+    block = derivation.block
+    if any(rule.style == "weights" for rule in found.values()):
+        raise PropagationError("it multiplies parameters")
+    return along_sequence(
+        block,
+        found,
+        call=derivation.call,
+        degree=derivation.degree,
+        roles=functools.partial(roles_of, block, sequence_dim=sequence_dim, observed=True),
+        where=derivation.fqn,
+        read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
+    )
 
 
 def _named(rules: Rules, fqns: Sequence[str]) -> Rules:
@@ -330,7 +343,7 @@ def _rules_of(derivation: Derivation) -> Rules:
         gathered = derivation.gathered.get(name, set())
         at = tuple(index for index in range(len(parts)) if (sum(parts[:index]), sum(parts[: index + 1])) in gathered)
         ends = [end for end, (sources, _) in dry_run.contracting.items() if name in sources]
-        rules[name] = replace(rule, gathered=at, levels=_levels(derivation.block, name, ends))
+        rules[name] = replace(rule, gathered=at, levels=levels_of(derivation.block, name, ends))
     for name, (_, parts) in dry_run.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
@@ -342,17 +355,6 @@ def _rules_of(derivation: Derivation) -> Rules:
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))
     return rules
-
-
-def _levels(block: nn.Module, name: str, ends: Sequence[str]) -> int:
-    """Return how many modules up from one of several lies the nearest that holds them all, and has a forward."""
-    around = owner_of(name)
-    while around and not (
-        all(end.startswith(f"{around}.") for end in ends)
-        and type(block.get_submodule(around)).forward is not nn.Module.forward
-    ):
-        around = owner_of(around)
-    return len(name.split(".")) - len(around.split(".") if around else [])
 
 
 def _with_heads(derivation: Derivation, rules: Rules) -> Rules:

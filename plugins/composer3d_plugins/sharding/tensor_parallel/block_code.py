@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d.propagation import SEQUENCE, Call, PropagationError, Traced, outside, trace
+from composer3d.propagation import SEQUENCE, Call, KeptShardError, PropagationError, Traced, outside, trace
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import sized
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
@@ -52,9 +52,9 @@ class Codes:
         found: list[tuple[str, Code | None]] = []
         # Every form is looked at: what cannot be propagated is refused now, not in the first step.
         for first, group in traced.forms.items():
-            known: dict[frozenset[tuple[str, Rule]], Code | None] = {}
+            known: dict[tuple[bool, frozenset[tuple[str, Rule]]], Code | None] = {}
             for fqn in group:
-                rules = frozenset(self._inside(fqn).items())
+                rules = (fqn in self.unsharded, frozenset(self._inside(fqn).items()))
                 if rules not in known:
                     known[rules] = self._code_of(fqn, traced.calls[first])
                 found.append((fqn, known[rules]))
@@ -147,7 +147,7 @@ class Codes:
         except PropagationError as error:
             if not error.divides:
                 raise PluginError(f"heads do not divide: {error}") from error
-            if error.sources - {SEQUENCE}:
+            if error.sources - {SEQUENCE} or isinstance(error, KeptShardError):
                 raise PluginError(f"the plan does not fit the model's code: {error}") from error
             return None
         # A norm that is stated to work on a full sequence, though activations are sharded, has no dry run.

@@ -46,7 +46,7 @@ class BlockDryRun:
         contracting: Layers that took sharded features, with the layers these came from, and the parts they were sharded
             in.
         local: Modules with parameters that worked on sharded features without contracting them.
-        whole: Modules that worked on all features of a sharded sequence, x_B(S/T)D, or where no sequence is sharded.
+        whole: Modules that worked on all features, by the sharded dims of their inputs, None for one that was whole.
         moving: Modules for whose functions something was gathered or narrowed.
         along: Linear layers that took a sharded sequence, or reduce-scatter to one.
         unsharded: Linear layers that took the full sequence although activations are sharded.
@@ -61,7 +61,7 @@ class BlockDryRun:
     training: bool = True
     contracting: dict[str, tuple[frozenset[str], tuple[int, ...]]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
-    whole: set[str] = field(default_factory=set)
+    whole: dict[str, set[int | None]] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
     along: set[str] = field(default_factory=set)
     unsharded: set[str] = field(default_factory=set)
@@ -226,8 +226,9 @@ class BlockDryRun:
         specs = [spec_of(leaf) for leaf in torch_compat.tree_leaves(arguments)]
         if any(spec is not None and not spec.is_sequence for spec in specs):
             self.local.add(fqn)
-        elif self.roles.sequence_dim is None or any(spec is not None for spec in specs):
-            self.whole.add(fqn)
+        else:
+            dims = {None if spec is None else spec.placed.dim for spec in specs}
+            self.whole.setdefault(fqn, set()).update(dims - {None} or {None})
 
     def _linear(self, fqn: str, module: Any) -> Callable[..., Any]:
         forward, (rows, columns) = module.forward, module.weight.shape

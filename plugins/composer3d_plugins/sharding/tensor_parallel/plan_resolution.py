@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from composer3d import PluginError, RunContext, select_fqns
 from composer3d.propagation import Kind, Placed, Ranges, kind_of
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import parts_of
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, names_of_modules, parent_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = [
     "CONTRACTING",
@@ -23,6 +23,7 @@ __all__ = [
     "check_rules",
     "check_covered",
     "features",
+    "levels_of",
     "region_of",
     "resolve",
 ]
@@ -60,6 +61,7 @@ class Rule:
         is_sharded: Whether activations are sharded along the sequence there, if they are at all.
         gathered: Indices of the parts that are all-gathered where code takes them, as a key that all heads share is.
         weights: Parameters of the module's own that are sharded, by their names in it.
+        dim: Of a module that works on a sharded sequence, where a dry run has shown it: the dim of its input.
         levels: Of an expanding projection, where a dry run has shown it: how many modules up lies the one around it
             that holds all that contract its result.
     """
@@ -69,6 +71,7 @@ class Rule:
     is_sharded: bool = True
     gathered: tuple[int, ...] = ()
     weights: tuple[tuple[str, Placed], ...] = ()
+    dim: int | None = None
     levels: int | None = None
 
     @property
@@ -112,6 +115,17 @@ def region_of(fqn: str, rules: Rules) -> str | None:
         if any(not fqn or other.startswith(f"{fqn}.") for other in ends):
             return fqn
     return None
+
+
+def levels_of(block: nn.Module, name: str, ends: Sequence[str]) -> int:
+    """Return how many modules up from one of several lies the nearest that holds them all, and has a forward."""
+    around = owner_of(name)
+    while around and not (
+        all(end.startswith(f"{around}.") for end in ends)
+        and type(block.get_submodule(around)).forward is not nn.Module.forward
+    ):
+        around = owner_of(around)
+    return len(name.split(".")) - len(around.split(".") if around else [])
 
 
 def check_rules(

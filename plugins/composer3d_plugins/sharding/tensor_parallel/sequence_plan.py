@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from composer3d.propagation import VALUES, Call, Flow, PropagationError, device_of
+from composer3d.propagation import VALUES, Call, Flow, PropagationError, Traced, device_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, Style
@@ -16,7 +17,9 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACT
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["along_sequence", "with_boundaries", "without_sequence"]
+__all__ = ["along_sequence", "sharded_blocks", "with_boundaries", "without_sequence"]
+
+log = logging.getLogger(__name__)
 
 BOUNDARIES: Mapping[tuple[bool, bool], Style] = {
     (True, False): "split",
@@ -91,11 +94,23 @@ def _rules_of(dry_run: BlockDryRun, rules: Rules, read: Collection[str]) -> Rule
         else rule
         for name, rule in rules.items()
     }
+    dims = {name: _dim_of(dry_run.block.get_submodule(name), seen) for name, seen in dry_run.whole.items()}
     return result | {
-        name: Rule(style="sequence")
-        for name in dry_run.whole - dry_run.contracting.keys() - dry_run.moving - set(read)
+        name: Rule(style="sequence", dim=dim)
+        for name, dim in dims.items()
+        if dim is not None and name not in {*dry_run.contracting, *dry_run.moving, *read}
         if _matters(dry_run.block.get_submodule(name))
     }
+
+
+def _dim_of(module: nn.Module, seen: Collection[int | None]) -> int | None:
+    """Return the dim along which all inputs of a module are sharded; None where calls differ, or its inputs are whole.
+
+    A projection takes any dim but the last, which it contracts.
+    """
+    first = next(iter(seen))
+    alike = len(seen) == 1 or (None not in seen and kind_of(module) in ("linear", "transposed"))
+    return first if alike else None
 
 
 def _matters(module: Any) -> bool:
@@ -103,6 +118,32 @@ def _matters(module: Any) -> bool:
     if next(module.children(), None) is not None or module._forward_pre_hooks:
         return False
     return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)
+
+
+def sharded_blocks(model: nn.Module, able: Collection[str], traced: Traced) -> frozenset[str]:
+    """Return the blocks that work on a sharded sequence: of those that are able, all but those of shared modules.
+
+    A module's style tells where its inputs are sharded and its gradients partial sums, so that none is for sharded
+    sequences and for full ones, as a norm of a block that the model's own code calls after the last one.
+
+    Args:
+        model: The whole model.
+        able: Blocks that can.
+    """
+    held = {
+        fqn: {module for module in model.get_submodule(fqn).modules() if _matters(module)}
+        for group in traced.forms.values()
+        for fqn in group
+    }
+    sharded = set(able)
+    while True:
+        whole = traced.outer.union(*(held[fqn] for fqn in held.keys() - sharded))
+        found = {fqn for fqn in sharded if not held[fqn] & whole}
+        if found == sharded:
+            return frozenset(sharded)
+        for fqn in sharded - found:
+            log.info('tensor_parallel leaves the sequence whole in "%s": other code calls modules of it', fqn)
+        sharded = found
 
 
 def without_sequence(rules: Rules) -> Rules:

@@ -316,7 +316,7 @@ class Applier:
             # Any dim but the normed one does: which of the others is sharded makes no difference to the module.
             # Projections join all but the last, which torch 2.11 does where the first of them is sharded.
             joins = rule.style == "local" or kind_of(module) in ("linear", "transposed")
-            share = Shard(0) if joins else self._sequence
+            share = Shard(0) if joins else self._sequence if rule.dim is None else Shard(rule.dim)
             forward = module.forward
             # In propagated code a tensor says itself whether it is sharded; elsewhere it is.
             is_known = rule.style == "sequence" and self._is_propagated(fqn)
@@ -391,4 +391,4 @@ class Applier:
         if rule.style != "gather":
             module.register_forward_pre_hook(before, with_kwargs=True)
         if rule.style != "split":
-            module.register_forward_hook(after)
+            module.register_forward_hook(after, prepend=True)  # hooks of the model's own are given the full sequence
