@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, Layout, Role
+    from composer3d.observation.torch_errors import TorchErrors
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
@@ -208,6 +209,7 @@ _MODULES = {
     "composition.loop.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
     "step.step_state": ("StepState",),
+    "observation.torch_errors": ("TorchErrors",),
     "transform": ("Phase", "StepAction", "StepPoint", "Transform"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -285,6 +287,7 @@ __all__ = [
     "StepState",
     "StoredOrders",
     "SuggestResult",
+    "TorchErrors",
     "Transform",
     "TransformError",
     "Unit",

@@ -33,6 +33,7 @@ from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Statef
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
+from composer3d.observation.torch_errors import TorchErrors
 from composer3d.processes.arrival import await_all
 from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.process_group import default_device, join_world, own_device, own_groups
@@ -272,13 +273,15 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
         groups[known] = (name, tuple(dist.get_process_group_ranks(group)))
     owners = {axis: registered.name for axis, registered in context.owners.items()}
     of_views = {name: owners.get(context.layout.axes_of(name)[0], "") for name in views}
-    return Flight(
+    flight = Flight(
         layout=context.layout,
         rank=context.rank,
         groups=groups,
         owners={name: owner for name, owner in (of_views | owners).items() if owner},
         store=torch_compat.default_store(),
     )
+    flight.errors = context.stash(TorchErrors)
+    return flight
 
 
 def _actions(preparation: Preparation, acting: span_hooks.Acting | None) -> tuple[StepAction, ...]:

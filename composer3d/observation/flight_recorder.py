@@ -31,6 +31,7 @@ from composer3d.observation.hang_report import Account, RecordedCollective, diag
 from composer3d.observation.lost_peers import chain_of, lost_a_peer
 from composer3d.observation.mismatch_ending import end_rank, notice
 from composer3d.observation.rank_questions import RankQuestions
+from composer3d.observation.torch_errors import TorchErrors
 
 __all__ = ["Flight", "Groups", "collectives"]
 
@@ -87,6 +88,7 @@ class Flight:
         self._broken: tuple[_Open, ...] = ()
         self._closed: deque[tuple[str, int | None, int, int]] = deque(maxlen=_CLOSED)
         self._step: int | None = None
+        self.errors = TorchErrors()  # of the composition
         self._stop = threading.Event()
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="composer3d-flight", daemon=True)
@@ -162,7 +164,7 @@ class Flight:
 
     @contextlib.contextmanager
     def explaining(self, activity: str = "") -> Iterator[None]:
-        """Convert the error of a lost or late peer inside to one that reports what every rank did.
+        """Convert the error of a lost or late peer inside to one that reports what every rank did; and torch's others.
 
         Args:
             activity: Name of this rank's activity for the report: saving, loading, and so on.
@@ -176,6 +178,7 @@ class Flight:
             yield
         except RuntimeError as error:
             if not lost_a_peer(error):
+                self.errors.refuse(error)
                 raise
             raise StepError(self._explain(error)) from error
         except ComposerError as error:

@@ -5,7 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
-from composer3d.torch_compat import checkpoint_plans
+from composer3d.torch_compat import checkpoint_plans, function_transforms
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -200,6 +200,7 @@ from composer3d.torch_compat.tensors import (
 
 __all__ = [
     "checkpoint_plans",
+    "function_transforms",
     "ModuleFunctions",
     "CHECKPOINT_METADATA_GLOBALS",
     "CHECKPOINT_PARAMETER",

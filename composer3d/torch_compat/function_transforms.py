@@ -1,11 +1,33 @@
-"""Transforms of `torch.func` around a forward: vmap, grad, jvp."""
+"""Transforms of `torch.func` around a forward (vmap, grad, jvp), and autograd functions of a model's own in it."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["outside_transforms", "untransformed"]
+__all__ = ["calling_function", "is_transforming", "outside_transforms", "untransformed"]
+
+
+def is_transforming() -> bool:
+    """Return whether a transform is at work; private (torch 2.11-2.15)."""
+    import torch
+
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def calling_function() -> type | None:
+    """Return the innermost `torch.autograd.Function` whose forward is at work; None where none is.
+
+    By the frame of the method that calls all of them, since models keep it bound (`scan = Scan.apply`).
+    """
+    import torch
+
+    frame: Any = sys._getframe()
+    code = vars(torch.autograd.Function)["apply"].__func__.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["cls"]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -13,9 +35,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
     functorch's own, which takes the transforms off its stack and puts them back; private (torch 2.11-2.15).
     """
-    import torch
-
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not is_transforming():
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

@@ -5,7 +5,7 @@ import torch
 from support.models import Net, composed, mine, one_step, padded, seeded
 from torch.distributed.tensor import Replicate
 
-from composer3d import ManifestError
+from composer3d import ManifestError, RankError
 from composer3d.testing import count_collectives, full, run_ranks
 
 TIGHT = 1e-12
@@ -176,3 +176,53 @@ def own_loop(text):
 @pytest.mark.parametrize("text", MODES[:2])
 def test_a_loop_that_keeps_its_own_forward(text):
     assert max(run_ranks(own_loop, 2, text)) < TIGHT
+
+
+class Reversed(torch.autograd.Function):
+    """Recomputes what it was given in its backward, which runs another one, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class Reversible(Net):
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = Reversed.apply(x, layer)
+        return self.out(self.norm(x))
+
+
+def reversible_step(text):
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    reference = seeded(Reversible)
+    torch.nn.functional.cross_entropy(reference(tokens).flatten(0, 1), targets.flatten()).backward()
+    run = composed(text, model=seeded(Reversible))
+    with run.step(0):
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+        found = {name: full(p.grad) for name, p in run.named_parameters()}
+    run.close()
+    return max(float((found[name] - p.grad).abs().max()) for name, p in reference.named_parameters())
+
+
+def test_a_backward_inside_of_a_backward_is_reduced_by_units_and_refused_of_buckets_that_search_the_graph():
+    assert max(run_ranks(reversible_step, 2, "[sharding.ddp]")) < TIGHT
+    with pytest.raises(RankError) as caught:
+        run_ranks(reversible_step, 2, MODES[-1].values[0])
+    assert (
+        'StepError: torch\'s DistributedDataParallel counts a gradient of "layers.2.down.bias" twice: a backward '
+        "inside of the backward gives it one, where an autograd.Function of the model's own calls backward(), as "
+        "reversible networks do, or a checkpoint with use_reentrant = True; in [sharding.ddp] write "
+        'reducer = "unit", the default'
+    ) in str(caught.value)

@@ -85,14 +85,33 @@ def test_reentrant_checkpoints_are_refused_before_a_step(text, factory, caller):
     ) in str(caught.value)
 
 
-# On meta, and in the stage that has none yet, inputs have no gradients.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("text", [ONE, TRACED])
-def test_a_call_without_a_graph_at_the_edge_of_a_stage_is_refused(text):
+class Transformed(Recomputed):
+    """Calls its blocks one sample at a time."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = torch.func.vmap(layer)(x)
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("text", "factory", "said"),
+    [
+        (
+            ONE,
+            partial(Recomputed, call=Foreign.apply),
+            '"layers.0" is called without a graph by the autograd function "Foreign"; and where values are traced, the '
+            'autograd function "Foreign" calls "layers.1" in its forward, without a graph, and no gradient would '
+            "travel from there to another stage; call modules outside of it, or split where it is not at work",
+        ),
+        (TRACED, partial(Recomputed, call=Foreign.apply), 'the autograd function "Foreign" calls "layers.1" in its'),
+        (ONE, Transformed, 'the forward calls "layers.0" inside of a transform of torch.func (vmap, grad, jvp), which'),
+        (TRACED, Transformed, 'the forward calls "layers.0" inside of a transform of torch.func (vmap, grad, jvp), '),
+    ],
+)
+def test_calls_that_cannot_be_divided_are_refused_with_what_makes_them(text, factory, said):
     with pytest.raises(ComposerError) as caught:
-        run_ranks(pipelined_step, 2, text, partial(Recomputed, call=Foreign.apply))
-    assert (
-        'calls "layers.1" without a graph, and its gradients would be lost between stages, as in '
-        "torch.utils.checkpoint with use_reentrant=True; write use_reentrant=False, or leave recomputation to "
-        "[scheduling.activation_checkpoint]"
-    ) in str(caught.value)
+        run_ranks(pipelined_step, 2, text, factory)
+    assert "[scheduling.pipeline]" in str(caught.value)
+    assert said in str(caught.value)

@@ -225,11 +225,27 @@ def test_reentrant_checkpoints_are_seen_and_run():
     assert torch.equal(x.grad, layer.weight.sum(0, keepdim=True))
 
 
+def test_the_autograd_function_whose_forward_is_at_work_is_known():
+    seen = []
+
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch_compat.function_transforms.calling_function())
+            return x * 2
+
+    bound = Calling.apply
+    assert torch.equal(bound(torch.ones(1)), torch.full((1,), 2.0))
+    assert (*seen, torch_compat.function_transforms.calling_function()) == (Calling, None)
+
+
 def test_transforms_of_functions_are_left_and_found_again():
     seen = []
 
     def square(x):
+        assert torch_compat.function_transforms.is_transforming()
         with torch_compat.outside_transforms():
+            assert not torch_compat.function_transforms.is_transforming()
             seen.append(torch_compat.untransformed(x) * 2)
         return x * x
 

@@ -191,6 +191,8 @@ class _Watch(Origins):
             if not args or not isinstance(args[0], torch.Tensor):
                 what = f"a {type(args[0]).__name__}" if args else f"only {', '.join(sorted(kwargs)) or 'nothing'}"
                 raise NotStraightError(f'"{fqn}" is called with {what} first, and not with the hidden state')
+            if (function := self.caller_of(fqn)) is not None:
+                raise NotStraightError(f'"{fqn}" is called without a graph by the autograd function "{function}"')
             given = self._of(args[0])
             if index and index - 1 not in given:
                 raise NotStraightError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')

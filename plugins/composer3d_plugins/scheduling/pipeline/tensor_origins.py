@@ -13,7 +13,7 @@ from composer3d import TransformError, torch_compat
 from composer3d.propagation import attributes_of
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.plain_state import PlainState, place_name
-from composer3d_plugins.scheduling.pipeline.values import Values
+from composer3d_plugins.scheduling.pipeline.values import Values, draw_values
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Origins",
     "Source",
-    "draw_values",
     "kept_tensors",
     "leaves_of",
     "on_meta",
@@ -35,7 +34,6 @@ __all__ = [
 # What a tensor came from: the FQN of a parameter or buffer, or what a subclass makes of modules that were called.
 Source = str | int | tuple[str, int]
 _PROBE = (2, 8)
-_MOST_DRAWN = 2**24  # elements
 
 W = TypeVar("W", bound="Origins")
 log = logging.getLogger(__name__)
@@ -244,24 +242,27 @@ class Origins(abc.ABC):
             "leave recomputation to [scheduling.activation_checkpoint]"
         )
 
+    @staticmethod
+    def caller_of(fqn: str) -> str | None:
+        """Return the autograd function that calls a module in its forward, without a graph; None where none does.
+
+        Raises:
+            TransformError: A transform of `torch.func` is at work.
+        """
+        if torch_compat.function_transforms.is_transforming():
+            raise TransformError(
+                f'the forward calls "{fqn}" inside of a transform of torch.func (vmap, grad, jvp), which cannot be '
+                "divided into stages; call it with the whole batch outside of transforms, have one block hold the "
+                "transform and all that it calls, or replicate or shard the model instead (dp_replicate, dp_shard)"
+            )
+        function = torch_compat.function_transforms.calling_function()
+        return None if function is None else function.__qualname__
+
 
 def _alias(value: Any) -> Any:
     import torch
 
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
-
-
-def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:
-    """Give tensors on meta, such as weights, values at random; return False, and none, where they are too many."""
-    import torch
-
-    if sum(tensor.numel() for tensor in tensors) > _MOST_DRAWN:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    for tensor in tensors:
-        drawn = torch.randn(tensor.shape, generator=generator) * max(tensor.shape[-1:], default=1) ** -0.5
-        values.learn(tensor, drawn.to(tensor.dtype))
-    return True
 
 
 def run_on_meta(make: Callable[[], W], example: Any) -> tuple[W, Any]:

@@ -153,6 +153,7 @@ class Traced(Division[Trace]):
             if not self.values_into(stage):
                 name = self.seen.calls[self.starts[stage]].name
                 raise TransformError(f'nothing that is computed before "{name}" is used there or later')
+            self._refuse_functions(stage)
         seen: dict[int, int] = {}
         for stage, takes in enumerate(self._takes):
             for kind, number in sorted(source for source in takes if isinstance(source, tuple)):
@@ -179,6 +180,18 @@ class Traced(Division[Trace]):
                 raise TransformError(
                     f'the buffer "{fqn}" is written by calls on stages {stages[0]} and {stages[-1]}, each of which '
                     "would have its own; split elsewhere"
+                )
+
+    def _refuse_functions(self, stage: int) -> None:
+        """Refuse calls without a graph at the edge before a stage, through which no gradient would travel."""
+        received = set(self.values_into(stage))
+        for index, call in enumerate(self.seen.calls[: self.starts[stage]]):
+            is_at_edge = index == self.starts[stage] - 1 or received.intersection(call.values)
+            if call.function is not None and is_at_edge:
+                raise TransformError(
+                    f'the autograd function "{call.function}" calls "{call.name}" in its forward, without a graph, and '
+                    "no gradient would travel from there to another stage; call modules outside of it, or split where "
+                    "it is not at work"
                 )
 
 

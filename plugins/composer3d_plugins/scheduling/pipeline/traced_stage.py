@@ -31,9 +31,9 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     take_out_tensors,
     tensors_of_stage,
 )
-from composer3d_plugins.scheduling.pipeline.tensor_origins import draw_values, leaves_of, tensors_of, to_meta
+from composer3d_plugins.scheduling.pipeline.tensor_origins import leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
-from composer3d_plugins.scheduling.pipeline.values import Values
+from composer3d_plugins.scheduling.pipeline.values import Values, draw_values
 
 __all__ = ["TracedRunner", "build_traced_stage"]
 

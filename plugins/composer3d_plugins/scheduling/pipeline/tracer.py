@@ -46,6 +46,7 @@ class Call:
         takes: Sources of its inputs: FQNs of parameters and buffers, numbers of values, and special ones.
         values: Numbers of the tensors that it returns, in their order.
         is_everywhere: It depends on the batch and buffers alone, as a rotary embedding does: every stage runs it.
+        function: The autograd function of the model's own that makes it in its forward, without a graph, if one does.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Call:
     takes: frozenset[Source]
     values: tuple[int, ...]
     is_everywhere: bool
+    function: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,6 +134,7 @@ class _Watch(Origins):
         self._around = {id(skeleton.get_submodule(fqn)) for fqn in around} - self._blocks
         self._called: list[tuple[str, bool]] = []
         self._takes: dict[int, set[Source]] = defaultdict(set)
+        self._callers: list[str | None] = []
         self._values: list[tuple[int, ...]] = []
         self._num_values = self._num_drawn = 0
         self._held_by: dict[int, set[int]] = defaultdict(set)  # storages that hold values
@@ -248,6 +251,7 @@ class _Watch(Origins):
             if len(running) > 1:
                 return
             self._refuse_hidden((args, kwargs), f'"{fqn}" is given')
+            self._callers.append(self.caller_of(fqn))
             self._inside = len(self._called)
             self._called.append((fqn, id(module) in self._blocks))
             for tensor in tensors_of((args, kwargs)):
@@ -325,6 +329,7 @@ class _Watch(Origins):
                     takes=frozenset(self._takes[index]),
                     values=values,
                     is_everywhere=is_everywhere,
+                    function=self._callers[index],
                 )
             )
         return Trace(

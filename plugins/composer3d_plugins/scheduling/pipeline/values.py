@@ -7,7 +7,7 @@ on meta. Values that depend on weights are unknown and read as one, or true, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -15,9 +15,10 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Values"]
+__all__ = ["Values", "draw_values"]
 
 _MOST = 2**22  # elements of a tensor whose values are kept
+_MOST_DRAWN = 2**24  # elements
 _COPY = "aten::_to_copy"
 _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 
@@ -168,3 +169,16 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+
+
+def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:
+    """Give tensors on meta, such as weights, values at random; return False, and none, where they are too many."""
+    import torch
+
+    if sum(tensor.numel() for tensor in tensors) > _MOST_DRAWN:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        drawn = torch.randn(tensor.shape, generator=generator) * max(tensor.shape[-1:], default=1) ** -0.5
+        values.learn(tensor, drawn.to(tensor.dtype))
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -23,6 +22,7 @@ from composer3d import (
     StepError,
     StepPoint,
     StepState,
+    TorchErrors,
     Transform,
     average_whole,
     averaging_action,
@@ -35,6 +35,7 @@ from composer3d import (
     torch_compat,
     whole_in_own_meshes,
 )
+from composer3d_plugins.sharding.ddp.bucket_loop import loop_of, second_gradient
 
 if TYPE_CHECKING:
     import torch
@@ -45,59 +46,6 @@ BUCKET_OPTIONS = tuple(
 )
 
 REPLICAS = "dp_replicate"
-
-
-@dataclass
-class _Loop:
-    """Buckets in a loop that runs its own forwards.
-
-    Attributes:
-        is_armed: Whether the reducer waits for a backward.
-        is_left: Whether the last backward left gradients of this rank alone.
-        is_replaced: Whether another plugin reduces.
-        is_wanted: Whether the next forward's gradients are to be reduced.
-        is_passed_over: Whether the reducer would wait in vain for parameters that are frozen now.
-        trained: Which parameters were trained in the first forward, in which the reducer is made of them.
-        late: Parameters that are trained and were not then; no reducer learns of another `requires_grad`.
-        penalised: Index of the last backward without a forward, and the gradients that it left with their versions.
-    """
-
-    is_armed: bool = False
-    is_left: bool = False
-    is_replaced: bool = False
-    is_wanted: bool = True
-    is_passed_over: bool = False
-    trained: tuple[bool, ...] = ()
-    late: dict[nn.Parameter, None] = field(default_factory=dict)
-    penalised: tuple[int, list[tuple[weakref.ref[Any], int]]] = (-1, [])
-
-    def look(self, module: nn.Module, *, finds_unused: bool) -> None:
-        """Compare what a forward trains with what the reducer was made of."""
-        now = tuple([parameter.requires_grad for parameter in module.parameters()])
-        self.trained = self.trained or now
-        if now == self.trained:
-            return
-        pairs = list(zip(module.named_parameters(), self.trained, now, strict=True))
-        late = {parameter: fqn for (fqn, parameter), before, is_now in pairs if is_now and not before}
-        frozen = [] if finds_unused else [fqn for (fqn, _), before, is_now in pairs if before and not is_now]
-        if self.is_replaced and (late or frozen):
-            raise StepError(
-                f'requires_grad of "{[*late.values(), *frozen][0]}" is another one than in the first forward, in which '
-                "torch's DistributedDataParallel learned what it reduces, and another plugin has replaced what it "
-                'reduces with; write reducer = "unit" in [sharding.ddp]'
-            )
-        self.is_passed_over = self.is_passed_over or bool(frozen)
-        self.late.update(dict.fromkeys(late))
-
-    def unchanged(self, index: int) -> set[int]:
-        """Return by `id` the gradients that a backward before this one, of a penalty, left, and this one did not."""
-        before, grads = self.penalised
-        return {id(g()) for g, number in grads if index != before and getattr(g(), "_version", None) == number}
-
-
-def _loop_of(key: Any, context: RunContext) -> _Loop:
-    found: _Loop = context.state.setdefault((key, "loop"), _Loop())
-    return found
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -262,7 +210,7 @@ class DDP:
         if self.broadcast_buffers:
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, context))
         _compute_in(model, context)
-        loop = _loop_of(self, context)
+        loop = loop_of(self, context)
 
         def look(module: Any, *_: Any) -> None:
             if is_grad_enabled() or not loop.trained:
@@ -278,6 +226,8 @@ class DDP:
         torch_compat.replicate_buckets(model, device_mesh=mesh, **options)
         if self.find_unused_parameters:
             model.register_forward_hook(lambda module, _, output: _apart(output))
+        read = second_gradient(lambda: [fqn for fqn, p in model.named_parameters() if p.requires_grad])
+        context.stash(TorchErrors).readings.append(read)
         group = mesh.get_group()
 
         def replace(reduce: Callable[..., None]) -> None:
@@ -302,7 +252,7 @@ class DDP:
             elif state.forward_done:
                 # A backward without a forward since the last one is not reduced: of two forwards before it, or of a
                 # graph that was kept. One that is reduced also reduces what those before it have left.
-                loop = _loop_of(self, state.context)
+                loop = loop_of(self, state.context)
                 if loop.is_armed and state.loss is not None:
                     torch_compat.find_unused_in(module, state.loss)
                 loop.is_left, loop.is_armed = not loop.is_armed, False
@@ -311,11 +261,11 @@ class DDP:
                 # It learns a static graph in the first backward, which must therefore reduce; reducing a
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
-                _loop_of(self, state.context).is_wanted = state.is_last or (first and state.index == 0)
+                loop_of(self, state.context).is_wanted = state.is_last or (first and state.index == 0)
 
     def _reduce_left(self, state: StepState) -> None:
         """Average gradients once more that a backward has left a rank's own: what is average stays as it is."""
-        loop = _loop_of(self, state.context)
+        loop = loop_of(self, state.context)
         # What is trained now may be frozen before the loop's next backward.
         if not (state.is_last or (state.forward_done and (loop.late or loop.is_passed_over))):
             return
@@ -337,7 +287,7 @@ class DDP:
         """Raise where the reducer waits for a gradient in vain: it has reduced none, and says so a step later."""
         if not state.is_last:
             return
-        if (loop := _loop_of(self, state.context)).is_passed_over or not loop.trained:  # or a penalty's at the start
+        if (loop := loop_of(self, state.context)).is_passed_over or not loop.trained:  # or a penalty's at the start
             return
         named = [pair for part in state.parts for pair in part.module.named_parameters()]
         known = [pair for pair, is_trained in zip(named, loop.trained, strict=True) if is_trained]
