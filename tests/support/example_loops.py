@@ -79,9 +79,11 @@ def assert_trainers_are_alike(name: str, folder: Path, *, batch_size: int, at_mo
 
 
 def assert_as_many_lines_change_as_it_says(name: str, *, before: str = "one_device") -> None:
-    """Compare the number of lines, empty ones left out, that the example's manifest states with those that differ."""
+    """Compare the number of lines, empty ones left out, that manifest and README state with those that differ."""
     old, new = ((EXAMPLES / name / f"{each}.py").read_text().splitlines() for each in (before, "train"))
     changed = [line for line in difflib.ndiff(old, new) if line.startswith("+ ") and line[2:].strip()]
     text = (EXAMPLES / name / "run.toml").read_text().replace("\n# ", " ")
     stated = re.search(r"(\d+) changed lines", text)
     assert stated is not None and int(stated[1]) == len(changed), "\n".join(changed)
+    row = re.search(rf"^\| `{name}` \| (\d+) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert row is not None and int(row[1]) == len(changed)
