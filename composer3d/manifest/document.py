@@ -12,7 +12,7 @@ from typing import Any, Literal
 from composer3d.errors import ManifestError, Problem
 from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
-from composer3d.manifest.secret import hide
+from composer3d.manifest.secret import hide, redacted, remember_secrets
 from composer3d.manifest.sources import Source, find, find_base, missing, missing_base, read_source
 from composer3d.manifest.toml_writer import dotted, dump
 from composer3d.manifest.wording import shortened
@@ -81,7 +81,7 @@ class Document:
 
         Args:
             key_path: Path of the fault; the last part is the key, the others are its table.
-            message: Text of the error, without its place.
+            message: Text of the error, without its place; secrets in it, which an exception may quote, are hidden.
             hint: How to fix it.
             severity: See `Problem`.
             whole_table: The key path is a table, and no single key of it is at fault.
@@ -89,7 +89,7 @@ class Document:
         path = tuple(key_path)
         place = self.place(path)
         return Problem(
-            message=message,
+            message=redacted(message),
             severity=severity,
             file=place.file,
             line=place.line,
@@ -168,6 +168,7 @@ def _finish(layer: Layer, overrides: Sequence[str], problems: list[Problem], **a
             layer = result
     if problems:
         raise ManifestError([*problems, *layer.problems])
+    remember_secrets(layer.tables)
     return Document(tables=layer.tables, places=layer.places, unusable=layer.problems, **attributes)
 
 

@@ -142,6 +142,15 @@ note = "Authorization: Bearer {FROM_FILE}"
         assert stat.S_IMODE((folder / "out" / name).stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["", "json"])
+def test_what_a_factory_raises_is_shown_by_check_without_secrets(json, folder, command):
+    (folder / "raising_model.py").write_text("def make(password):\n    raise ValueError(f'no login with {password}')\n")
+    manifest = f'composer3d = 1\nmodel = {{ use = "raising_model:make", args = {{ password = "{LITERAL}" }} }}\n'
+    (folder / "model.toml").write_text(f'{manifest}data = "text.txt"\n')
+    code, out, err = command("check", "model.toml", "--world-size", "1", *json)
+    assert code == 2 and f"no login with {HIDDEN}" in out + err and LITERAL not in out + err
+
+
 def test_what_torchrun_prints_of_an_exception_has_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     try:

@@ -94,7 +94,7 @@ CASES = {
     "ddp_bucketed": Case('mesh.dp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n', num_firsts=2),
     # The ranks that it is compared with run on CPUs, where a plan of another device does not emulate.
     "float8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.float8]\nemulate = true\nexclude = ["output"]\n'),
-    "mxfp8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mxfp8]\nexclude = ["output"]\n'),
+    "mxfp8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mxfp8]\nemulate = true\nexclude = ["output"]\n'),
     "int8": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.int8]\n"),
     "low_bit": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 256\n"),
     "activation_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_offload]\n"),
