@@ -56,7 +56,8 @@ class MaskedAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         B, S, D = x_BSD.size()
-        q, k, v = (each.view(B, S, NUM_HEADS, D // NUM_HEADS).transpose(1, 2) for each in self.c_attn(x_BSD).split(D, 2))
+        parts = self.c_attn(x_BSD).split(D, dim=2)
+        q, k, v = (each.view(B, S, NUM_HEADS, D // NUM_HEADS).transpose(1, 2) for each in parts)
         weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         weights = weights.masked_fill(self.mask[:, :, :S, :S] == 0, float("-inf"))
         return self.c_proj((weights.softmax(-1) @ v).transpose(1, 2).contiguous().view(B, S, D))
@@ -271,9 +272,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, 2)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 12), nn.SiLU(), nn.Linear(12, DIM)) for _ in range(2)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 12), nn.SiLU(), nn.Linear(12, DIM)) for _ in range(2))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         weights = self.router(x_BSD).softmax(-1)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from composer3d.testing import run_ranks
 __all__ = ["Model", "main"]
 
 SAMPLES, STEPS, TOLERANCE = 4, 2, 1e-9
+VERDICTS = ("equal", "refused", "DIFFERS", "RAISED")
 LAYOUTS: Mapping[str, str] = {
     "fsdp2": "[sharding.fsdp2]",
     "recomputed": "[sharding.fsdp2]\n[scheduling.activation_checkpoint]",
@@ -261,10 +262,11 @@ def compared(manifest: Path, seed: int) -> tuple[str, str]:
             expected.backward()
             with run.step(number):
                 value = run.forward_backward(tokens[mine], target=targets[mine])
-                norm = run.clip_grad_norm_(1e9)  # sums those of weights that stages share
+                norm = run.clip_grad_norm_(1e9)  # sums the gradients of weights that stages share
+                gradients = [p.grad for p in alone.parameters() if p.grad is not None]
                 for distance, name in (
                     (_distance(value, expected.detach()), "the loss"),
-                    (_distance(norm, nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None])), "the norm"),
+                    (_distance(norm, nn.utils.get_total_norm(gradients)), "the norm"),
                     *_distances_of_gradients(run, alone),
                 ):
                     if not distance <= worst:
@@ -317,15 +319,14 @@ def main() -> int:
                 verdicts[verdict] += 1
                 if verdict in ("DIFFERS", "RAISED") or (verdict == "refused" and arguments.refusals):
                     note(f"{seed} {name} {verdict}: {detail}\n    {choices_of(seed)}")
-    say("  ".join(f"{verdict} {verdicts[verdict]}" for verdict in ("equal", "refused", "DIFFERS", "RAISED")))
+    say("  ".join(f"{verdict} {verdicts[verdict]}" for verdict in VERDICTS))
     return int(verdicts["DIFFERS"] + verdicts["RAISED"] > 0)
 
 
 def _case(manifest: Path, seed: int) -> tuple[str, str]:
     """Return the worst verdict of two ranks."""
-    order: Callable[[tuple[str, str]], int] = lambda found: ("equal", "refused", "DIFFERS", "RAISED").index(found[0])
     try:
-        return max(run_ranks(compared, 2, manifest, seed, timeout_s=120), key=order)
+        return max(run_ranks(compared, 2, manifest, seed, timeout_s=120), key=lambda found: VERDICTS.index(found[0]))
     except composer3d.RankError as error:
         return "RAISED", str(error)
 

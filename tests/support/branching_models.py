@@ -207,6 +207,57 @@ class SharedFeed(nn.Module):
         return self.out(x)
 
 
+class Mixture(nn.Module):
+    """Two experts, of which every token takes both."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.router = nn.Linear(dim, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(dim, 32), nn.SiLU(), nn.Linear(32, dim)) for _ in range(2))
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        return sum(weights[..., index, None] * expert(x) for index, expert in enumerate(self.experts))
+
+
+class Multiplied(nn.Module):
+    """A parameter that the forward multiplies by itself."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.inner, self.outer = (nn.Parameter(torch.randn(dim, dim) / 4) for _ in range(2))
+
+    def forward(self, x):
+        return torch.relu(x @ self.inner) @ self.outer
+
+
+class Fed(nn.Module):
+    """A part of its own, and a feed-forward that others have too."""
+
+    def __init__(self, part, feed, dim):
+        super().__init__()
+        self.part, self.feed, self.norm = part, feed, nn.LayerNorm(dim)
+
+    def forward(self, x):
+        x = x + self.part(x)
+        return x + self.feed(self.norm(x))
+
+
+class SharedMixture(Listed):
+    """Unequal layers with one mixture, whose experts are the model's only list of equal modules."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        feed = Mixture(dim)
+        self.layers = nn.ModuleList(Fed(part(dim), feed, dim) for part in (Attention, Multiplied, RMSNorm))
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
 class Modulated(nn.Module):
     """Scaled by what a feed-forward makes of a condition, which has no sequence."""
 
@@ -371,6 +422,7 @@ FLOWS = {
     "Hooked": Hooked,
     "HookedInside": HookedInside,
     "SharedFeed": SharedFeed,
+    "SharedMixture": SharedMixture,
     "Conditioned": Conditioned,
     "NormedConditions": NormedConditions,
     "Transposed": Transposed,

@@ -43,11 +43,13 @@ def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[s
     if context.manifest.model.blocks:
         return found
     # A list of equal blocks, and perhaps another one of a single block.
-    return [*found, *(fqn for fqn in _listed(model) if not any(_overlap(fqn, other) for other in found))]
+    held = _modules_of(model, found)
+    return [*found, *(fqn for fqn in _listed(model) if held.isdisjoint(_modules_of(model, [fqn])))]
 
 
-def _overlap(fqn: str, other: str) -> bool:
-    return f"{fqn}.".startswith(f"{other}.") or f"{other}.".startswith(f"{fqn}.")
+def _modules_of(model: nn.Module, fqns: Sequence[str]) -> set[nn.Module]:
+    """Return modules and all that they hold: what several blocks share is inside of each, under any name."""
+    return {inner for fqn in fqns for inner in model.get_submodule(fqn).modules()}
 
 
 def _listed(model: nn.Module) -> list[str]:
