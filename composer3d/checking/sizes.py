@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.foreign_problems import problem_of_hook
-from composer3d.errors import ComposerError, HookError, Problem
+from composer3d.errors import ComposerError, ForkError, HookError, Problem
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
@@ -94,6 +94,13 @@ def local_checkpoint_problems(manifest: Manifest) -> list[Problem]:
     if folder is not None and not Path(folder).is_dir():
         message = f'local_folder = "{folder}" is no folder of this machine; every node needs it'
         return [manifest.document.problem(("checkpoint", "local_folder"), message)]
+    from composer3d.runner import states_folder
+
+    try:
+        states_folder(folder, is_made=False)
+    except ForkError as error:
+        key = "local_every" if folder is None else "local_folder"
+        return [manifest.document.problem(("checkpoint", key), str(error))]
     return []
 
 

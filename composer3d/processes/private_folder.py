@@ -12,6 +12,8 @@ from composer3d.errors import ForkError
 
 __all__ = ["open_private", "private_folder_in", "user_folder", "write_private"]
 
+_ADVICE = "remove it, or set TMPDIR to a folder of your own"
+
 
 def user_folder(name: str) -> Path:
     """Return a folder in the temporary folder that belongs to this user alone; made if it is not there.
@@ -28,20 +30,24 @@ def user_folder(name: str) -> Path:
     return private_folder_in(Path(tempfile.gettempdir()), name)
 
 
-def private_folder_in(parent: Path, name: str) -> Path:
+def private_folder_in(parent: Path, name: str, *, advice: str = _ADVICE, is_made: bool = True) -> Path:
     """Return a folder that belongs to this user alone, as `user_folder`, inside of another one.
 
     Args:
         parent: A folder that all users may write to.
         name: Of the folder; the user's number is added.
+        advice: What to do where the folder is refused.
+        is_made: Make it if it is not there; otherwise only look.
 
     Raises:
         ForkError: As of `user_folder`.
     """
     folder = parent / f"{name}-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    os.close(_open_folder(folder))
+    if is_made:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    if is_made or os.path.lexists(folder):
+        os.close(_open_folder(folder, advice))
     return folder
 
 
@@ -75,8 +81,7 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _open_folder(folder: Path) -> int:
-    advice = "remove it, or set TMPDIR to a folder of your own"
+def _open_folder(folder: Path, advice: str = _ADVICE) -> int:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

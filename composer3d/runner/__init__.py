@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer3d.runner.launching.local_world import group_problems
     from composer3d.runner.launching.lock import attempts_of
     from composer3d.runner.launching.node_counts import node_counts, world_sizes
+    from composer3d.runner.local_checkpoints import states_folder
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
@@ -46,6 +47,7 @@ _MODULES = {
     "launching.lock": ("attempts_of",),
     "objective.lr_schedule": ("LRSchedule", "multiplier_of"),
     "weights.merged_weights": ("MergedWeights",),
+    "local_checkpoints": ("states_folder",),
     "model_factory": ("ModelFactory",),
     "objective.optimizer_arguments": ("refused_arguments",),
     "objective.optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"),
@@ -89,6 +91,7 @@ __all__ = [
     "output_folder",
     "refused_arguments",
     "set_timeout",
+    "states_folder",
     "train",
     "is_rank",
     "untrained_problem",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.manifest import Manifest
 
-__all__ = ["LocalCheckpoints", "local_checkpoints"]
+__all__ = ["LocalCheckpoints", "local_checkpoints", "states_folder"]
 
 _KEPT = 2  # steps: a rank may have written one that another has not
 _NAME = re.compile(r"step-(\d+)-of-(\d+)-rank-(\d+)")
@@ -40,9 +40,20 @@ _TOKEN = "local.json"  # in the run's folder: states of a run whose folder is go
 log = logging.getLogger(__name__)
 
 
-def _default_folder() -> str:
-    """Return where a machine has a file system in memory; else the folder of temporary files."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
+def states_folder(folder: str | None, *, is_made: bool = True) -> Path:
+    """Return the folder of this user's states, which other users have no access to.
+
+    Args:
+        folder: `checkpoint.local_folder`; default: where a machine has a file system in memory, else that of temporary
+            files.
+        is_made: Make it if it is not there; otherwise only look.
+
+    Raises:
+        ForkError: Something else is there, or another user's folder.
+    """
+    default = "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
+    advice = "remove it, or give checkpoint.local_folder another folder, of every node"
+    return private_folder_in(Path(folder or default), "composer3d-local", advice=advice, is_made=is_made)
 
 
 def local_checkpoints(run: Composition, manifest: Manifest, *, record: Mapping[str, Any]) -> LocalCheckpoints | None:
@@ -84,7 +95,7 @@ class LocalCheckpoints:
         self._ranks_here = here if self._world_size % here == 0 else self._world_size
         token = broadcast_json(_token(output) if self._rank == 0 else None)
         # The folder is this user's alone.
-        base = private_folder_in(Path(folder or _default_folder()), "composer3d-local")
+        base = states_folder(folder)
         self._base = base / sha256(str(output.absolute()).encode()).hexdigest()[:16]
         self._states = self._base / token
         self._own = self._states / f"node-{os.environ.get('GROUP_RANK', '0')}"

@@ -142,6 +142,14 @@ def test_what_cannot_be_is_refused(text, message, tmp_path):
     assert [message in problem.message for problem in found] == [True]
 
 
+def test_a_folder_that_others_may_read_is_refused_by_check(tmp_path):
+    (tmp_path / f"composer3d-local-{os.getuid()}").mkdir(mode=0o755)
+    text = f"{MANIFEST}{KEPT}local_folder = '{tmp_path}'\n"
+    (problem,) = composer3d.check(write(tmp_path, text)).problems
+    assert problem.key == "local_folder" and "other users have access (mode 755)" in problem.message
+    assert problem.message.endswith("give checkpoint.local_folder another folder, of every node")
+
+
 def test_a_folder_without_steps_is_refused(tmp_path):
     found = composer3d.check(write(tmp_path, MANIFEST + "[checkpoint]\nlocal_folder = '/tmp'\n")).problems
     assert [problem.message for problem in found] == [
