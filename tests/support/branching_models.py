@@ -258,6 +258,22 @@ class SharedMixture(Listed):
         return self.out(x)
 
 
+class Repeated(nn.Module):
+    """A list of one block, called three times: its first layer is given the embedding, then what its last one gave."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        block = nn.Sequential(nn.Linear(dim, 32), nn.LayerNorm(32), nn.Linear(32, dim))
+        self.layers = nn.ModuleList([block] * 3)
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
 class Modulated(nn.Module):
     """Scaled by what a feed-forward makes of a condition, which has no sequence."""
 
@@ -423,6 +439,7 @@ FLOWS = {
     "HookedInside": HookedInside,
     "SharedFeed": SharedFeed,
     "SharedMixture": SharedMixture,
+    "Repeated": Repeated,
     "Conditioned": Conditioned,
     "NormedConditions": NormedConditions,
     "Transposed": Transposed,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
 from composer3d.propagation import SEQUENCE, Call, KeptShardError, PropagationError, Traced, outside, trace
-from composer3d_plugins.sharding.tensor_parallel.block_dry_run import sized
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
-from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of, sized
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 
 if TYPE_CHECKING:

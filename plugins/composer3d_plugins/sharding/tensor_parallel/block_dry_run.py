@@ -33,9 +33,9 @@ from composer3d.propagation import (
     unseen,
 )
 from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
-from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, sized
 
-__all__ = ["BlockDryRun", "sized"]
+__all__ = ["BlockDryRun"]
 
 
 @dataclass(kw_only=True)
@@ -71,6 +71,7 @@ class BlockDryRun:
     # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
+    _called: dict[str, bool] = field(default_factory=dict)  # whether a linear layer contracts
     _propagation: Propagation | None = None
 
     def propagate(self, call: Call, where: str) -> None:
@@ -237,6 +238,7 @@ class BlockDryRun:
         def answer(x: Tensor) -> Tensor:
             spec = spec_of(x)
             contracts = self._contracts(fqn, x, inputs)
+            self._refuse_another(fqn, contracts, spec)
             if not contracts and fqn not in self.roles.expanding:
                 self._note(fqn, [x])
                 with self._working(fqn):
@@ -255,6 +257,13 @@ class BlockDryRun:
                 return result
 
         return answer
+
+    def _refuse_another(self, fqn: str, contracts: bool, spec: Any) -> None:
+        """Refuse a layer that is called several times, as in a block that repeats, and has other features each time."""
+        if self._propagation is None or self._called.setdefault(fqn, contracts) == contracts:
+            return
+        sources = spec.sources if contracts else self.contracting[fqn][0]
+        raise PropagationError(f'"{fqn}" is given sharded features in one call, and all in another', sources=sources)
 
     def _contracts(self, fqn: str, x: Tensor, inputs: int) -> bool:
         spec = spec_of(x)
@@ -375,20 +384,6 @@ def _empty(x: Tensor, dim: int, times: int) -> Tensor:
 def _differentiable(shape: list[int], like: Tensor) -> Tensor:
     """Return a result of a layer with weights that are trained; no leaf, so that it may be changed in place."""
     return torch.full(shape, SMALL, dtype=like.dtype, device=like.device, requires_grad=True).clone()
-
-
-@contextlib.contextmanager
-def sized(block: nn.Module, sizes: Mapping[tuple[str, str], int]) -> Iterator[None]:
-    """Replace size attributes of a block's modules inside."""
-    modules = {fqn: block.get_submodule(fqn) for fqn, _ in sizes}
-    before = {key: vars(modules[key[0]])[key[1]] for key in sizes}
-    try:
-        for (fqn, name), value in sizes.items():
-            setattr(modules[fqn], name, value)
-        yield
-    finally:
-        for (fqn, name), value in before.items():
-            setattr(modules[fqn], name, value)
 
 
 def _replaced(call: Call, change: Callable[[Tensor], Tensor]) -> Call:

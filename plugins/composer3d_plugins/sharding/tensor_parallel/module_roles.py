@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Code", "Roles", "roles_of"]
+__all__ = ["Code", "Roles", "roles_of", "sized"]
 
 
 @dataclass(kw_only=True)
@@ -95,3 +96,17 @@ class Code:
     gathered: frozenset[str] = frozenset()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: Mapping[str, Placed | None] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def sized(block: nn.Module, sizes: Mapping[tuple[str, str], int]) -> Iterator[None]:
+    """Replace size attributes of a block's modules inside."""
+    modules = {fqn: block.get_submodule(fqn) for fqn, _ in sizes}
+    before = {key: vars(modules[key[0]])[key[1]] for key in sizes}
+    try:
+        for (fqn, name), value in sizes.items():
+            setattr(modules[fqn], name, value)
+        yield
+    finally:
+        for (fqn, name), value in before.items():
+            setattr(modules[fqn], name, value)
