@@ -1,7 +1,7 @@
 """Parts of models as people write them, of which `random_models.py` puts models together.
 
-Each table is one choice of a model's author: how tokens are mixed, how a norm is written, how blocks are kept, what is
-shared. All of them are plain torch, with no random number in a forward.
+Each table is one choice of a model's author: how positions are mixed, what each computes. All of them are plain torch,
+with no random number in a forward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-__all__ = ["DIM", "EMBEDDINGS", "HEADS", "LENGTH", "MIXERS", "MLPS", "NORMS", "RESIDUALS", "VOCAB"]
+__all__ = ["DIM", "LENGTH", "MIXERS", "MLPS", "VOCAB", "CrossAttention"]
 
 DIM, LENGTH, VOCAB = 16, 8, 12
 NUM_HEADS = 4
@@ -201,6 +201,19 @@ class LinearAttention(nn.Module):
         return self.to_out(out.transpose(1, 2).reshape(x_BSD.shape))
 
 
+class CrossAttention(nn.Module):
+    """Attention to a memory, keys and values in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_kv, self.to_out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x_BSD: Tensor, memory_BTD: Tensor) -> Tensor:
+        k, v = (_heads(each) for each in self.to_kv(memory_BTD).chunk(2, dim=-1))
+        mixed = F.scaled_dot_product_attention(_heads(self.to_q(x_BSD)), k, v)
+        return self.to_out(mixed.transpose(1, 2).flatten(2))
+
+
 MIXERS: Mapping[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "masked attention": MaskedAttention,
@@ -310,91 +323,4 @@ MLPS: Mapping[str, Callable[[], nn.Module]] = {
     "low rank": _low_rank,
     "weight norm": _weight_norm,
     "a norm inside": _normed_inside,
-}
-
-
-# ---- norms, residuals, both ends -------------------------------------------------------------------------------------
-
-
-class HandNorm(nn.Module):
-    """RMSNorm by hand, the weight counted from 0 as in Gemma."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(DIM))
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD * torch.rsqrt(x_BSD.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
-
-
-class ChannelNorm(nn.Module):
-    """GroupNorm of every position's features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, DIM)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.norm(x_BSD.flatten(0, 1)).view_as(x_BSD)
-
-
-class Affine(nn.Module):
-    """A scale and a shift, as in ResMLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.beta = nn.Parameter(torch.ones(1, 1, DIM)), nn.Parameter(torch.zeros(1, 1, DIM))
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.alpha * x_BSD + self.beta
-
-
-NORMS: Mapping[str, Callable[[], nn.Module]] = {
-    "LayerNorm": lambda: nn.LayerNorm(DIM),
-    "RMSNorm": lambda: nn.RMSNorm(DIM),
-    "RMSNorm by hand": HandNorm,
-    "LayerNorm without weight": lambda: nn.LayerNorm(DIM, elementwise_affine=False),
-    "GroupNorm": ChannelNorm,
-    "affine": Affine,
-    "no norm": nn.Identity,
-}
-
-# Given the block, x and one of its two parts, with the part's norm.
-Branch = Callable[[Tensor], Tensor]
-RESIDUALS: Mapping[str, Callable[[nn.Module, Tensor, Branch, Branch], Tensor]] = {
-    "pre-norm": lambda block, x, norm, part: x + part(norm(x)),
-    "post-norm": lambda block, x, norm, part: norm(x + part(x)),
-    "sandwich": lambda block, x, norm, part: x + norm(part(norm(x))),
-    "ReZero": lambda block, x, norm, part: x + block.resweight * part(norm(x)),
-    "layer scale": lambda block, x, norm, part: x + block.gamma * part(norm(x)),
-    "highway": lambda block, x, norm, part: torch.lerp(x, part(norm(x)), block.carry(x).sigmoid()),
-    "halved": lambda block, x, norm, part: (x + part(norm(x))) / math.sqrt(2),
-    "in place": lambda block, x, norm, part: part(norm(x)).add_(x),
-}
-
-
-class Table(nn.Module):
-    """An embedding that is a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCAB, DIM))
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.weight[tokens_BS]
-
-
-EMBEDDINGS: Mapping[str, Callable[[], nn.Module]] = {
-    "embedding": lambda: nn.Embedding(VOCAB, DIM),
-    "padded embedding": lambda: nn.Embedding(VOCAB, DIM, padding_idx=0),
-    "table": Table,
-}
-HEADS: Mapping[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "head": lambda model, x: model.head(x),
-    "tied attribute": lambda model, x: model.head(x),
-    "F.linear of the embedding": lambda model, x: F.linear(x, model.tokens.weight),
-    "x @ embedding.T": lambda model, x: x @ model.tokens.weight.T,
-    "soft-capped": lambda model, x: 5 * torch.tanh(model.head(x) / 5),
-    "with temperature": lambda model, x: model.head(x) * model.temperature.exp(),
-    "adapted": lambda model, x: model.head(F.gelu(model.adapter(x))),
 }
