@@ -46,6 +46,7 @@ def test_gradients_equal_one_device(setting):
 CUT = {
     "GPTJ": ["down", "dense", "query_key_value", "up"],
     "MultiQuery": ["down", "o", "q", "up"],
+    "MultiQueryRepeated": ["o", "q"],
     "Falcon": ["fhh", "h4h"],
     "FalconGrouped": ["dense", "query_key_value"],
     "Latent": ["kv_b", "o_proj", "q_proj"],

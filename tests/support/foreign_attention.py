@@ -67,6 +67,26 @@ class MultiQueryExpanded(MultiQuery):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class MultiQueryRepeated(nn.Module):
+    """One key-value head, repeated for two query heads: over two ranks, each head is all that a rank has of its dim."""
+
+    def __init__(self, dim, heads=2):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, 1, dim // heads
+        self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.k, self.v = (nn.Linear(dim, dim // heads, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        B, S, _ = x.shape
+        q = self.q(x).view(B, S, self.num_heads, -1).transpose(1, 2)
+        k, v = (
+            f(x).view(B, S, self.num_kv_heads, -1).transpose(1, 2).repeat_interleave(self.num_heads, 1)
+            for f in (self.k, self.v)
+        )
+        w = (q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)).softmax(-1)
+        return x + self.o((w @ v).transpose(1, 2).reshape(B, S, -1))
+
+
 class Falcon(nn.Module):
     """Query heads, one key head and one value head, in one projection."""
 

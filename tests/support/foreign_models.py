@@ -17,6 +17,7 @@ from support.foreign_attention import (
     LatentFilled,
     MultiQuery,
     MultiQueryExpanded,
+    MultiQueryRepeated,
 )
 from support.foreign_blocks import (
     Depthwise,
@@ -283,6 +284,7 @@ BLOCKS = {
         GPTJ,
         MultiQuery,
         MultiQueryExpanded,
+        MultiQueryRepeated,
         Falcon,
         FalconGrouped,
         Latent,
