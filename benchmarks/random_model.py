@@ -228,7 +228,7 @@ class Model(nn.Module):
         self.final = NORMS[chosen["norm"]]()
         self.head: Any = nn.Linear(DIM, VOCAB, bias=chosen["head"] == "adapted")
         if chosen["head"] == "tied attribute":
-            self.head.weight = self.tokens.weight
+            self.head.weight = self.get_parameter("tokens.weight")
         elif chosen["head"] == "with temperature":
             self.temperature = nn.Parameter(torch.tensor(0.2))
         elif chosen["head"] == "adapted":
