@@ -24,7 +24,7 @@ from composer3d.step.loops.parameter_hooks import ParameterHooks
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_graph import penalised_parameters
 from composer3d.step.losses.loss_totals import LossTotals
-from composer3d.step.microbatches import Splitter, num_samples
+from composer3d.step.microbatches import Splitter
 from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
@@ -235,7 +235,7 @@ class StepEngine:
             self.own_steps.close()
         if self.state is None and trains and self.optimizer is not None and not self.is_plain:
             self.own_steps.open()
-        self.own_steps.num_samples = num_samples((args, kwargs)) or 0
+        self.own_steps.count_forward((args, kwargs))
         if self.state is not None:
             if self._own is None:  # else the step was announced with its target, or by its first backward
                 self._seen += self.identity((args, kwargs))
@@ -268,7 +268,7 @@ class StepEngine:
         self.loss_totals.copy = 0, 1
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
         loss = own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
-        self.criterion.mixed.look(value, number, reduction=reduction)
+        self.criterion.mixed.look(value, number, reduction=reduction, num_parts=self.own_steps.num_parts)
         self.units.use(penalised_parameters(value))
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))

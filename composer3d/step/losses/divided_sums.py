@@ -34,6 +34,7 @@ from composer3d.step.losses.loss_graph import (
 )
 from composer3d.step.losses.parameter_terms import learned_products, past_learned
 from composer3d.step.losses.sample_mixing import means_groups
+from composer3d.step.losses.sample_parts import refuse_summed_rows
 from composer3d.step.losses.total_divisors import Part
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ def refuse_groups(loss: Tensor, num_samples: int, known: tuple[int, ...] = ()) -
     """
     if torch_compat.active_fake_mode() is not None or _has_class_weights(loss):
         return
+    refuse_summed_rows(loss, num_samples)
     for term in {*terms_of(loss), past_views(loss.grad_fn)}:
         name = type(term).__name__
         if name.startswith("SumBackward") and means_groups(term, num_samples):

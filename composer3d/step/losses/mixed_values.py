@@ -26,6 +26,7 @@ from composer3d.step.losses.sample_mixing import (
     is_weight,
     operands_of,
 )
+from composer3d.step.losses.sample_parts import sample_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,18 @@ __all__ = ["MixedLosses", "relation"]
 
 log = logging.getLogger(__name__)
 
+_RELATED = (
+    "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks relates its "
+    "own alone: the average over ranks, which is trained on, is another loss than one device's over all samples; where "
+    "that is meant, write %s, and nothing is said; for one device's, gather the samples of all ranks in the loss "
+    "(torch.distributed.nn.functional.all_gather)"
+)
+_OTHER_PARTS = (
+    "%s: the loss adds up means over %d parts of a rank's samples, of different numbers of targets (%s): one device "
+    "has parts of other samples, and another loss than the means over the same part of all ranks, which are trained "
+    "on; where these are meant, write %s, and nothing is said; the sum over all parts, given backward or returned from "
+    "loss_fn as (sum, count) with the number of its targets, is one device's whatever the parts"
+)
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
 _NUM_NODES = 2000
 _RUN = "a run of a manifest"
@@ -71,6 +84,7 @@ class MixedLosses:
         *,
         reduction: str | None,
         loss_fn: Callable[..., Any] | Literal["the loop", "the model"] = "the loop",
+        num_parts: int = 0,
     ) -> None:
         """Look at a loss.
 
@@ -79,6 +93,7 @@ class MixedLosses:
             num_samples: Number of samples in its forward; 0 if unknown.
             reduction: As it is stated, so that nothing is said; None where its graph tells.
             loss_fn: What has computed it.
+            num_parts: Forwards of parts of one batch of which it was computed.
         """
         node = getattr(loss, "grad_fn", None)
         if reduction or not self._num_left or node is None or torch_compat.active_fake_mode() is not None:
@@ -92,6 +107,8 @@ class MixedLosses:
         seen = next((found for each in nodes if (found := relation(each, num_samples))), self.detached.seen)
         if seen is not None:
             self.report(seen, loss_fn=loss_fn)
+        elif (parts := sample_parts(loss, num_samples, num_parts)) is not None and parts.is_uneven:
+            self._log(_OTHER_PARTS, loss_fn, parts.num, parts.shown)
 
     def report(self, seen: str, *, loss_fn: Callable[..., Any] | Literal["the loop", "the model"]) -> None:
         """Log what was seen, once a run.
@@ -100,6 +117,9 @@ class MixedLosses:
             seen: What relates samples.
             loss_fn: As of `look`.
         """
+        self._log(_RELATED, loss_fn, seen, self._num_ranks)
+
+    def _log(self, text: str, loss_fn: Callable[..., Any] | Literal["the loop", "the model"], *shown: Any) -> None:
         is_told, self._is_told, self._num_left = self._is_told, True, 0
         if self._is_first and not is_told:
             place = _place(loss_fn)
@@ -108,24 +128,7 @@ class MixedLosses:
                 stated = 'run.backward(loss, reduction="mean")'
             elif place == _RUN:
                 stated = '[train] loss = { use = "module:callable", reduction = "mean" } with a loss of your own'
-            log.warning(
-                "%s: the loss relates samples of a batch to one another (%s), and each of the %d data-parallel ranks "
-                "relates its own alone: the average over ranks, which is trained on, is another loss than one "
-                "device's over all samples; where that is meant, write %s, and nothing is said; for one "
-                "device's, gather the samples of all ranks in the loss (torch.distributed.nn.functional.all_gather)",
-                place,
-                seen,
-                self._num_ranks,
-                stated,
-            )
-
-
-def _starts(loss: Any) -> list[Any]:
-    """Return the nodes of a loss before which samples may be related: a function of a mean is given all ranks' mean."""
-    found = [(term, bent_at(term)) for term in terms_of(loss)]
-    if all(bent is None for _, bent in found):
-        return [loss.grad_fn]
-    return [term if bent is None else bent.mean for term, bent in found]
+            log.warning(text, place, *shown, stated)
 
 
 def _place(loss_fn: Callable[..., Any] | str) -> str:

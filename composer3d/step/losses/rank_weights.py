@@ -42,6 +42,7 @@ from composer3d.step.losses.loss_graph import (
     without_factors,
 )
 from composer3d.step.losses.parameter_terms import is_multiplied_by_tensor
+from composer3d.step.losses.sample_parts import SampleParts, rows_error, sample_parts
 from composer3d.step.losses.term_weights import TermWeights
 from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, slots_of, total_divisor
 
@@ -84,6 +85,7 @@ class _Described(NamedTuple):
         divisors: Alike where the divisors of all terms are.
         is_counted: Whether the divisor is one of the numbers of samples and elements.
         is_by_tensor: Whether a tensor multiplies the loss.
+        is_of_rows: Whether it is a mean of means over single samples, or over single entries of another first dim.
         count_0: One of the numbers that may be that of targets; NaN, as the next ones, where there is none.
     """
 
@@ -96,6 +98,7 @@ class _Described(NamedTuple):
     divisors: float = 0.0
     is_counted: float = 1.0
     is_by_tensor: float = 0.0
+    is_of_rows: float = 0.0
     count_0: float = math.nan
     count_1: float = math.nan
     count_2: float = math.nan
@@ -178,9 +181,12 @@ class RankWeights:
         if self.num_ranks == 1 or not value.requires_grad or value.numel() != 1:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-        kind, refusal = self._kind(value, reduction, known)
+        parts = sample_parts(value, self.num_samples)
+        rows = parts if parts is not None and parts.are_rows else None
+        kind, refusal = self._kind(value, reduction, known, rows)
         counts = None if reduction is not None else (self.num_samples,)
         own_S, divided = self._described(value, kind, factor, counts)
+        own_S[_SLOT["is_of_rows"]] = float(rows is not None)
         told_RS = own_S.new_zeros(self.num_ranks, len(own_S))
         told_RS[self._index] = own_S
         self._total(told_RS)
@@ -188,14 +194,15 @@ class RankWeights:
             raise refusal
         if torch_compat.active_fake_mode() is not None:
             return Weighted(loss=plain * float(self.num_ranks) if kind is _Kind.SUM else plain, factor=factor)
-        if kind is _Kind.MEAN and divided is None and value.device.type != "cpu" and factor <= 1.0:
+        is_plain = kind is _Kind.MEAN and divided is None and rows is None
+        if is_plain and value.device.type != "cpu" and factor <= 1.0:
             return Weighted(
                 loss=self._by_divisors(value, plain, told_RS[:, _SLOT["divisor"]]), factor=factor
             )  # the device is not waited for
         return self._weighted(value, plain, [_Described(*rank) for rank in told_RS.tolist()], kind, factor, counts)
 
     def _kind(
-        self, value: Tensor, reduction: Reduction | None, known: Reduction | None
+        self, value: Tensor, reduction: Reduction | None, known: Reduction | None, rows: SampleParts | None
     ) -> tuple[_Kind, LossError | None]:
         try:
             if is_times_zero(value):
@@ -203,6 +210,8 @@ class RankWeights:
             if reduction is None and not is_of_parameters(value):
                 refuse_unknown_terms(value)
                 refuse_groups(value, self.num_samples)
+                if rows is not None and rows.is_uneven:
+                    raise rows_error(rows.num, rows.shown)
             if is_of_parameters(value):
                 return _Kind.OTHER, None  # every rank has it whole
             if (reduction or known) == "sum":
@@ -211,6 +220,8 @@ class RankWeights:
                 return _Kind.SUM, None
         except LossError as refusal:
             return _Kind.REFUSED, refusal
+        if rows is not None and reduction is not None:
+            return _Kind.OTHER, None  # as it is stated, whatever the numbers of targets
         if divisor_of_mean(value) is None:
             is_divided = divisors_of_terms(value) or (reduction is None and has_bent_terms(value))
             return (_Kind.TERMS if is_divided else _Kind.OTHER), None
@@ -303,6 +314,9 @@ class RankWeights:
             where = kinds.index(_Kind.REFUSED)
             raise LossError(f"the loss of data-parallel rank {where} was refused, which says why")
         found = {kind for kind in kinds if kind is not _Kind.NOTHING}
+        means = [rank for rank in ranks if rank.kind == _Kind.MEAN]
+        if any(rank.is_of_rows for rank in means) and len({rank.divisor for rank in means}) > 1:
+            raise rows_error(self.num_samples, ", ".join(f"{rank.divisor:g}" for rank in means[:_SHOWN]))
         if len(found) > 1 and found != {_Kind.MEAN, _Kind.TERMS}:
             first, other = sorted(found)[:2]
             raise LossError(
