@@ -97,6 +97,7 @@ LOSSES = {
     "max of items": divided(lambda n: max(n.item(), 1)),
     "n + 1e-8": divided(lambda n: n + 1e-8),
     "n + 1": divided(lambda n: n + 1),
+    "clamp, less a constant": lambda x, y: divided(lambda n: n.clamp(min=1))(x, y) * 2 - 0.5,
     "selected": summed(lambda each, mask: each[mask].sum()),
     "masked_select": summed(lambda each, mask: each.masked_select(mask).sum()),
     "where": summed(lambda each, mask: torch.where(mask, each, 0.0).sum()),
@@ -180,7 +181,7 @@ def assert_one_device(layout, way, counts, names=None):
 
 @pytest.mark.parametrize("way", ["loss_fn", "target", "loop"])
 def test_a_rank_without_targets_weighs_nothing(way):
-    names = ["clamp", "max of items", "n + 1e-8", "cross entropy", "0 times the logits"]
+    names = ["clamp", "clamp, less a constant", "max of items", "n + 1e-8", "cross entropy", "0 times the logits"]
     assert_one_device("fsdp2", way, [[0, 5]], names)
 
 

@@ -65,6 +65,7 @@ UNRELATED = {
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(N, 1, 5, 1),) * 3).mean(),
     "attention, by hand": lambda x: ((s := x.view(N, 5, 1)) @ s.transpose(1, 2)).softmax(-1).mean(),
     "learned weights of tasks": lambda x: PARAMETER.exp() * x.pow(2).mean() + PARAMETER,
+    "a vector of means": lambda x: torch.stack([x.pow(2).mean(), x.abs().mean()]).sum(),
     "weights of samples": lambda x: (x.pow(2).mean(1) * torch.linspace(0, 1, N)).mean(),
     "layer norm": lambda x: F.layer_norm(x, (5,)).abs().mean(),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True).abs().mean(),

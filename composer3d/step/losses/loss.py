@@ -18,6 +18,7 @@ from composer3d.step.losses.loss_graph import (
     has_parameter_terms,
     reduction_of,
 )
+from composer3d.step.losses.term_weights import constant_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,10 +52,12 @@ class DividedLoss(Loss):
     Args:
         divided: Evidence of what it adds up; None where the divisor is that.
         factor: By which a loop has multiplied its count.
+        constant: What is added to the mean; None where that is not seen, or made of parameters.
     """
 
     divided: DividedSum | None = None
     factor: float = 1.0
+    constant: float | None = 0.0
 
     def times(self, factor: float) -> DividedLoss:
         """Return the loss with its count multiplied."""
@@ -180,7 +183,9 @@ def divided_loss(mean: Tensor, divisor: Tensor | int, known: Sequence[float] | N
     plain: Tensor = mean.full_tensor() if hasattr(mean, "full_tensor") else mean
     if isinstance(divisor, torch.Tensor) or not divisor:
         plain = without_nothing(plain, mean, torch.as_tensor(divisor))
-    return DividedLoss(sum=plain * divisor, count=divisor, divided=divided_sum(mean, known))
+    divided = divided_sum(mean, known)
+    constant = 0.0 if divided is None else constant_of(mean, None if known is None else tuple(map(int, known)))
+    return DividedLoss(sum=plain * divisor, count=divisor, divided=divided, constant=constant)
 
 
 def _plain(loss: Loss) -> Loss:

@@ -18,7 +18,7 @@ from composer3d.step.losses.total_divisors import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Term", "Terms", "separate"]
+__all__ = ["Term", "Terms", "has_constants", "separate"]
 
 _LOOKED_AT = 500  # nodes before the terms
 
@@ -84,6 +84,22 @@ def separate(loss: Tensor, known: tuple[int, ...] | None) -> Terms:
         divisor_at(term.mean) is not None and (term.bent is None or term.part.is_counted) for term in terms.found
     )
     return terms if are_known and not _is_nested(terms.found) else Terms()
+
+
+def has_constants(loss: Tensor) -> bool:
+    """Return whether a loss adds up constants, or terms of parameters, which no number of targets divides."""
+    pending = [loss.grad_fn]
+    while pending:
+        node = past_factors(past_views(pending.pop()))[1]
+        parts = summands_of(node)
+        if any(node_is_of_parameters(each) for each in parts) or (
+            base(node) in ("Add", "Sub", "Rsub") and len(parts) < 2
+        ):
+            return True
+        if base(node) in ("Sum", "Mean") and parts and _stack(past_views(node.next_functions[0][0])) is None:
+            return True  # beside a vector of terms
+        pending += parts
+    return False
 
 
 def _add(found: list[Term], outer: Any, place: int | None, mean: Any, known: tuple[int, ...] | None) -> bool:

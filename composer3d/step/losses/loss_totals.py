@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -15,7 +15,7 @@ from composer3d.step import control_numbers, gradients
 from composer3d.step.losses.divided_sums import DividedSum
 from composer3d.step.losses.loss import DividedLoss, Nothing
 from composer3d.step.losses.loss_graph import unknown_mean, unknown_reduction
-from composer3d.step.losses.total_divisors import Part, total_divisor
+from composer3d.step.losses.total_divisors import Part, added_constants, total_divisor
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,12 @@ class _Entry:
     divided: DividedSum | None
     factor: float
     is_nothing: bool
+    constant: float | None
 
     def part(self) -> Part:
         assert self.divided is not None
-        return self.divided.part(self.factor)
+        constant = None if self.constant is None else self.constant / self.factor
+        return replace(self.divided.part(self.factor), constant=constant)
 
 
 class LossTotals:
@@ -110,6 +112,7 @@ class LossTotals:
                 divided=loss.divided if isinstance(loss, DividedLoss) else None,
                 factor=loss.factor if isinstance(loss, DividedLoss) else 1.0,
                 is_nothing=isinstance(loss, Nothing),
+                constant=loss.constant if isinstance(loss, DividedLoss) else 0.0,
             )
         )
         return loss.sum if auxiliary is None else loss.sum + auxiliary
@@ -167,6 +170,7 @@ class LossTotals:
         if is_divided:
             gathered = self._gathered(own_entries, parts)
             count = total_divisor(gathered, unknown_mean if own else unknown_reduction)
+            added_up += added_constants(gathered, count)
         if has_gradient:
             self._count += count
             self.auxiliary = auxiliary_sum / count if count else 0.0

@@ -164,7 +164,9 @@ def relation(node: Any, num_samples: int) -> str | None:
             continue  # a layer of the model
         if (found := _related(each, name, others, is_bent, num_samples)) is not None:
             return found
-        is_linear = name in (*LINEAR, "Mean", "Sum", "_DDPSink") or (name in ("Mul", "Div") and len(others) == 1)
+        is_linear = name in (*LINEAR, "Cat", "Mean", "Stack", "Sum", "_DDPSink") or (
+            name in ("Mul", "Div") and len(others) == 1
+        )
         pending += [(operand, is_bent or not is_linear) for operand in others]
     return None
 

@@ -41,6 +41,7 @@ from composer3d.step.losses.loss_graph import (
     refuse_unknown_terms,
     without_factors,
 )
+from composer3d.step.losses.loss_terms import has_constants
 from composer3d.step.losses.parameter_terms import is_multiplied_by_tensor
 from composer3d.step.losses.sample_parts import SampleParts, rows_error, sample_parts
 from composer3d.step.losses.term_weights import TermWeights
@@ -56,6 +57,7 @@ __all__ = ["RankWeights", "Weighted"]
 _log = logging.getLogger(__name__)
 
 _SAME = 1e-9
+_SAME_WEIGHT = 1e-6  # of constants: less is a number added against a division by zero
 _SHOWN = 8
 _NO_NUMBER = (
     "%s: the loss is multiplied by %s on data-parallel rank %s, so that loss and gradients of this step are no numbers "
@@ -86,6 +88,7 @@ class _Described(NamedTuple):
         is_counted: Whether the divisor is one of the numbers of samples and elements.
         is_by_tensor: Whether a tensor multiplies the loss.
         is_of_rows: Whether it is a mean of means over single samples, or over single entries of another first dim.
+        has_constant: Whether a constant is added to a mean whose divisor is the loop's.
         count_0: One of the numbers that may be that of targets; NaN, as the next ones, where there is none.
     """
 
@@ -99,6 +102,7 @@ class _Described(NamedTuple):
     is_counted: float = 1.0
     is_by_tensor: float = 0.0
     is_of_rows: float = 0.0
+    has_constant: float = 0.0
     count_0: float = math.nan
     count_1: float = math.nan
     count_2: float = math.nan
@@ -245,6 +249,7 @@ class RankWeights:
             part = divided.part()
             count = math.nan if part.count is None else part.count
             told = told._replace(targets=count, is_zero=part.is_zero, numel=part.numel, is_counted=part.is_counted)
+            told = told._replace(has_constant=float(has_constants(value)))
             told = _Described(*told[:-NUM_COUNTS], *slots_of(part.counts))
         own_S = like.new_tensor(told)
         # Tensors, which may be on a device that is not waited for.
@@ -287,7 +292,7 @@ class RankWeights:
             return Weighted(loss=plain, factor=factor if math.isfinite(factor) else 1.0)
         kinds = {rank.kind for rank in there}
         total = _multiplied_back(there)
-        if _Kind.TERMS in kinds:
+        if _Kind.TERMS in kinds or (total is None and _weighs_constants(there)):
             is_alike = len(there) == self.num_ranks and len(kinds) == 1 and _are_alike(there)
             if not is_alike or any(rank.numel for rank in there):
                 weights = TermWeights(self.num_ranks, self._index, self._total)
@@ -359,6 +364,14 @@ def _multiplied_back(ranks: Sequence[_Described]) -> float | None:
         "own, which one device has none of; multiply by the same on all ranks, by what each mean was divided by, which "
         "makes sums of them, or give backward (sum, count)"
     )
+
+
+def _weighs_constants(ranks: Sequence[_Described]) -> bool:
+    """Return whether weights of means do not add up to one, so that a constant beside a mean would be another one."""
+    if not any(rank.has_constant for rank in ranks):
+        return False
+    added = sum(rank.divisor for rank in ranks)
+    return abs(total_divisor([rank.part() for rank in ranks]) - added) > _SAME_WEIGHT * added
 
 
 def _are_alike(ranks: Sequence[_Described]) -> bool:

@@ -19,7 +19,7 @@ from composer3d.errors import LossError
 from composer3d.step.losses.bent_means import BentMean
 from composer3d.step.losses.divided_sums import settle_empty
 from composer3d.step.losses.loss_graph import has_parameter_terms
-from composer3d.step.losses.loss_terms import Term, Terms, separate
+from composer3d.step.losses.loss_terms import Term, Terms, has_constants, separate
 from composer3d.step.losses.parameter_terms import learned_products
 from composer3d.step.losses.term_values import value_of
 from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, slots_of, total_divisor
@@ -27,7 +27,7 @@ from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, s
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TermWeights"]
+__all__ = ["TermWeights", "constant_of"]
 
 _MOST = 32  # terms of a loss
 _SHOWN = 8
@@ -177,6 +177,19 @@ class TermWeights:
             f"({shown} on the data-parallel ranks, {whole:g} in all), so ranks do not weigh the same, and the graph "
             f"does not show the values of the terms, each of which would be weighed by itself{_WHAT_TO_WRITE}"
         )
+
+
+def constant_of(loss: Tensor, known: tuple[int, ...] | None) -> float | None:
+    """Return what a loss adds to its means; None where its graph does not show it, or that is made of parameters.
+
+    Args:
+        loss: Scalar with a graph.
+        known: Numbers that may be a term's divisor; None for any.
+    """
+    if not has_constants(loss):
+        return 0.0
+    seen = None if has_parameter_terms(loss) else _seen_of(loss, loss, separate(loss, known))
+    return None if seen is None else float(loss.detach()) - sum(float(each.value) for each in seen)
 
 
 def _whole(parts: Sequence[Part]) -> float:

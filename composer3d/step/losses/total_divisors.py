@@ -14,7 +14,7 @@ from composer3d.errors import LossError
 from composer3d.step.losses.loss_factors import uncounted
 from composer3d.step.losses.loss_graph import unknown_mean
 
-__all__ = ["NUM_COUNTS", "Part", "counts_of", "slots_of", "total_divisor"]
+__all__ = ["NUM_COUNTS", "Part", "added_constants", "counts_of", "slots_of", "total_divisor"]
 
 NUM_COUNTS = 4  # that ranks exchange
 
@@ -34,6 +34,11 @@ _EITHER = (
     "that is their number, as clamp or a constant beside it leaves it, or a number of samples cannot be told; "
     + _WHAT_TO_WRITE
 )
+_BESIDE = (
+    "the loss adds a constant or a term of parameters to a sum whose divisor is bounded, or has a constant of its own: "
+    "the divisors of all parts add up to {added:g}, and one device's is {total:g}, so that what is added would weigh "
+    "more than there; " + _WHAT_TO_WRITE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class Part:
         is_counted: Whether the divisor is a number of samples, elements or targets that its graph shows, or is stated
             to be one.
         counts: Numbers that its graph shows, any of which may be that of its targets, in the order of the graph.
+        constant: What the loss adds to the mean; None where that is not seen, or made of parameters.
     """
 
     divisor: float
@@ -56,6 +62,7 @@ class Part:
     numel: int = 0
     is_counted: bool = True
     counts: tuple[float, ...] = ()
+    constant: float | None = 0.0
 
     @property
     def is_exact(self) -> bool:
@@ -95,6 +102,27 @@ def total_divisor(parts: Sequence[Part], unknown: Callable[[str], LossError] = u
         without = [_changed(part, part.divisor - constant) for part in parts]
         return total_divisor(without, unknown) + constant
     return _seen(parts, added)
+
+
+def added_constants(parts: Sequence[Part], total: float) -> float:
+    """Return what the sums of parts lack so that, divided by the divisor of all, constants are what they are in each.
+
+    Args:
+        parts: Of all ranks and micro-batches that make one mean.
+        total: Divisor of the mean.
+
+    Raises:
+        LossError: A constant is not seen, and the divisors of the parts do not add up to that of the mean.
+    """
+    added = sum(part.divisor for part in parts)
+    if math.isclose(total, added, rel_tol=1e-12) or all(part.constant == 0.0 for part in parts):
+        return 0.0
+    if any(part.constant is None for part in parts):
+        if math.isclose(total, added, rel_tol=_ROUNDING):
+            return 0.0
+        raise LossError(_BESIDE.format(added=added, total=total))
+    constants = sum((part.constant or 0.0) * part.divisor for part in parts)
+    return constants * (total / added - 1.0)
 
 
 def _refuse_constants(parts: Sequence[Part], unknown: Callable[[str], LossError]) -> None:
