@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import composer3d
 from composer3d import LossError
 from composer3d.step.losses.divided_sums import divided_sum, is_times_zero, refuse_groups
-from composer3d.step.losses.total_divisors import Part, total_divisor
+from composer3d.step.losses.total_divisors import Part, added_constants, total_divisor
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
@@ -277,6 +278,15 @@ def test_one_divisor_of_all_parts_that_counts_nothing_is_refused():
     assert total_divisor([constant]) == 1000  # one device's
     assert total_divisor([]) == 0  # of a rank of a plan, whose losses are other ranks'
     assert total_divisor([constant, other]) == 1024  # ranks' own counts
+
+
+def test_what_is_added_to_a_bounded_mean_and_not_seen_is_refused():
+    given = [Part(divisor=1.0, count=0.0, constant=None), Part(divisor=5.0, count=5.0, constant=None)]
+    with pytest.raises(LossError, match=r"divisors of all parts add up to 6, and one device's is 5, so that what is"):
+        added_constants(given, 5.0)
+    assert added_constants(given, 6.0) == 0.0
+    known = [replace(part, constant=-0.5) for part in given]
+    assert added_constants(known, 5.0) == pytest.approx(0.5)  # a sum of 6 times -0.5 is to be one of 5
 
 
 def refused_unseen():

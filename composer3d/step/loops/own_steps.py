@@ -66,7 +66,7 @@ class OwnSteps:
         whole = None if first is None else first._base
         if first is not None and whole is not None and whole.dim() == first.dim() and len(first) < len(whole):
             if first.shape[1:] == whole.shape[1:] and first.stride() == whole.stride():
-                self._parts.add((id(whole), first.storage_offset()))
+                self._parts.add((id(whole), int(first.storage_offset())))
 
     def count_backward(self) -> int:
         """Count a backward; return the samples of its forward, 0 where it has had a backward before."""

@@ -52,6 +52,7 @@ _OTHER_PARTS = (
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
 _NUM_NODES = 2000
 _RUN = "a run of a manifest"
+_LINEAR = (*LINEAR, "Cat", "Mean", "Stack", "Sum", "_DDPSink")
 _ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
 
 
@@ -164,9 +165,7 @@ def relation(node: Any, num_samples: int) -> str | None:
             continue  # a layer of the model
         if (found := _related(each, name, others, is_bent, num_samples)) is not None:
             return found
-        is_linear = name in (*LINEAR, "Cat", "Mean", "Stack", "Sum", "_DDPSink") or (
-            name in ("Mul", "Div") and len(others) == 1
-        )
+        is_linear = name in _LINEAR or (name in ("Mul", "Div") and len(others) == 1)
         pending += [(operand, is_bent or not is_linear) for operand in others]
     return None
 
