@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import Net, composed, mine, padded, seeded, sum_loss, unpadded, write_manifest
+from support.plugins import Measuring
 
 import composer3d
 from composer3d import ManifestError, load_manifest
-from composer3d.testing import fake_world, run_ranks
+from composer3d.errors import HookError
+from composer3d.testing import count_collectives, fake_world, run_ranks
 
 JOURNAL = '[profiling.journal]\nuse = "support.plugins:Journal"\n'
 UNCLOSABLE = '[profiling.unclosable]\nuse = "support.plugins:Unclosable"\n'
@@ -213,6 +215,54 @@ def reported():
 def test_plugins_measure_and_take_metrics():
     expected = {"loss": 1.0, "rank_sum": 15.0, "rank_max": 8.0, "rank_mean": 7.5, "rank_rank0": 7.0}
     assert run_ranks(reported, 2) == [(expected, (7, expected))] * 2
+
+
+def measuring(*steps):
+    """Return what `run.report` returns in each step, or its error, and how many collectives it takes."""
+    Measuring.measured = dict(enumerate(steps))
+    run, found = composed('[profiling.measuring]\nuse = "support.plugins:Measuring"\n[sharding.fsdp2]\n'), []
+    for step in range(len(steps)):
+        with count_collectives(run.mesh) as collectives:
+            try:
+                reported = run.report(step, {})
+            except HookError as error:
+                reported = str(error)
+        found.append((reported, collectives.count()))
+    run.close()
+    return found
+
+
+A, B = ("a", "sum"), ("b", "max")
+
+
+def test_metrics_are_reduced_in_one_collective_whatever_a_step_measures():
+    nothing, both, one, many = (), (A, B), (B,), [(f"m{number}", "sum") for number in range(20)]
+    steps = [(each, each) for each in (nothing, nothing, both, one, nothing, many, many)]
+    everything = {name: 3.0 for name, _ in many}
+    for found in run_ranks(measuring, 2, *steps):
+        reported, counts = zip(*found, strict=True)
+        assert reported == ({}, {}, {"a": 3.0, "b": 2.0}, {"b": 2.0}, {}, everything, everything)
+        assert counts == (1, 0, 1, 1, 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (([A], [B]), '"a" (sum) on rank 0 alone'),
+        (([A], [A, B]), '"b" (max) on rank 1 alone'),
+        (([], [A, B]), '"a" (sum) on rank 1 alone'),
+        (([A], [("a", "max")]), '"a" (sum) on rank 0 alone'),
+        (([A, B], [B, A]), '"a", with others, in another order on some ranks'),
+    ],
+)
+def test_metrics_that_ranks_measure_differently_are_refused_on_all_of_them(measured, said):
+    for found in run_ranks(measuring, 2, measured):
+        where, _, told = found[0][0].partition("run.toml:2): ")
+        assert where.startswith("[profiling.measuring] (")
+        assert told == (
+            f"composer3d_measure of measuring returned the metric {said}: ranks reduce them one by one, so return the "
+            "same ones on every rank, in one order, with 0 or NaN where a rank has none"
+        )
 
 
 def test_a_plugin_does_not_measure_what_the_run_does():
