@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
+from composer3d.step.microbatches import Digest
+from composer3d.step.rank_numbers import RankNumbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.context import RunContext
 
-__all__ = ["average_buffers"]
+__all__ = ["UpdatedBuffers", "average_buffers"]
 
 log = logging.getLogger(__name__)
 
+_NAME = "updated_buffers"
+_DIFFER = (
+    "buffers that the model updates from a rank's own samples differ between data-parallel ranks: %s; %sa forward that "
+    "uses them computes on every rank with its own; for one device's reduce what a forward adds to them over all ranks "
+    "in the model (dist.all_reduce of a batch's sums and counts), as torch.nn.SyncBatchNorm does; where they are means "
+    "over as many samples on every rank, run.sync_buffers() after every optimizer.step(), which averages them, is "
+    "enough, and of sums and counts, as of the sizes of a codebook's clusters, it leaves a rank's mean; into a queue "
+    "of samples, as MoCo's, write those of all ranks, which dist.all_gather brings"
+)
 _SHOWN = 3  # names in a message
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # in which bits of neighbours differ; int64 wraps around
@@ -87,15 +98,20 @@ def _is_reported(context: RunContext, axes: list[str]) -> bool:
     return context.stash(_Warned).is_done or any(context.coordinates[axis] for axis in others)
 
 
-def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], differing: Sequence[str]) -> None:
-    """Name buffers that are other ones than their mean, and whole numbers that differ, but for batch norm's."""
-    statistics = {
+def _statistics(context: RunContext) -> set[str]:
+    """Return the FQNs of buffers that may be each rank's own: batch norm's, and what modules have summed."""
+    return {
         f"{fqn}.{name}".removeprefix(".")
         for part in context.parts
         for fqn, module in part.module.named_modules()
         for name in (*_STATISTICS, *getattr(module, "summed_buffers", ()))
         if hasattr(module, "track_running_stats") or name not in _STATISTICS
     }
+
+
+def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], differing: Sequence[str]) -> None:
+    """Name buffers that are other ones than their mean, and whole numbers that differ, but for batch norm's."""
+    statistics = _statistics(context)
     differ = [
         fqn
         for fqn, buffer, mean in averaged
@@ -104,14 +120,7 @@ def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], d
     counted = [fqn for fqn in differing if fqn not in statistics]
     context.stash(_Warned).is_done = bool(differ or counted)
     if differ:
-        log.warning(
-            "buffers that the model updates from a rank's own samples differ between data-parallel ranks: %s; they are "
-            "averaged here, and between two averages a forward that uses them computes on every rank with its own; "
-            "write run.sync_buffers() after every optimizer.step() of a loop, or reduce the batch's statistics over "
-            "all ranks in the model, as torch.nn.SyncBatchNorm does; into a queue of samples, as MoCo's, write those "
-            "of all ranks, which dist.all_gather brings",
-            _names(differ),
-        )
+        log.warning(_DIFFER, _names(differ), "they are averaged here, and between two averages ")
     if counted:
         log.warning(
             "buffers of whole numbers that the model updates from a rank's own samples differ between data-parallel "
@@ -120,6 +129,70 @@ def _warn(context: RunContext, averaged: Sequence[tuple[str, Tensor, Tensor]], d
             "its after_step()",
             _names(counted),
         )
+
+
+class UpdatedBuffers:
+    """Names floating-point buffers that the first forwards change on ranks of other samples, each to other values.
+
+    A digest of these travels with the step guard's numbers, where the model has such buffers.
+
+    Memory: none. Collectives: none; the step guard's has one more number a rank.
+
+    Args:
+        context: Of a run, with its parts; all ranks of it make one.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._numbers, self._digest = context, context.stash(RankNumbers), Digest()
+        statistics = _statistics(context)
+        self._fqns = {fqn for fqn, _ in _changeable(context)[0]} - statistics
+        self._before: dict[str, int] = {}
+        self._updated: set[str] = set()
+        self._is_over = not self._fqns and context.degrees.get("pp", 1) == 1
+        if not self._is_over:
+            self._numbers.add(_NAME)
+
+    def _watched(self) -> dict[str, Tensor]:
+        everything = (pair for part in self._context.parts for pair in part.module.named_buffers())
+        return {fqn: buffer for fqn, buffer in everything if fqn in self._fqns}
+
+    def begin(self) -> None:
+        """Begin a forward that trains."""
+        if not self._is_over:
+            self._before = {fqn: self._digest(buffer) for fqn, buffer in self._watched().items()}
+
+    def end(self, *, is_last: bool) -> None:
+        """End it, and record what it has changed.
+
+        Args:
+            is_last: Whether no later forward is looked at.
+        """
+        if self._is_over:
+            return
+        watched = self._watched()
+        self._updated |= {fqn for fqn, buffer in watched.items() if self._digest(buffer) != self._before.get(fqn)}
+        self._numbers.own[_NAME] = self._digest([watched[fqn] for fqn in sorted(self._updated)])
+        self._is_over = is_last and not self._updated
+
+    def compare(self) -> None:
+        """Compare the digests of the last step that has begun, and name the buffers where they differ."""
+        everyone = self._numbers.everyone.get(_NAME, ())
+        if self._is_over or not any(everyone):
+            return
+        self._is_over, self._numbers.own[_NAME] = True, 0
+        layout, own = self._context.layout, self._context.coordinates
+        others = layout.names(Role.BATCH, Role.SEQUENCE)
+        alike = [name for name in own if name not in others]
+        found = {
+            digest
+            for rank, digest in zip(self._numbers.ranks, everyone, strict=True)
+            if all(layout.coordinates(rank)[name] == own[name] for name in alike)
+        }
+        is_first = not any(own[name] for name in (*others, *layout.names(Role.TENSOR)))
+        warned = self._context.stash(_Warned)
+        if len(found) > 1 and is_first and not warned.is_done:
+            log.warning(_DIFFER, _names(sorted(self._updated)), "")
+        warned.is_done |= len(found) > 1
 
 
 def _names(fqns: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
+from composer3d.step.buffers import UpdatedBuffers
 from composer3d.step.microbatches import first_tensor
 
 if TYPE_CHECKING:
@@ -59,15 +60,18 @@ def watch_sample_counters(context: RunContext, loss_fn: Any) -> None:
 
     if context.layout.degree(Role.BATCH) == 1 or context.purpose != "run":
         return
+    updates = UpdatedBuffers(context)
     for part in context.parts:
-        _Watch("", part.module, context)
+        _Watch("", part.module, context, updates)
     if isinstance(loss_fn, nn.Module):
         _Watch("loss_fn.", loss_fn, context)
 
 
 class _Watch:
-    def __init__(self, prefix: str, module: nn.Module, context: RunContext) -> None:
-        self._prefix, self._module, self._context = prefix, module, context
+    def __init__(
+        self, prefix: str, module: nn.Module, context: RunContext, updates: UpdatedBuffers | None = None
+    ) -> None:
+        self._prefix, self._module, self._context, self._updates = prefix, module, context, updates
         self._before: dict[str, float] = {}
         self._sizes = 0, 0
         self._forwards: list[_Forward] = []
@@ -78,6 +82,8 @@ class _Watch:
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         import torch
 
+        if owner is self._module and self._updates is not None:
+            self._updates.compare()
         if owner is not self._module or len(self._forwards) >= _NUM_FORWARDS:
             return
         self._is_inside = owner.training and torch.is_grad_enabled() and torch_compat.active_fake_mode() is None
@@ -86,6 +92,8 @@ class _Watch:
             shape = (0,) if first is None else first.shape
             self._sizes = shape[0], shape[1] if len(shape) > 1 else 1
             self._before = dict(_numbers(owner))
+            if self._updates is not None:
+                self._updates.begin()
 
     def _end(self, owner: nn.Module, *_: Any) -> None:
         if owner is not self._module or not self._is_inside:
@@ -94,7 +102,10 @@ class _Watch:
         growth = {fqn: after - self._before[fqn] for fqn, after in _numbers(owner) if fqn in self._before}
         samples, positions = self._sizes
         self._forwards.append(_Forward(growth=growth, num_samples=samples, num_positions=positions))
-        if len(self._forwards) == _NUM_FORWARDS:
+        is_last = len(self._forwards) == _NUM_FORWARDS
+        if self._updates is not None:
+            self._updates.end(is_last=is_last)
+        if is_last:
             self._report()
 
     def _report(self) -> None:

@@ -307,7 +307,7 @@ def diverged(make):
 def test_buffers_that_differ_and_are_no_batch_norms_are_named_once():
     (message,), none = run_ranks(diverged, 2, RunningNormaliser)
     assert "differ between data-parallel ranks: centre; they are averaged here" in message
-    assert "run.sync_buffers() after every optimizer.step()" in message and not none
+    assert "run.sync_buffers() after every optimizer.step(), which averages them, is enough" in message and not none
 
 
 def test_whole_numbers_that_differ_are_named_once():

@@ -183,3 +183,75 @@ def scaled(layout):
 def test_samples_that_are_counted_in_summed_buffers_are_those_of_one_device(layout):
     for error, seen, records in run_ranks(scaled, 2, layout):
         assert error < TIGHT and seen == 32 and not records
+
+
+class Codebook(nn.Module):
+    """A layer that is given the nearest of some vectors, whose sizes and sums a forward averages over time."""
+
+    def __init__(self, total):
+        super().__init__()
+        self.inner, self.total = nn.Linear(3, 3), total
+        self.register_buffer("sizes", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("sums", torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        x = self.inner(x.flatten(0, -2))
+        vectors = self.sums / self.sizes[:, None]
+        chosen = torch.nn.functional.one_hot(torch.cdist(x, vectors).argmin(1), 4).to(x.dtype).detach()
+        self.sizes.mul_(0.9).add_(self.total(chosen.sum(0)), alpha=0.1)
+        self.sums.mul_(0.9).add_(self.total(chosen.T @ x.detach()), alpha=0.1)
+        return (x - chosen @ vectors).square().mean()
+
+
+def total(values):
+    dist.all_reduce(values)
+    return values
+
+
+def codebooks(total, microbatch):
+    """Return what is warned of in four steps of a loop or a run, and how far buffers are from one device's."""
+    records = []
+    logging.getLogger("composer3d.step.buffers").addFilter(lambda record: records.append(record.getMessage()))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    reference, batches = Codebook(lambda values: values), torch.randn(4, 8, 3)
+    text = LAYOUTS[1] + f"[train]\nmicrobatch = {microbatch}\n" * (microbatch is not None)
+    run = composed(text, model=Codebook(total), loss_fn=None, loss_reduction="mean")
+    run.model.load_state_dict(reference.state_dict())
+    optimizers = [torch.optim.SGD(reference.parameters(), lr=0.1), run.optimizer(torch.optim.SGD, lr=0.1)]
+    for step, x in enumerate(batches):
+        reference(x).backward()
+        if microbatch is None:
+            run.backward(run.model(mine(run, x)))
+        else:
+            with run.step(step):
+                run.forward_backward(mine(run, x), target=None)
+                optimizers[1].step()
+        for optimizer in optimizers[: None if microbatch is None else 1]:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    found = {name: float((buffer - getattr(run.model, name)).abs().max()) for name, buffer in reference.named_buffers()}
+    run.close()
+    return records, found
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_buffers_that_ranks_update_from_their_samples_are_named_in_the_first_steps(microbatch):
+    ((told,), _), (others, _) = run_ranks(codebooks, 2, lambda values: values, microbatch)
+    assert others == []
+    assert told == (
+        "buffers that the model updates from a rank's own samples differ between data-parallel ranks: sizes, sums; a "
+        "forward that uses them computes on every rank with its own; for one device's reduce what a forward adds to "
+        "them over all ranks in the model (dist.all_reduce of a batch's sums and counts), as torch.nn.SyncBatchNorm "
+        "does; where they are means over as many samples on every rank, run.sync_buffers() after every "
+        "optimizer.step(), which averages them, is enough, and of sums and counts, as of the sizes of a codebook's "
+        "clusters, it leaves a rank's mean; into a queue of samples, as MoCo's, write those of all ranks, which "
+        "dist.all_gather brings"
+    )
+
+
+def test_what_the_warning_says_to_write_makes_buffers_one_devices():
+    for records, found in run_ranks(codebooks, 2, total, None):
+        assert records == []
+        assert max(found.values()) < TIGHT

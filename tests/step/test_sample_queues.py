@@ -79,7 +79,10 @@ def test_a_queue_of_all_ranks_keys_is_one_devices(text, tmp_path):
 
 
 def test_a_queue_of_a_ranks_own_keys_is_named_with_what_to_write(tmp_path):
-    (_, (counter, queue)), (_, others) = run_ranks(train, 2, "[sharding.ddp]\n", lambda key: key, tmp_path / "saved")
+    (_, (queue, counter)), (_, others) = run_ranks(train, 2, "[sharding.ddp]\n", lambda key: key, tmp_path / "saved")
     assert counter.startswith('"place" (+4): a forward of 4 samples adds to what the model keeps') and others == []
-    assert "differ between data-parallel ranks: queue; they are averaged here" in queue
+    assert (
+        "differ between data-parallel ranks: queue; a forward that uses them computes on every rank with its own"
+        in queue
+    )
     assert queue.endswith("into a queue of samples, as MoCo's, write those of all ranks, which dist.all_gather brings")
