@@ -70,7 +70,7 @@ class StepEngine:
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps, self._split = OwnSteps(lambda number: self.step(number, None)), Splitter()
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
-        self.parameter_hooks = ParameterHooks(context, self.scaling, self.actions)
+        self.parameter_hooks = self.loop.hooks = ParameterHooks(context, self.scaling, self.actions)
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.settle: Callable[[], None] = lambda: None  # returns when parameters and optimizer state may be written to

@@ -31,7 +31,9 @@ __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
 # Instead of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
-_OUTSIDE = MappingProxyType({"run.save": 0xFFFE, "run.full_state_dict": 0xFFFD, "run.close": 0xFFFC})  # of steps
+_OUTSIDE = MappingProxyType(  # of steps
+    {"run.save": 0xFFFE, "run.full_state_dict": 0xFFFD, "run.close": 0xFFFC, "optimizer.add_param_group": 0xFFFB}
+)
 _PLAN_BITS = 40
 _SHOWN = 4
 
@@ -247,6 +249,21 @@ class Guard:
         if self.compares and any(groups for compared, groups in self._alike.items() if compared != "state"):
             self.agree(step=step, call=_OUTSIDE[at] - 1, counts=(), decided=decided())
 
+    def meet(self, step: int, *, at: str) -> None:
+        """Verify that all ranks make a call outside of steps, before it sends anything.
+
+        Args:
+            step: Number of the next step.
+            at: The call.
+
+        Raises:
+            StepError: Another rank is elsewhere: the all-reduce is that of a step.
+
+        Collectives: one all-reduce.
+        """
+        if self.compares:
+            self.agree(step=step, call=_OUTSIDE[at] - 1, counts=())
+
     def any(self, votes: Sequence[bool]) -> list[bool]:
         """Return, for each vote, whether any rank cast it. Collectives: one all-reduce."""
         import torch
@@ -267,7 +284,9 @@ class Guard:
                 "ranks do not run the same step",
                 lambda place: f"is at {_place(place)}",
                 lambda place: f"are at {_place(place)}",
-                "a rank skipped or repeated a batch",
+                "call it on all ranks"
+                if any(place & 0xFFFF in _OUTSIDE.values() for place in places)
+                else "a rank skipped or repeated a batch",
             )
         if setups.count(setups[0]) != len(setups):
             at = _place(places[0])

@@ -99,3 +99,31 @@ def test_a_loss_that_depends_on_other_parameters_is_a_warning_with_the_line_to_w
         "returned, which averages them"
     )
     assert run_ranks(warned, 2) == [[[], [], [expected]]] * 2
+
+
+def added_alone(text):
+    """Return what is said where one rank alone adds a group, and on which ranks."""
+    run = composer3d.compose(nn.Linear(6, 1), write_manifest(text), timeout_s=5)
+    optimizer, (x, y) = run.optimizer(torch.optim.SGD, lr=0.1), batch()
+    try:
+        for step in range(2):
+            if step and run.context.rank:
+                optimizer.add_param_group({"params": list(Criterion().parameters())})
+            run.backward((run.model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    except composer3d.StepError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def test_a_group_that_one_rank_alone_adds_is_named_on_all_ranks():
+    for said in run_ranks(added_alone, 2, "[sharding.ddp]\n"):
+        assert "rank 1 (dp_" in said and "is at optimizer.add_param_group before step 1" in said
+        assert said.endswith("are at step 1; call it on all ranks")
+
+
+def test_a_group_that_one_rank_adds_while_others_gather_weights_is_named():
+    for said in run_ranks(added_alone, 2, "[sharding.fsdp2]\n"):
+        assert "rank 1 (dp_shard 1): after step 0, in optimizer.add_param_group, at test_outside_parameters.py" in said

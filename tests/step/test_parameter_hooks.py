@@ -110,3 +110,35 @@ def test_hooks_are_refused_where_they_would_not_see_a_backwards_whole_gradient()
         'a hook was registered on "0.weight" while a forward had gathered it, and would be called with this rank\'s '
         "gradient; register hooks before the forward",
     ]
+
+
+def hooked_alone(hook, rank):
+    """Return what is said of a hook that one rank alone registers after the first step."""
+    run = composer3d.compose(net(), write_manifest("[sharding.fsdp2]\n"))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    try:
+        for step in range(4):
+            if step == 1 and run.context.rank == rank:
+                run.model[0].weight.register_hook(hook)
+            run.backward(run.model(torch.ones(2, 6)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    except composer3d.StepError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def test_a_hook_that_changes_a_gradient_on_one_rank_alone_is_named_in_the_next_step():
+    assert (
+        run_ranks(hooked_alone, 2, lambda grad: grad * 0, 1)
+        == [
+            "the loop of rank 1 (dp_shard 1) decided something else than that of rank 0 before step 2: the gradient of "
+            '"0.weight" by its hooks in the last step: changed, not unchanged; all ranks must decide alike'
+        ]
+        * 2
+    )
+
+
+def test_a_hook_that_looks_at_a_gradient_on_one_rank_alone_is_left_alone():
+    assert run_ranks(hooked_alone, 2, lambda grad: None, 0) == [None, None]

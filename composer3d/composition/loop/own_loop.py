@@ -245,7 +245,13 @@ class OwnLoop:
         """Take what the loop adds to the optimizer, of other modules than the model."""
         stages = "a pipeline computes the loss on one stage; put them into the model" * self._assembled.has_schedule
         in_backward = "in_backward=True steps the model's alone" * (self._engine.stepper is not None)
-        self._engine.outside.add(parameters, refused=stages or in_backward)
+        engine = self._engine
+
+        def meet() -> None:
+            engine.guard.meet(engine.own_steps.next, at="optimizer.add_param_group")
+
+        with engine.explaining("optimizer.add_param_group"):
+            engine.outside.add(parameters, refused=stages or in_backward, meet=meet)
 
     def _clear_gradients(self) -> bool:
         """Give up an own step whose gradients the loop drops; return whether it drops them, and adds to none."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
+    from composer3d.step.loops.parameter_hooks import ParameterHooks
 
 __all__ = ["EVERY", "Compared", "Decided", "LoopState", "compared_axes", "same_pieces", "same_stage"]
 
@@ -64,6 +65,7 @@ class LoopState:
         clip_norm: Norm to which gradients were last clipped.
         writes: Of the loop, into optimizer state.
         gradients: Of the loop, its writes into gradients.
+        hooks: Of parameters, of the loop.
         num_read: Number of batches that the loop was given by `run.loader`: a rank that skips one is a batch ahead.
 
     Args:
@@ -81,6 +83,7 @@ class LoopState:
         self.writes, self._shards = OptimizerWrites(context.named_parameters), ShardWrites()
         self._sharded: dict[str, nn.Parameter] = {}
         self._names: dict[Compared, list[str]] = {}
+        self.hooks: ParameterHooks | None = None
         self.gradients = GradientWrites(lambda: self._parameters.items(), compares=is_compared(context))
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
@@ -133,6 +136,7 @@ class LoopState:
         modes = joined([module.training for module in self._modules])
         frozen = joined([not parameter.requires_grad for parameter in parameters])
         left, steps = self._has_gradients(), self._steps(optimizer)
+        hooked = () if self.hooks is None or self._has_experts else self.hooks.number()
         # Numbers alone: the hashes of texts, and of None, are another process's own.
         numbers = (
             self.clip_norm,
@@ -145,6 +149,7 @@ class LoopState:
             self.writes.number(),
             self.gradients.number(),
             self._shards.number(),
+            hooked,
         )
         return (hash(numbers) & _BITS) or 1
 
@@ -187,6 +192,8 @@ class LoopState:
         for fqn, parameter in self._parameters.items():
             found[f'"{fqn}".requires_grad'] = parameter.requires_grad
         found |= self._context.stash(WrittenValues).described()
+        if self.hooks is not None and not self._has_experts:
+            found |= self.hooks.described()
         return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
 
     def _steps(self, optimizer: torch.optim.Optimizer | None) -> float:

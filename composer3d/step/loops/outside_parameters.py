@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -32,7 +32,8 @@ class OutsideParameters:
     Attributes:
         parameters: Those added so far.
 
-    Collectives: for each parameter that is added one broadcast; in a step with some of them one all-reduce an axis.
+    Collectives: one all-reduce a group that is added, and for each of its parameters one broadcast; in a step with some
+        of them one all-reduce an axis.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -41,15 +42,16 @@ class OutsideParameters:
         self._has_looked = False
         _RUNS.add(context)
 
-    def add(self, parameters: Iterable[nn.Parameter], *, refused: str) -> None:
+    def add(self, parameters: Iterable[nn.Parameter], *, refused: str, meet: Callable[[], None]) -> None:
         """Take parameters of a group that was added to the optimizer, with the first rank's values.
 
         Args:
             parameters: The model's own are left out.
             refused: Why no gradient of theirs can be averaged; empty where it can.
+            meet: Verifies that all ranks add some.
 
         Raises:
-            StepError: It cannot.
+            StepError: It cannot, or some ranks add none.
         """
         import torch
         import torch.distributed as dist
@@ -58,6 +60,8 @@ class OutsideParameters:
         added = [parameter for parameter in parameters if id(parameter) not in own]
         if added and refused:
             raise StepError(f"optimizer.add_param_group(...) was given parameters of no composed model: {refused}")
+        if added and self._context.world_size > 1:
+            meet()
         for parameter in added if self._context.world_size > 1 else ():
             with torch.no_grad():
                 dist.broadcast(parameter, src=0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
+from composer3d.step.gradients import local
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -47,6 +48,20 @@ class ParameterHooks:
         self._known = {number for table in tables for number in table}
         self._hooked: list[nn.Parameter] = []
         self._earlier: dict[int, tuple[Tensor, float]] = {}
+        self._changed: set[str] = set()  # parameters whose gradients hooks have changed in the last step
+
+    def number(self) -> tuple[int, ...]:
+        """Return numbers that ranks of one stage have in common: their hooks change the same gradients."""
+        if not self._changed:
+            return ()
+        return tuple(place for place, (fqn, _) in enumerate(self._parameters.values()) if fqn in self._changed)
+
+    def described(self) -> dict[str, str]:
+        """Return the components of the number, by name."""
+        return {
+            f'the gradient of "{fqn}" by its hooks in the last step': "changed" if fqn in self._changed else "unchanged"
+            for fqn, _ in self._parameters.values()
+        }
 
     @property
     def _is_late(self) -> bool:
@@ -64,6 +79,8 @@ class ParameterHooks:
             StepError: No gradient of this backward alone will be there for a hook.
         """
         self._earlier.clear()
+        if number == 1:
+            self._changed.clear()
         self._hooked = list(self._find())
         if not self._hooked:
             return contextlib.nullcontext()
@@ -111,16 +128,19 @@ class ParameterHooks:
         for parameter in reversed(hooked):
             before, after = map(self._of_loop, _tables(parameter))
             with torch.no_grad():
-                has_gradient = parameter.grad is not None
+                has_gradient, is_changed = parameter.grad is not None, False
                 if has_gradient and before:
-                    _pass(parameter, before.values())
+                    is_changed = _pass(parameter, before.values())
                 if id(parameter) in self._earlier:
                     grad, applied = self._earlier[id(parameter)]
                     if applied != self._scaling.applied:
                         grad.mul_(self._scaling.applied / applied)
                     parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+                given, version = parameter.grad, _version(parameter.grad)
                 for hook in after.values() if has_gradient else ():
                     hook(parameter)
+                if is_changed or parameter.grad is not given or _version(given) != version:
+                    self._changed.add(self._parameters[id(parameter)][0])
 
     def _find(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that have hooks of the loop's."""
@@ -155,12 +175,21 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("composer3d")
 
 
-def _pass(parameter: nn.Parameter, hooks: Iterable[Any]) -> None:
-    """Replace a gradient by the hooks' result; tensors that hooks keep are not changed later."""
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else local(grad)._version
+
+
+def _pass(parameter: nn.Parameter, hooks: Iterable[Any]) -> bool:
+    """Replace a gradient by the hooks' result; tensors that hooks keep are not changed later.
+
+    Returns:
+        Whether it is another one.
+    """
     from torch.distributed.tensor import DTensor
 
     grad: Any = parameter.grad
     value: Any = grad
+    version = _version(grad)
     for hook in hooks:
         returned = hook(value)
         value = value if returned is None else returned
@@ -170,3 +199,4 @@ def _pass(parameter: nn.Parameter, hooks: Iterable[Any]) -> None:
         fresh.copy_(
             value if is_local or not isinstance(value, DTensor) else value.redistribute(placements=grad.placements)
         )
+    return value is not grad or _version(grad) != version
