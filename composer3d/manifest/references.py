@@ -84,7 +84,10 @@ def _import(name: str, folder: Path) -> ModuleType:
 def _near_modules(name: str, folder: Path) -> str | None:
     parent, _, last = name.rpartition(".")
     paths = list(own_attribute(sys.modules.get(parent), "__path__") or []) if parent else [str(folder)]
-    return did_you_mean(last, [module.name for module in pkgutil.iter_modules(paths)])
+    for link in (Path(path, each) for path in paths for each in (f"{last}.py", last)):
+        if link.is_symlink() and not link.exists():
+            return f"{link.name} is a link to {link.readlink()}, which is not there"
+    return did_you_mean(last, [module.name for module in pkgutil.iter_modules(paths) if module.name != last])
 
 
 def _import_failure(name: str, folder: Path, error: BaseException) -> ReferenceFailure:

@@ -59,6 +59,10 @@ def test_a_module_that_is_not_there(folder):
     assert refusal("ref_modle:build", folder) == 'there is no module "ref_modle"; did you mean "ref_model"?'
     assert refusal("zzz:build", folder) == 'there is no module "zzz"; one of: ref_model, ref_pack'
     assert refusal("ref_pack.iner:x", folder) == 'there is no module "ref_pack.iner"; did you mean "inner"?'
+    (folder / "ref_link.py").symlink_to("/nowhere/ref_link.py")
+    assert refusal("ref_link:build", folder) == (
+        'there is no module "ref_link"; ref_link.py is a link to /nowhere/ref_link.py, which is not there'
+    )
     assert refusal("ref_model.x:y", folder) == 'there is no module "ref_model.x"'
 
 

@@ -152,6 +152,20 @@ def case_crash_once(output):
     print(f"sum {reduce_all():g} after {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
 
 
+class Unreadable:
+    """What a rank returns and its launcher cannot read."""
+
+    def __setstate__(self, state):
+        raise LookupError("no such state")
+
+
+def case_unreadable(output):
+    join()
+    result = Unreadable()
+    result.state = 1
+    return result
+
+
 def case_preempt(output):
     rank = join()
     with Preemption() as preemption, Progress(output, rank) as progress:

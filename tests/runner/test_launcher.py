@@ -29,6 +29,7 @@ LOCAL = (
     "user:2",
     "manifest:2",
     "crash_once:1",
+    "unreadable",
     "skip",
     "mismatch",
 )
@@ -198,6 +199,18 @@ def test_a_crash_is_restarted(told):
     assert case.out == ["finished 0", "sum 2 after 1", "sum 2 after 1"]
     matches(r"run failed: rank 1 of 2 .*only once.*\nrestarting all ranks \(1 of 1\)\n", case.err)
     assert list(case.output.iterdir()) == []
+
+
+def test_an_exception_of_the_launchers_own_is_reported_with_its_traceback(told):
+    case = told["unreadable"]
+    assert case.out == ["failed 3"]
+    matches(
+        r"run failed: the launcher raised LookupError: no such state\nTraceback \(most recent call last\):\n.*"
+        r"in __setstate__\n.*LookupError: no such state\n" + where(case.output),
+        case.err,
+    )
+    error = error_json(case.output)
+    assert (error["rank"], error["kind"]) == (None, "crash") and "in __setstate__" in error["traceback"]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_another_failed(told):

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from composer3d.processes import temporary_folder
+from composer3d.errors import ComposerError
+from composer3d.processes import machine_error, temporary_folder
 from composer3d.runner.launching.lock import RunLock
 from composer3d.runner.launching.rank import is_rank, rank_main
 from composer3d.runner.launching.signals import interrupt_once
@@ -162,9 +163,15 @@ def run_world(
         args: The function that each rank runs, its arguments, and the run's folder.
         lock: On that folder.
     """
-    with _quiet(), watch.taking_signals():
-        ended = _run(watch, start_method, args, lock)
-    values = {} if ended.report else _values(watch)
+    try:
+        with _quiet(), watch.taking_signals():
+            ended = _run(watch, start_method, args, lock)
+        values = {} if ended.report else _values(watch)
+    except Exception as error:
+        if isinstance(error, ComposerError) or machine_error(error, args[2]) is not None:
+            raise  # told without a traceback
+        report = FailureReport.of_launcher(error, world_size=watch.num_ranks)
+        return LaunchResult(outcome="failed", report=report, num_restarts=watch.num_restarts)
     return LaunchResult(outcome=ended.outcome, report=ended.report, values=values, num_restarts=watch.num_restarts)
 
 

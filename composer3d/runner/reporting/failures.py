@@ -134,6 +134,14 @@ class FailureReport:
         )
 
     @classmethod
+    def of_launcher(cls, error: BaseException, *, world_size: int) -> FailureReport:
+        """Describe an exception of the launcher's own, given the number of ranks, none of which is to blame."""
+        here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "time_ns": time.time_ns()}
+        name, told = type(error).__name__, redacted("".join(tracebacks.format_exception(error)))
+        message = redacted(f"the launcher raised {name}: {error}")
+        return cls(rank=None, world_size=world_size, kind="crash", error=name, message=message, traceback=told, **here)
+
+    @classmethod
     def from_ending(cls, ending: Ending, *, world_size: int, folder: Path) -> FailureReport:
         """Describe a rank that ended without an exception of its own.
 
