@@ -15,7 +15,7 @@ from composer3d.errors import ManifestError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
 from composer3d.importing.key_tables import load_key_table, path_of, systems
 from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
-from composer3d.importing.recognition import form_of, recognise
+from composer3d.importing.recognition import form_of, keys_of_deepspeed, recognise
 from composer3d.importing.shell_flags import read_words
 from composer3d.importing.source_file import parse, read_source_text
 from composer3d.importing.translation import AUTO, Options, Translation, translate
@@ -146,8 +146,12 @@ def _read(path: Path | None, system: str | None, flags: Flags) -> tuple[str, Sou
     if flags.words and found == "megatron":
         tree = read_words(flags.words, tree)
     if found is None:
-        hint = f"say whose it is with --from: {', '.join(systems())}"
-        raise UnreadableSource(Problem(message="no system is recognised by its keys", file=str(path), hint=hint))
+        shared = keys_of_deepspeed(tree)
+        message, hint = "no system is recognised by its keys", f"say whose it is with --from: {', '.join(systems())}"
+        if shared:
+            message = f"no system is recognised by its keys: {', '.join(shared)} are DeepSpeed's and GPT-NeoX's"
+            hint = "write --from neox, if it is a part of GPT-NeoX's YAML, or --from deepspeed"
+        raise UnreadableSource(Problem(message=message, file=str(path), hint=hint))
     return found, tree
 
 

@@ -10,7 +10,7 @@ from composer3d.importing.argument_log import has_block_of_arguments
 from composer3d.importing.leaves import SourceTree
 from composer3d.importing.source_file import parse
 
-__all__ = ["form_of", "recognise"]
+__all__ = ["form_of", "keys_of_deepspeed", "recognise"]
 
 _FORMS = {".json": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -122,3 +122,9 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
     best = max(counts, key=lambda name: counts[name], default=None)
     is_told = best is not None and counts[best] and (form, best) != ("yaml", "deepspeed")
     return (best if is_told else None), tree
+
+
+def keys_of_deepspeed(tree: SourceTree) -> list[str]:
+    """Return keys at the top of a file that DeepSpeed's JSON and GPT-NeoX's YAML have in common, the first three."""
+    tops = dict.fromkeys(leaf.path[0] for leaf in tree.leaves.values())
+    return [top for top in tops if top in _OWN_KEYS["deepspeed"]][:3]

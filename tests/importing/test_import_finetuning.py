@@ -176,7 +176,11 @@ NEOX = """{
 def test_a_part_of_gpt_neoxs_file_is_told_by_a_name_of_its_own(tmp_path, name):
     shared = "train_batch_size: 32\nbf16: {enabled: true}\ngradient_accumulation_steps: 1\noptimizer: {type: sgd}\n"
     assert translated(tmp_path, "part.yml", f"{shared}{name}\n", world_size=1).table.name == "neox"
-    with pytest.raises(ManifestError, match="no system is recognised by its keys; say whose it is with --from"):
+    said = (
+        "no system is recognised by its keys: train_batch_size, bf16, gradient_accumulation_steps are DeepSpeed's and "
+        "GPT-NeoX's; write --from neox, if it is a part of GPT-NeoX's YAML, or --from deepspeed"
+    )
+    with pytest.raises(ManifestError, match=said):
         translated(tmp_path, "part.yml", shared, world_size=1)
 
 
