@@ -161,6 +161,9 @@ BENT = {
     "an exponential": lambda a, b: (a / 2).exp() - b,
     "of a sum": lambda a, b: (a * 3).square(),
     "bounded": lambda a, b: a.clamp(min=0.1, max=9.0) + torch.nn.functional.softplus(b - 1),
+    "above a bound": lambda a, b: (a - 1.4).relu() + (b - 9).relu(),
+    "below a bound": lambda a, b: (1.5 - a).relu() + (1.4 - b).relu(),
+    "squashed": lambda a, b: (a - 1).sigmoid() + 2 * (b - 1).tanh(),
     "its error": lambda a, b: mse_loss(b, torch.tensor(0.3)) + torch.maximum(a, torch.tensor(0.1)),
 }
 

@@ -7,6 +7,7 @@ their means first.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,16 @@ _OPTIONS = {
     "SmoothL1Loss": ("nn.functional.smooth_l1_loss", "target", "beta"),
     "Softplus": ("nn.functional.softplus", "beta", "threshold"),
 }
-_INVERSES: dict[str, Callable[[Tensor], Tensor]] = {"Exp": lambda y: y.log(), "Sqrt": lambda y: y * y}
+# Arguments by results, where a node saves these; NaN where several have one result.
+_INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Exp": lambda y: y.log(),
+    "Reciprocal": lambda y: 1 / y,
+    "Relu": lambda y: y / (y > 0),
+    "Rsqrt": lambda y: 1 / (y * y),
+    "Sigmoid": lambda y: y.logit(),
+    "Sqrt": lambda y: y * y,
+    "Tanh": lambda y: y.atanh(),
+}
 _DEPTH = 8
 
 
@@ -83,7 +93,10 @@ class BentMean:
         return given.detach().double()
 
     def shift(self, mean: Tensor) -> float | None:
-        """Return the constant in the function's argument, given the mean; None where the graph does not show it."""
+        """Return the constant in the function's argument, given the mean; None where the graph does not show it.
+
+        It is NaN of a result of 0 of relu, which other ranks' may be none of.
+        """
         if not self.has_shift:
             return 0.0
         given = self.given()
@@ -101,6 +114,7 @@ class BentMean:
         import torch
 
         with torch.enable_grad():
+            shift = -math.inf if math.isnan(shift) else shift
             given = torch.tensor(mean, dtype=torch.float64, requires_grad=True)
             value = _function(self.node)(given * self.slope + shift)
             (derivative,) = torch.autograd.grad(value, given)

@@ -205,12 +205,13 @@ def _whole(parts: Sequence[Part]) -> float:
 def _differ(terms: Sequence[_Told]) -> bool:
     """Return whether ranks apply a function to their means with constants of their own."""
     own = [term for term in terms if term.is_bent and term.divisor]
+    _, shift = _whole_mean(terms)
     return any(
         abs(each - first) > _SAME_CONSTANT * max(abs(first), abs(term.mean * term.slope))
         for term in own
         for each, first in (
             (term.slope, own[0].slope),
-            (term.shift, own[0].shift),
+            (term.shift, shift),
             (term.constant, own[0].constant),
         )
     )
@@ -221,7 +222,8 @@ def _whole_mean(terms: Sequence[_Told]) -> tuple[float, float]:
     own = [term for term in terms if term.divisor]
     if not own:
         return 0.0, 0.0
-    return sum(term.divisor * term.mean for term in own) / sum(term.divisor for term in own), own[0].shift
+    shift = next((term.shift for term in own if not math.isnan(term.shift)), math.nan)  # relu's where it is seen
+    return sum(term.divisor * term.mean for term in own) / sum(term.divisor for term in own), shift
 
 
 def _told(term: Term, seen: _Seen | None, has_penalty: bool) -> _Told:
