@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from support.family_models import VOCAB, class_loss
 from support.models import largest, write_manifest
-from support.tensor_parallel import AUTO
+from support.shared_parts import SHARED_PARTS
+from support.tensor_parallel import AUTO, on_one_rank
 from torch import nn
 
 import composer3d
@@ -96,3 +98,28 @@ def test_an_attribute_that_the_model_reads_elsewhere_is_left_and_the_code_propag
         assert rows == {"sizes": (), "propagated": BLOCKS}
         assert heads == [HEADS] * 2
         assert error < TIGHT
+
+
+def dry_runs(num_layers):
+    """Return how often two stacks of blocks were run on meta to derive their plan, and what is propagated then."""
+    num_runs, answers = [0], BlockDryRun._answers
+
+    def counted(self, code):
+        num_runs[0] += 1
+        return answers(self, code)
+
+    BlockDryRun._answers = counted
+    try:
+        model = SHARED_PARTS["Towers"](num_layers=num_layers)
+        run = composer3d.compose(model, write_manifest(f"[mesh]\ntp = 2\n{AUTO}\n"), loss_fn=class_loss)
+        propagated = next(row.fqns for row in run.plan if row.name == "tensor_parallel.propagated")
+        run.close()
+    finally:
+        BlockDryRun._answers = answers
+    return num_runs[0], propagated
+
+
+def test_the_blocks_of_a_stack_are_not_looked_at_one_after_another():
+    (few, _), (many, propagated) = (on_one_rank(dry_runs, 2, num_layers) for num_layers in (2, 5))
+    assert few == many < 30
+    assert len(propagated) == 10

@@ -8,6 +8,7 @@ from support.branching_models import FLOWS
 from support.family_models import batch_of, class_loss
 from support.models import Even, composed, mine, seeded, write_manifest
 from support.selected_cases import selected
+from support.shared_parts import SHARED_PARTS
 from support.tensor_parallel import AUTO, built, on_one_rank, steps_of
 
 import composer3d
@@ -22,7 +23,8 @@ def auto(settings="", more=""):
     return f"[mesh]\ntp = 2\n{more}\n{AUTO}{settings}\n"
 
 
-CASES = [(name, auto(settings)) for name in FLOWS for settings in ("", SP)]
+MODELS = {**FLOWS, **SHARED_PARTS}
+CASES = [(name, auto(settings)) for name in MODELS for settings in ("", SP)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def results(request):
 
 
 @pytest.mark.parametrize("settings", ["", SP])
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_one_device(results, name, settings):
     for rank in results:
         assert max(rank[name, auto(settings)][:3]) < TIGHT

@@ -119,75 +119,6 @@ class Shared(Listed):
         return self.out(x)
 
 
-class SharedNorm(Listed):
-    """The norm of the first block is the one after the last, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = self.layers[0].norm
-
-    def forward(self, tokens):
-        x = self.emb(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(self.norm(x))
-
-
-class LentFeed(Listed):
-    """The model's own code calls the feed-forward of a block once more."""
-
-    def forward(self, tokens):
-        x = self.emb(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(self.layers[0].down(self.layers[0].up(x).relu()))
-
-
-class Keeping(Block):
-    """It appends what it returns to a list, too."""
-
-    def __init__(self, kept):
-        super().__init__()
-        self.kept = kept
-
-    def forward(self, x, memory=None):
-        y = super().forward(x)
-        self.kept.append(y)
-        return y
-
-
-class Collected(Listed):
-    """Features that blocks append to a list are pooled over the sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-        self.layers = nn.ModuleList(Keeping(self.kept) for _ in range(2))
-
-    def forward(self, tokens):
-        self.kept.clear()
-        x = self.emb(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x) + self.out(torch.stack(self.kept).amax((0, 2)))[:, None]
-
-
-class Hooked(Collected):
-    """As above, of what hooks are given: of the blocks, and of sharded projections in one."""
-
-    def __init__(self, inner=False):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        for layer in self.layers:
-            hooked = layer.up if inner else layer
-            hooked.register_forward_hook(lambda module, args, output: self.kept.append(output[..., :16]))
-
-
-class HookedInside(Hooked):
-    def __init__(self):
-        super().__init__(inner=True)
-
-
 class SharedFeed(nn.Module):
     """Layers of a dictionary each, of which all have one feed-forward."""
 
@@ -378,71 +309,16 @@ class EvaluatedModel(nn.Module):
         return self.out(x)
 
 
-class Channels(nn.Module):
-    """A parameter for every channel, which is the second dim or the last."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(dim))
-
-    def forward(self, x, dim=1):
-        return x * self.scale.view(-1, *(1,) * (x.ndim - 1 - dim % x.ndim))
-
-
-class Transposing(nn.Module):
-    """Modules with parameters on activations of channels first, x_BDS, and on both forms."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-        self.prelu, self.scale, self.both = nn.PReLU(2 * dim), Channels(2 * dim), Channels(2 * dim)
-
-    def forward(self, x, condition):
-        y = self.both(self.up(x), -1).transpose(1, 2)
-        y = self.both(self.scale(self.prelu(y))).transpose(1, 2)
-        return x + self.down(y) + condition
-
-
-class NormedTwice(nn.Module):
-    """One norm for what has a sequence and what has none."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(dim, 32), nn.Linear(32, dim), nn.LayerNorm(dim)
-
-    def forward(self, x, condition):
-        return x + self.down(self.up(self.norm(x)).relu()) + self.norm(condition)
-
-
-class NormedConditions(Conditioned):
-    def __init__(self, dim=16):
-        super().__init__()
-        self.layers = nn.ModuleList(NormedTwice(dim) for _ in range(2))
-
-
-class Transposed(Conditioned):
-    def __init__(self, dim=16):
-        super().__init__()
-        self.layers = nn.ModuleList(Transposing(dim) for _ in range(2))
-
-
 FLOWS = {
     "Seq2Seq": Seq2Seq,
     "Torch": Torch,
     "Skipping": Skipping,
     "Averaged": Averaged,
     "Shared": Shared,
-    "SharedNorm": SharedNorm,
-    "LentFeed": LentFeed,
-    "Collected": Collected,
-    "Hooked": Hooked,
-    "HookedInside": HookedInside,
     "SharedFeed": SharedFeed,
     "SharedMixture": SharedMixture,
     "Repeated": Repeated,
     "Conditioned": Conditioned,
-    "NormedConditions": NormedConditions,
-    "Transposed": Transposed,
     "Evaluated": EvaluatedModel,
     "Recomputed": RecomputedModel,
 }

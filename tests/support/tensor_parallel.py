@@ -16,6 +16,7 @@ from support.family_models import FAMILIES, batch_of, class_loss
 from support.foreign_models import STRANGERS
 from support.models import largest, mine, write_manifest
 from support.multiplied_models import MODELS as MULTIPLIED
+from support.shared_parts import SHARED_PARTS
 
 PLANS = {
     "llama": """
@@ -83,7 +84,7 @@ def table(family, settings="", more=""):
 
 def built(family, options=None):
     torch.manual_seed(0)
-    return {**FAMILIES, **MODELS, **STRANGERS, **FLOWS, **MULTIPLIED}[family](**(options or {}))
+    return {**FAMILIES, **MODELS, **STRANGERS, **FLOWS, **SHARED_PARTS, **MULTIPLIED}[family](**(options or {}))
 
 
 def reference(family, options=None, num_samples=4):

@@ -104,7 +104,7 @@ class Flow:
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record the activations that a function took, and what blocks have made and kept."""
-        if self._inside:
+        if self._inside and self.calls[self._inside[-1]]:  # the root has no code outside of it
             made = (leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor))
             self._made |= {id(leaf): (weakref.ref(leaf), self.calls[self._inside[-1]]) for leaf in made}
         elif self._made:

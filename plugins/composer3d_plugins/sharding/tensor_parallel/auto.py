@@ -16,18 +16,18 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from composer3d import DataDependent, PluginError, RunContext
-from composer3d.propagation import Call, PropagationError, Traced, kind_of, reader_of, trace
+from composer3d.propagation import PropagationError, Traced, kind_of, reader_of, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
-from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
+from composer3d_plugins.sharding.tensor_parallel.derivation import Derivation
 from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import (
     READ,
     gathering_rules,
     rules_outside,
     without_layers,
 )
-from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.module_roles import roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
-from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features, levels_of
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, levels_of
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import (
     along_sequence,
     sharded_blocks,
@@ -35,145 +35,10 @@ from composer3d_plugins.sharding.tensor_parallel.sequence_plan import (
     without_sequence,
 )
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import gives_features
 
 __all__ = ["Derived", "derive"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Derivation:
-    """The roles of one block's linear layers, found by trial.
-
-    Attributes:
-        reasons: Why layers stay replicated, by FQN.
-        edges: Where the code takes results apart.
-        fused: Into how many equal parts layers may yet be taken apart.
-        gathered: Parts that are gathered where code takes them, by the features they begin and end with.
-        first: What went wrong first with a layer, before it was taken for a fused one.
-        read: FQNs in the model of modules whose parameters code outside of them reads.
-    """
-
-    block: nn.Module
-    fqn: str
-    call: Call
-    degree: int
-    read: frozenset[str] = frozenset()
-    expanding: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    edges: dict[str, set[int]] = field(default_factory=dict)
-    fused: dict[str, list[int]] = field(default_factory=dict)
-    gathered: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    first: dict[str, PropagationError] = field(default_factory=dict)
-
-    def run(self) -> BlockDryRun:
-        """Return the first run in which every sharded result reaches a layer that contracts it, also in evaluation.
-
-        Raises:
-            PropagationError: The block cannot be run by itself; it names no layers.
-        """
-        for name, module in self.block.named_modules():
-            if kind_of(module) in ("linear", "transposed"):
-                self._consider(name, module)
-        while True:
-            gathered = {name: frozenset(ranges) for name, ranges in self.gathered.items()}
-            roles = Roles(expanding=dict(self.expanding), gathered=gathered)
-            where = self.fqn or type(self.block).__name__
-            dry_run, evaluated = (
-                BlockDryRun(block=self.block, degree=self.degree, roles=roles, training=mode) for mode in (True, False)
-            )
-            try:
-                dry_run.propagate(self.call, where)
-                evaluated.propagate(self.call, where)
-            except PropagationError as error:
-                if not error.sources:
-                    raise
-                self._give_way(error)
-                continue
-            unused = self.expanding.keys() - {name for names, _ in dry_run.contracting.values() for name in names}
-            if not unused:
-                return dry_run
-            for name in unused:
-                self._leave(name, "nothing contracts its result")
-                if name in dry_run.contracting:
-                    del self.reasons[name]
-
-    def _consider(self, name: str, module: nn.Module) -> None:
-        size = features(module)[1]
-        if self._full(name) in self.read:
-            self.reasons[name] = READ
-            return
-        if not gives_features(module):
-            self.reasons[name] = "it gives something else than features"
-            return
-        if size % self.degree:
-            self.reasons[name] = f"its {size} output features do not divide by tp = {self.degree}"
-            return
-        self.expanding[name] = (size,)
-        self.fused[name] = [n for n in (3, 2) if size % (n * self.degree) == 0]
-
-    def _give_way(self, error: PropagationError) -> None:
-        """Take what an error is about for fused projections, or leave it whole."""
-        sources = sorted(error.sources & self.expanding.keys())
-        assert sources, "whatever is sharded comes from a layer that is taken for an expanding one"
-        for name in sources:
-            self.first.setdefault(name, error)
-        if len(sources) == 1:
-            (name,) = sources
-            size = sum(self.expanding[name])
-            if error.edge is not None and self._take_apart(name, size, error.edge):
-                return
-            if len(self.expanding[name]) == 1 and not self.edges.get(name) and self.fused[name]:
-                count = self.fused[name].pop(0)
-                self.expanding[name] = (size // count,) * count
-                return
-        if self._gather(error):
-            return
-        # The rest may do without the smallest: keys that all heads share, or that are fewer than ranks, say.
-        least = min(sum(self.expanding[name]) for name in sources)
-        for name in sources:
-            if sum(self.expanding[name]) == least:
-                self._leave(name, str(self.first[name]))
-
-    def _gather(self, error: PropagationError) -> bool:
-        """Gather the smallest part that an error is about, of a layer of which at most half is gathered then."""
-        found: list[tuple[int, str, tuple[int, int]]] = []
-        for name, start, stop in error.ranges:
-            parts, gathered = self.expanding.get(name, ()), self.gathered.get(name, set())
-            edges = [sum(parts[:at]) for at in range(len(parts) + 1)]
-            for part in zip(edges, edges[1:], strict=False):
-                size = part[1] - part[0]
-                fits = 2 * (size + sum(last - first for first, last in gathered)) <= sum(parts)
-                if start <= part[0] and part[1] <= stop and part not in gathered and fits:
-                    found.append((size, name, part))
-        if not found:
-            return False
-        _, name, part = min(found)
-        self.gathered.setdefault(name, set()).add(part)
-        return True
-
-    def _take_apart(self, name: str, size: int, edge: tuple[int, int]) -> bool:
-        known = self.edges.setdefault(name, {0, size})
-        found = known | set(edge)
-        if found == known or max(found) > size:
-            return False
-        self.edges[name] = found
-        self.gathered.pop(name, None)
-        at = sorted(found)
-        parts = tuple(last - first for first, last in zip(at, at[1:], strict=False))
-        if any(part % self.degree for part in parts):
-            return False
-        self.expanding[name] = parts
-        return True
-
-    def _leave(self, name: str, reason: str) -> None:
-        del self.expanding[name]
-        self.gathered.pop(name, None)
-        self.reasons[name] = reason
-
-    def _full(self, name: str) -> str:
-        return ".".join(filter(None, (self.fqn, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +147,10 @@ def _derivations(
         more, left = _multiplied(derivation, found, context)
         found |= more
         for name, reason in left.items():
-            reasons[derivation._full(name)] = reason
+            reasons[derivation.full(name)] = reason
             whole.setdefault(reason, []).extend(_named({name: Rule(style="replicate")}, group))
         derivations.append((derivation, found, group))
-        reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
+        reasons |= {derivation.full(name): reason for name, reason in derivation.reasons.items()}
     return derivations, reasons, whole
 
 
@@ -324,7 +189,7 @@ def _along(derivation: Derivation, found: Rules, traced: Traced, sequence_dim: i
         degree=derivation.degree,
         roles=functools.partial(roles_of, block, sequence_dim=sequence_dim, observed=True),
         where=derivation.fqn,
-        read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
+        read=[name for name, _ in block.named_modules() if derivation.full(name) in derivation.read],
     )
 
 
@@ -349,7 +214,7 @@ def _rules_of(derivation: Derivation) -> Rules:
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
     # What needs its shard of a weight, as a depthwise convolution does, gets it where it is propagated.
     for name in dry_run.local - dry_run.moving:
-        is_read = derivation._full(name) in derivation.read
+        is_read = derivation.full(name) in derivation.read
         if next(derivation.block.get_submodule(name).parameters(), None) is not None and not is_read:
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
@@ -380,10 +245,10 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tu
     excluded = [
         name
         for name in multiplied(derivation.block)
-        if derivation._full(name) in experts
+        if derivation.full(name) in experts
         or reader_of(derivation.block, owner_of(name)) in rules
-        or derivation._full(owner_of(name)) in derivation.read
-        or derivation._full(name) in tied
+        or derivation.full(owner_of(name)) in derivation.read
+        or derivation.full(name) in tied
     ]
     search = WeightSearch(
         block=derivation.block,
@@ -394,7 +259,7 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tu
         excluded=excluded,
     )
     found = search.rules()
-    why = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
-    why |= {name: "it is a parameter of several modules" for name in excluded if derivation._full(name) in tied}
-    why |= {name: "it is sharded over experts" for name in excluded if derivation._full(name) in experts}
+    why = {name: READ for name in excluded if derivation.full(owner_of(name)) in derivation.read}
+    why |= {name: "it is a parameter of several modules" for name in excluded if derivation.full(name) in tied}
+    why |= {name: "it is sharded over experts" for name in excluded if derivation.full(name) in experts}
     return found, {**why, **search.reasons}

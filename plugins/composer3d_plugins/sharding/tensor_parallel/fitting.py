@@ -11,6 +11,7 @@ tensors and results all equal those of the propagated run.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fit", "fits"]
 
+NUMBERS = re.compile(r"\.\d+\b")  # of modules in lists
 # Of attributes changed together, and of runs that are tried for one block.
 MOST_TOGETHER, MOST_RUNS = 3, 80
 
@@ -66,6 +68,7 @@ class Search:
         right: Record of the run in which all code is propagated.
         given: As in `Code`, in that run.
         num_runs: Ways tried so far.
+        is_spreading: Whether what helps in one block of a list is tried for all.
     """
 
     block: nn.Module
@@ -77,6 +80,7 @@ class Search:
     right: Record = field(init=False)
     given: dict[str, tuple[bool, ...]] = field(init=False)
     num_runs: int = 0
+    is_spreading: bool = True
 
     def __post_init__(self) -> None:
         dry_run = self._dry_run()
@@ -105,13 +109,13 @@ class Search:
     def run(self, code: Code) -> Code | None:
         """Return what makes every entry right."""
         code = replace(code, given=self.given)
-        reached = self.agreeing(code)
-        while reached < self.length:
-            found = self._better(code, reached)
-            if found is None:
-                return None
-            code, reached = found
-        return code
+        for self.is_spreading in (True, False):
+            found, reached = code, self.agreeing(code)
+            while reached < self.length and (better := self._better(found, reached)) is not None:
+                found, reached = better
+            if reached == self.length:
+                return found
+        return None
 
     def _better(self, code: Code, reached: int) -> tuple[Code, int] | None:
         """Return what gets further than `code` does, by as little as possible."""
@@ -121,12 +125,37 @@ class Search:
                 break
             further = self.agreeing(candidate)
             if further > reached:
-                return candidate, further
+                return self._spread(code, candidate, further)
         for candidate in self._propagating(code, reached):
             further = self.agreeing(candidate)
             if further > reached:
-                return candidate, further
+                return self._spread(code, candidate, further)
         return None
+
+    def _spread(self, code: Code, better: Code, reached: int) -> tuple[Code, int]:
+        """Return what helped for one module, done to those of its name in all blocks of a list if it helps there."""
+        sizes, propagated = dict(better.sizes), set(better.propagated)
+        for (fqn, name), value in better.sizes.items() - code.sizes.items():
+            before = vars(self.block.get_submodule(fqn))[name]
+            others = {other: vars(self.block.get_submodule(other)) for other in self._alike(fqn, better)}
+            sizes |= {(other, name): value for other, attributes in others.items() if attributes.get(name) == before}
+        for fqn in better.propagated - code.propagated:
+            propagated |= self._alike(fqn, better) & set(self.regions.values())
+        sizes = {key: size for key, size in sizes.items() if not any(_is_in(key[0], fqn) for fqn in propagated)}
+        spread = replace(better, sizes=sizes, propagated=frozenset(propagated))
+        further = self.agreeing(spread) if spread != better and self.is_spreading else 0
+        # What is propagated is right by itself; the next function to go wrong may be of another module's.
+        least = reached if propagated != better.propagated else reached + 1
+        return (spread, further) if further >= least else (better, reached)
+
+    def _alike(self, fqn: str, code: Code) -> set[str]:
+        form, kind = NUMBERS.sub(".*", fqn), type(self.block.get_submodule(fqn))
+        return {
+            other
+            for other, module in self.block.named_modules()
+            if NUMBERS.sub(".*", other) == form and type(module) is kind
+            if not any(_is_in(other, each) for each in code.propagated)
+        }
 
     def _around(self, reached: int) -> list[str]:
         """Return the module at work where a run went wrong, and those around it, innermost first."""

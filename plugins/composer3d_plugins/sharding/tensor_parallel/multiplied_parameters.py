@@ -7,14 +7,14 @@ what they give. Whatever else needs all of it leaves the parameter whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from composer3d import RunContext, StoredOrders, torch_compat
-from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of, reader_of
+from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of, name_of, on_meta, reader_of
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.local_weights import finding, held_by
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightSearch", "multiplied", "place_weights"]
 
+# Functions that give a parameter in another form, and those that add or join it.
+SHOWN = frozenset("expand expand_as view reshape unsqueeze squeeze to type_as __getitem__ repeat".split())
+ADDED = frozenset("add add_ __add__ __radd__ __iadd__ cat concat stack __get__ size dim".split())
 # Runs of one block that are tried.
 MOST_RUNS = 400
 
@@ -79,7 +82,8 @@ class WeightSearch:
         """Return the rules of the modules that own what can be sharded."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.block.named_parameters()}
         names = [name for name in multiplied(self.block) if name in shapes and name not in self.excluded]
-        for name in [] if self.call.has_values else names:
+        names = self._but_added(names) if names and not self.call.has_values else []
+        for name in names:
             if name not in self.found:
                 self._try(name, shapes, names)
         rules: Rules = {}
@@ -92,6 +96,29 @@ class WeightSearch:
             packed = len(parts) > 1
             rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
         return rules
+
+    def _but_added(self, names: Sequence[str]) -> list[str]:
+        """Return the parameters but those that code adds to activations or joins with them alone, as positions are."""
+        held: dict[int, tuple[str, Tensor]] = {}
+        others: set[str] = set()
+
+        def see(tensors: Mapping[str, Tensor]) -> None:
+            held.update({id(tensors[name]): (name, tensors[name]) for name in names})
+
+        def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+            given = [leaf for leaf in torch_compat.tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+            found = {held[id(leaf)][0] for leaf in given if id(leaf) in held}
+            if found and name_of(func) in SHOWN and isinstance(result, Tensor):
+                held[id(result)] = min(found), result
+            elif found and (name_of(func) not in ADDED or len(given) == len(found)):
+                others.update(found)  # what is made of parameters alone may be multiplied
+
+        try:
+            on_meta(self.block, self.call.fresh(), seen=see, notes=[note])
+        except Exception:  # a model's own code may raise anything
+            return list(names)
+        self.reasons |= dict.fromkeys(set(names) - others, "it is added to activations, or joined with them")
+        return [name for name in names if name in others]
 
     def _try(self, name: str, shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> None:
         for placed in self._places(shapes[name]):
