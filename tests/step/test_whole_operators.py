@@ -56,6 +56,11 @@ def plain_written(model):
             parameter.add_(whole[..., :1])
 
 
+def joined(model):
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())
+
+
 def sub_loaded(model):
     weight = torch.arange(100.0).reshape(10, 10) / 100
     model(torch.ones(2, 6))  # gathers
@@ -103,7 +108,7 @@ def penalised(model):
 
 def trained(model, optimizer, backward, body, x, y):
     """Train for two steps with what a loop does before or after the first backward, or adds to its loss."""
-    if body in BEFORE:
+    if body in (*BEFORE, joined):
         body(model)
     for _ in range(2):
         loss = mse_loss(model(x), y)
@@ -136,7 +141,8 @@ def differences(path):
     mine = slice(rank * size, (rank + 1) * size)
     found, warnings = {}, BufferingHandler(1000)
     logging.getLogger("torch.distributed.tensor._redistribute").addHandler(warnings)
-    for body in (*BEFORE, *AFTER, penalised):
+    # torch flattens no uneven shards over two axes.
+    for body in (*BEFORE, *AFTER, penalised, *((joined,) if run.context.world_size == 2 else ())):
         reference.load_state_dict(initial)
         run.model.load_state_dict(initial)
         trained(reference, optimizer, torch.Tensor.backward, body, x, y)
@@ -205,6 +211,7 @@ def refused(path):
         lambda: x @ weight.T,
         lambda: run.model(x).mean() * weight.sum(),
         lambda: weight.detach().mul_(torch.ones(7, 4)),
+        lambda: torch.cat([weight, nn.Parameter(torch.ones(1, 4))]),
     ):
         with pytest.raises(composer3d.StepError) as caught:
             wrong()
@@ -227,6 +234,9 @@ def test_what_cannot_be_is_refused_with_its_line():
         "then this rank's alone; compute it in the model's forward",
         "aten::mul_.Tensor is given a tensor of shape [7, 4] and a sharded one, whose whole shape is [5, 4]; a plain "
         "tensor beside it is taken for the whole, on all ranks",
+        "aten::cat is given a sharded tensor, which stands for the whole one, and a plain tensor, of which it is not "
+        "known whether it is a rank's data; write it under torch.no_grad(), where it is computed on whole tensors, on "
+        "all ranks",
     ]
 
 

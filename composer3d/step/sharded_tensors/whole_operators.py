@@ -95,12 +95,12 @@ def _handlers() -> dict[Any, Handler]:
     }
 
 
-def _refuse_mixed(operator: Any) -> NoReturn:
+def _refuse_mixed(operator: Any, advice: str = _ADVICE) -> NoReturn:
     if operator.name() == torch_compat.UNSCALING:
         raise StepError(OWN_SCALER)
     raise StepError(
         f"{_place()}{operator.name()} is given a sharded tensor, which stands for the whole one, and a plain tensor, "
-        f"of which it is not known whether it is a rank's data; {_ADVICE}"
+        f"of which it is not known whether it is a rank's data; {advice}"
     )
 
 
@@ -116,20 +116,22 @@ def _compute_of_data(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _compute_read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read whole tensors by plain indices; with gradients, torch reports what it does not support."""
+    """Read whole tensors by plain indices, or join them with plain ones or over two meshes, without a gradient."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    tensors = [x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    is_mixed = any(not isinstance(tensor, DTensor) and tensor.dim() for tensor in tensors)
-    if not is_mixed or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    tensors = [x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if len({x.device_mesh if isinstance(x, DTensor) else None for x in tensors}) < 2:
         return _by_torch(operator, args, kwargs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        _refuse_mixed(operator, "write it under torch.no_grad(), where it is computed on whole tensors, on all ranks")
+    if operator.name() == "aten::cat":  # a vector of all parameters, with which plain ones are written
+        return operator(*torch_compat.tree_map(_whole, args), **kwargs)
     return _compute_whole(operator, args, kwargs)
 
 
 def _place() -> str:
-    _, place = caller(())
-    return f"{place}: " if place else ""
+    return f"{place}: " if (place := caller(())[1]) else ""
 
 
 # ---- without a rule --------------------------------------------------------------------------------------------------
@@ -174,9 +176,8 @@ def _report(operator: Any) -> None:
     if operator.name() not in _REPORTED:
         _REPORTED.add(operator.name())
         log.warning(
-            "%s%s of sharded tensors is computed on whole ones, which every rank gathers for it", _place(),
-            operator.name(),
-        )  # fmt: skip
+            "%s%s of sharded tensors is computed on whole ones, gathered on each rank", _place(), operator.name()
+        )
 
 
 def _whole(value: Any) -> Any:
