@@ -48,6 +48,17 @@ def test_a_manifest_says_what_a_scaled_scalar_is(tmp_path, logits, reduction):
     assert torch.equal(found.sum, total * (2 if reduction == "mean" else 1)) and found.count == 2
 
 
+@pytest.mark.parametrize("args", [{"k": 2.0}, {"k": 1.0, "weight": [1.0, 2.0, 3.0, 4.0]}])
+def test_a_mean_that_is_stated_is_weighed_by_its_targets(tmp_path, logits, args):
+    target = TARGET.clone()
+    loss = make_loss(LossTable(use="support.scaled_losses:scaled_mean", reduction="mean", args=args), tmp_path)
+    value = loss.function(logits, target)
+    found = as_loss(value, count=loss.count(target), equal=False, reduction=reduction_of(value))
+    weights = torch.tensor(args.get("weight", [1.0] * 4))
+    assert float(found.count) == pytest.approx(float(weights[target[target != -100]].sum()))
+    assert float(found.sum.detach()) == pytest.approx(float(value.detach()) * float(found.count))
+
+
 def test_a_reduction_of_what_says_its_count_itself_is_refused(tmp_path, logits):
     with pytest.raises(LossError) as caught:
         make_loss(LossTable(use="support.scaled_losses:pair", reduction="sum"), tmp_path).function(logits, TARGET)

@@ -17,6 +17,7 @@ from composer3d.errors import LossError, ReferenceFailure
 from composer3d.manifest import resolve_reference
 from composer3d.processes import running
 from composer3d.runner.objective.loss_table import ELEMENTWISE, LossTable
+from composer3d.step import divisor_of_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +104,8 @@ def _reduced(output: Any, target: Any, *, function: Callable[[Any, Any], Any], r
             f'[train] loss has reduction = "{reduction}", which says what a scalar is, and the loss returned '
             f"{type(value).__name__}; remove it"
         )
+    if reduction == "mean" and divisor_of_mean(value) is not None:
+        return value.reshape(()) / 1  # a mean, whose graph says over what
     return value.reshape(1).sum() if reduction == "sum" else value.reshape(1).mean()
 
 
