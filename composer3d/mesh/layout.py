@@ -253,7 +253,8 @@ def resolve(
                 f"the world has {world_size} ranks, and no plugin of this manifest shares work among them; name one "
                 '(composer3d plugins lists those of the family "sharding"), or start 1 rank'
             )
-        raise MeshError(f"{shown} = {layout.world_size}, but the world has {world_size} ranks")
+        product = f"{shown} = {layout.world_size}" if " x " in shown else shown
+        raise MeshError(f"{product}, but the world has {world_size} ranks")
     if layout.num_ranks > _LARGEST_WORLD:
         raise MeshError(
             f"the degrees multiply to {layout.num_ranks} ranks, and {_LARGEST_WORLD} are the most there can be"

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from composer3d.errors import ComposerError
@@ -172,8 +173,9 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
             machine = machine_error(error)
             text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
             answer = {"traceback": text}
-        sys.stdout.flush()  # what the factory printed
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed by the factory
+                stream.flush()  # what it printed
         write(answer)
     except BaseException:
         code = 1

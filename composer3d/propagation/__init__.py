@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.attribute_state import KeptState, attributes_of
-from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
+from composer3d.propagation.dry_run.block_flow import Flow, blocks_beside, blocks_of
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
@@ -82,6 +82,7 @@ __all__ = [
     "activation_of",
     "attach",
     "attributes_of",
+    "blocks_beside",
     "blocks_of",
     "copy_mark",
     "spec_of",

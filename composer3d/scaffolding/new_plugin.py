@@ -50,9 +50,14 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
     """
     if family not in FAMILIES:
         raise PluginError(f'there is no family "{family}"', hint=did_you_mean(family, FAMILIES))
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name) or name in sys.stdlib_module_names:
+    if not _NAME.fullmatch(name):
         hint = "write lower case with underscores, for example clip_by_layer"
         raise PluginError(f'"{name}" cannot be the name of a plugin', hint=hint)
+    if keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        kind = "word of Python's own" if keyword.iskeyword(name) else "module of Python's own"
+        raise PluginError(
+            f'"{name}" cannot be the name of a plugin: it is a {kind}', hint=f"name it {name}_plugin, say"
+        )
     installed = Catalogue.installed()
     if name in installed.names():
         raise PluginError(f'"{name}" is a plugin already, of {installed.origin(name)}', hint="choose another name")

@@ -137,7 +137,6 @@ from composer3d.torch_compat.modes import (
     selective_contexts,
     start_autograd,
     traceable,
-    watched_reentrant_checkpoints,
     without_torch_functions,
     works_on_meta,
 )
@@ -158,7 +157,7 @@ from composer3d.torch_compat.pipelines import (
     pipeline_schedule,
     without_own_messages,
 )
-from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor
+from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor, watched_checkpoints
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,
@@ -383,7 +382,7 @@ __all__ = [
     "watch_storages",
     "watch_total_norm",
     "watch_units",
-    "watched_reentrant_checkpoints",
+    "watched_checkpoints",
     "watching_messages",
     "weak_tensor_dictionary",
     "were_sizes_assumed",

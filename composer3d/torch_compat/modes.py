@@ -31,7 +31,6 @@ __all__ = [
     "selective_contexts",
     "start_autograd",
     "traceable",
-    "watched_reentrant_checkpoints",
     "without_torch_functions",
     "works_on_meta",
 ]
@@ -250,29 +249,6 @@ def start_autograd() -> None:
 
     if torch.version.cuda is not None and not torch.cuda.device_count():
         torch.ones((), requires_grad=True).backward()
-
-
-@contextmanager
-def watched_reentrant_checkpoints(entered: Callable[[], None]) -> Iterator[None]:
-    """Call a function where a forward recomputes by `checkpoint(..., use_reentrant=True)`, whatever the grad mode.
-
-    torch has no hook for it; `checkpoint` looks its autograd function up in its own module (torch 2.11-2.15).
-    """
-    from torch.utils import checkpoint
-
-    inner: Any = checkpoint.CheckpointFunction
-
-    class Watched(inner):
-        @classmethod
-        def apply(cls, *args: Any) -> Any:
-            entered()
-            return inner.apply(*args)
-
-    checkpoint.CheckpointFunction = Watched  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction = inner  # type: ignore[misc]
 
 
 def selective_contexts(policy: Any) -> tuple[Any, Any]:

@@ -1,13 +1,15 @@
-"""Tensors that hooks recompute: those of modules before every forward, those of graphs before a backward."""
+"""Recomputed tensors, of modules before every forward and of graphs before a backward; parts of forwards that are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["recomputed_tensors", "saved_tensor"]
+__all__ = ["recomputed_tensors", "saved_tensor", "watched_checkpoints"]
 
 
 def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
@@ -52,3 +54,46 @@ def saved_tensor(node: Any, name: str) -> Any:
     if raw is not None and getattr(raw, "unpack_hook", raw) is not None:
         return None
     return getattr(node, f"_saved_{name}", None)
+
+
+@contextmanager
+def watched_checkpoints(reentrant: Callable[[], None]) -> Iterator[Sequence[int]]:
+    """Watch where a forward recomputes by `torch.utils.checkpoint.checkpoint`, whatever the grad mode.
+
+    torch has no hook for it; `checkpoint` looks up what it needs in its own module (torch 2.11-2.15).
+
+    Args:
+        reentrant: Called where one has `use_reentrant=True`.
+
+    Yields:
+        Numbers of the others that are at work, the outermost first; kept up to date.
+    """
+    from torch.utils import checkpoint
+
+    function: Any = checkpoint.CheckpointFunction
+    generator: Any = checkpoint._checkpoint_without_reentrant_generator
+    at_work: list[int] = []
+    num = 0
+
+    class Watched(function):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            reentrant()
+            return function.apply(*args)
+
+    def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+        nonlocal num
+        num += 1
+        at_work.append(num)
+        try:
+            yield from generator(*args, **kwargs)
+        finally:
+            at_work.pop()
+
+    checkpoint.CheckpointFunction = Watched  # type: ignore[misc]
+    checkpoint._checkpoint_without_reentrant_generator = watched
+    try:
+        yield at_work
+    finally:
+        checkpoint.CheckpointFunction = function  # type: ignore[misc]
+        checkpoint._checkpoint_without_reentrant_generator = generator

@@ -66,7 +66,7 @@ def test_a_rank_that_fails_is_exit_code_3_and_one_report(folder, run):
 def test_a_mistake_is_found_before_any_rank_is_started(folder, run):
     code, out, err = run("--nproc-per-node", "3")
     assert (code, out) == (2, "")
-    assert err == "run.toml:4:2: [mesh] dp_shard=2 = 2, but the world has 3 ranks\n1 problem\n"
+    assert err == "run.toml:4:2: [mesh] dp_shard=2, but the world has 3 ranks\n1 problem\n"
     assert not (folder / "out").exists()
 
 
@@ -136,5 +136,5 @@ def test_a_rank_under_torchrun_tells_what_is_wrong_with_the_manifest(folder):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         '--set train.stepz=1: [train] unknown key "stepz"; did you mean "steps"?\n'
-        "run.toml:4:2: [mesh] dp_shard=2 = 2, but the world has 3 ranks\n"
+        "run.toml:4:2: [mesh] dp_shard=2, but the world has 3 ranks\n"
     )

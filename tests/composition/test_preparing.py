@@ -109,7 +109,7 @@ def test_preparing_needs_neither_a_process_group_nor_weights():
 
 def test_degrees_that_do_not_fit_are_at_the_line_of_the_mesh():
     assert refused("[sharding.fsdp2]\n[mesh]\ndp_shard = 3\n", world_size=4) == [
-        "3:2: [mesh] dp_shard=3 = 3, but the world has 4 ranks"
+        "3:2: [mesh] dp_shard=3, but the world has 4 ranks"
     ]
 
 

@@ -84,7 +84,7 @@ def test_without_a_world_the_product_is_the_world():
     ("world_size", "stated", "message"),
     [
         (8, {"tp": 3, "dp_shard": -1}, "dp_shard=1 x tp=3 = 3, but the world has 8 ranks"),
-        (8, {"dp_shard": 2}, "dp_shard=2 = 2, but the world has 8 ranks"),
+        (8, {"dp_shard": 2}, "dp_shard=2, but the world has 8 ranks"),
         (
             8,
             {},

@@ -57,6 +57,33 @@ class Foreign(torch.autograd.Function):
         return None, grad
 
 
+class Pairs(Recomputed):
+    """One checkpoint for two blocks, which stages do not part, though there are as many stages as blocks."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = self.call(lambda x, first=first, second=second: second(first(x)), x)
+        return self.out(self.norm(x)) + 0.0
+
+
+class Attributes(nn.Module):
+    """Blocks without a list, of which the parts are called one after the other, each block by a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 16)) for _ in range(2)
+        )
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for block in (self.first, self.second):
+            x = RECOMPUTING(block, x)
+        return self.out(x)
+
+
 def recomputing_inside():
     model = Net(num_layers=4)
     model.layers = nn.ModuleList(map(Inside, model.layers))
@@ -66,6 +93,11 @@ def recomputing_inside():
 @pytest.mark.parametrize("text", [ONE, LOOP, TRACED])
 def test_gradients_equal_one_device(text):
     assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Recomputed))
+
+
+@pytest.mark.parametrize("factory", [Pairs, partial(Pairs, num_layers=6), Attributes])
+def test_stages_do_not_begin_within_what_a_checkpoint_recomputes(factory):
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, ONE, factory))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,10 @@ def test_a_run_without_improvement_ends_with_its_best_checkpoint_kept(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        (
+            'metrics = { loss = "mine:figure" }',
+            "metrics.loss would take the place of the evaluation's own; name it other",
+        ),
         ("patience = 2", 'patience has no effect without best; write best = "loss"'),
         ('best = "loss"', "best compares evaluations, and there is none; write every = 100"),
         ('every = 2\nbest = "accuracy"', 'best = "accuracy" is no figure of an evaluation; there is loss'),

@@ -70,7 +70,8 @@ def test_refusals(folder, capsys):
     for arguments, said in (
         (["there", "--family", "precision"], "there is there and is not overwritten; name another folder with --to"),
         (["Clip", "--family", "precision"], '"Clip" cannot be the name of a plugin; write lower case'),
-        (["class", "--family", "precision"], '"class" cannot be the name of a plugin'),
+        (["class", "--family", "precision"], '"class" cannot be the name of a plugin: it is a word of Python'),
+        (["json", "--family", "precision"], '"json" cannot be the name of a plugin: it is a module of Python'),
         (["../x", "--family", "precision"], '"../x" cannot be the name of a plugin'),
         ([taken, "--family", "precision"], f'"{taken}" is a plugin already, of {Catalogue.installed().origin(taken)}'),
         (["x", "--family", "precison"], "invalid choice: 'precison'"),

@@ -214,14 +214,21 @@ def test_a_backward_inside_of_a_mode_runs_with_it():
     assert x.grad.tolist() == [2.0, 2.0]
 
 
-def test_reentrant_checkpoints_are_seen_and_run():
-    seen = []
+def test_checkpoints_are_seen_and_run():
+    seen, inner = [], []
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    with torch_compat.watched_reentrant_checkpoints(lambda: seen.append(1)):
-        checkpoint(layer, x, use_reentrant=False)
+    with torch_compat.watched_checkpoints(lambda: seen.append("reentrant")) as at_work:
+
+        def noted(value):
+            inner.append(list(at_work))
+            return layer(value)
+
+        checkpoint(lambda value: checkpoint(noted, value, use_reentrant=False), x, use_reentrant=False)
+        checkpoint(noted, x, use_reentrant=False)
         checkpoint(layer, x, use_reentrant=True).sum().backward()
-    checkpoint(layer, x, use_reentrant=True)
-    assert seen == [1]
+        assert list(at_work) == []
+    checkpoint(noted, x, use_reentrant=True)
+    assert (seen, inner) == (["reentrant"], [[1, 2], [3], []])
     assert torch.equal(x.grad, layer.weight.sum(0, keepdim=True))
 
 

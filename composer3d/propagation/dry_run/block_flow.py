@@ -23,7 +23,7 @@ from composer3d.propagation.functions.function_dims import SIZES, name_of
 from composer3d.propagation.module_calls import activation_of, first_of
 from composer3d.propagation.module_kinds import kind_of
 
-__all__ = ["Flow", "blocks_of"]
+__all__ = ["Flow", "blocks_beside", "blocks_of"]
 
 
 def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[str]:
@@ -66,6 +66,11 @@ def _listed(model: nn.Module) -> list[str]:
             for name in held:
                 found.setdefault(module.get_submodule(name), ".".join(filter(None, (fqn, name))))
     return list(found.values())
+
+
+def blocks_beside(model: nn.Module) -> list[str]:
+    """Return the blocks that are attributes of the model itself, each by its first name."""
+    return [name for name, child in model.named_children() if _is_block(child)]
 
 
 def _is_block(module: nn.Module) -> bool:

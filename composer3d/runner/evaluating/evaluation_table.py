@@ -54,6 +54,10 @@ class EvaluationTable:
         for name, use in self.metrics.items():
             if use != "accuracy" and ":" not in use:
                 raise KeyFault("metrics", f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
+            if name == "loss":
+                raise KeyFault(
+                    "metrics", "metrics.loss would take the place of the evaluation's own; name it otherwise"
+                )
             if not name.isidentifier():
                 raise KeyFault(
                     "metrics", f'metrics."{name}" is no name of a figure: use letters, digits and underscores'

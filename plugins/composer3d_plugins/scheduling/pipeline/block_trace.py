@@ -196,6 +196,10 @@ class _Watch(Origins):
             given = self._of(args[0])
             if index and index - 1 not in given:
                 raise NotStraightError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')
+            if self._follows_in_checkpoint():
+                raise NotStraightError(
+                    f'"{fqn}" and "{self._blocks[index - 1]}" are recomputed together by a checkpoint'
+                )
             self._called.append(index)
             self._needed(given, index)
             self._inside, self._entered_at = index, len(self._alive)

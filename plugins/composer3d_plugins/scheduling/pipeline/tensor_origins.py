@@ -68,10 +68,17 @@ class Origins(abc.ABC):
         self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
         self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
         self._at_work: list[str] = []  # their FQNs
+        self.checkpoints: Sequence[int] = ()  # at work in the forward, the outermost first
+        self._recomputed_in: int | None = None  # the outermost one around the last call
         self._inside: int | None = None
         self.plain = PlainState(skeleton, self)
         self._costs: dict[int, float] = defaultdict(float)
         self._computed_bytes: dict[int, float] = defaultdict(float)
+
+    def _follows_in_checkpoint(self) -> bool:
+        """Note a call, and return whether the forward recomputes it together with the call before it."""
+        before, self._recomputed_in = self._recomputed_in, next(iter(self.checkpoints), None)
+        return before is not None and before == self._recomputed_in
 
     @property
     @abc.abstractmethod
@@ -313,7 +320,7 @@ def run_forward(watch: Origins, example: Any, operator: Callable[..., Any]) -> A
     try:
         with (
             torch.no_grad(),
-            torch_compat.watched_reentrant_checkpoints(watch.refuse_reentrant),
+            torch_compat.watched_checkpoints(watch.refuse_reentrant) as watch.checkpoints,
             torch_compat.dispatch_mode(operator, compiles=False, opens=False),
         ):
             return watch.skeleton(*args, **kwargs)

@@ -42,7 +42,8 @@ class Call:
     Attributes:
         name: The module's FQN; further calls of the same module have torch's `@1`, `@2` behind it.
         fqn: The module's FQN.
-        is_block: Whether it is one of the repeated blocks.
+        is_block: Whether it is a repeated block before which a stage can begin: no checkpoint of the forward's
+            own recomputes it together with the call before it.
         takes: Sources of its inputs: FQNs of parameters and buffers, numbers of values, and special ones.
         values: Numbers of the tensors that it returns, in their order.
         is_everywhere: It depends on the batch and buffers alone, as a rotary embedding does: every stage runs it.
@@ -253,7 +254,8 @@ class _Watch(Origins):
             self._refuse_hidden((args, kwargs), f'"{fqn}" is given')
             self._callers.append(self.caller_of(fqn))
             self._inside = len(self._called)
-            self._called.append((fqn, id(module) in self._blocks))
+            is_inner = self._follows_in_checkpoint()
+            self._called.append((fqn, id(module) in self._blocks and not is_inner))
             for tensor in tensors_of((args, kwargs)):
                 self._key(tensor)
             self._entered, self._entered_at, self._overwritten = self._num_operators, len(self._alive), set()

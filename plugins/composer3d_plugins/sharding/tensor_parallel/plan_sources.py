@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, Role, RunContext
-from composer3d.propagation import Placed, blocks_of, kind_of
+from composer3d.propagation import Placed, blocks_beside, blocks_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
@@ -161,7 +161,13 @@ def _derived(model: nn.Module, context: RunContext, sequence_dim: int | None, un
 
 
 def _blocks(model: nn.Module, context: RunContext, sequence_dim: int | None) -> tuple[str, ...]:
-    return tuple(blocks_of(model, context, several=sequence_dim is not None))
+    """Return the modules whose results are whole; between others a stage of a pipeline may end.
+
+    Activations that one module gives another in shards are no longer known as such on the next stage.
+    """
+    is_cut = context.layout.degree(Role.STAGE) > 1
+    found = blocks_of(model, context, several=sequence_dim is not None or is_cut)
+    return tuple(found or (blocks_beside(model) if is_cut else ()))
 
 
 def planned_shards(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
