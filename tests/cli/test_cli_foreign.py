@@ -148,7 +148,7 @@ def test_what_a_module_prints_is_no_part_of_the_answer(folder, edited, capfd):
 def test_a_model_that_closes_the_output_is_checked(folder, edited, capfd):
     (folder / "closing.py").write_text(
         "import sys\nimport cli_models\n\n"
-        "def build(vocab_size):\n    sys.stdout.close()\n    return cli_models.build(vocab_size)\n"
+        "def build(vocab_size):\n    sys.stdout.close()\n    return cli_models.build(vocab_size=vocab_size)\n"
     )
     edited(MODEL, 'use = "closing:build"')
     assert main(["check", "run.toml"]) == 0

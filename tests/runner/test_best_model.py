@@ -63,7 +63,7 @@ def test_a_run_without_improvement_ends_with_its_best_checkpoint_kept(tmp_path):
     [
         (
             'metrics = { loss = "mine:figure" }',
-            "metrics.loss would take the place of the evaluation's own; name it other",
+            "metrics.loss would replace the loss of the evaluation",
         ),
         ("patience = 2", 'patience has no effect without best; write best = "loss"'),
         ('best = "loss"', "best compares evaluations, and there is none; write every = 100"),

@@ -56,7 +56,7 @@ class EvaluationTable:
                 raise KeyFault("metrics", f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
             if name == "loss":
                 raise KeyFault(
-                    "metrics", "metrics.loss would take the place of the evaluation's own; name it otherwise"
+                    "metrics", "metrics.loss would replace the loss of the evaluation itself; name it otherwise"
                 )
             if not name.isidentifier():
                 raise KeyFault(
