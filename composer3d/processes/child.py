@@ -6,11 +6,9 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from composer3d.errors import ComposerError
@@ -152,6 +150,8 @@ class Child:
 
 def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
     """Write what runs, then the function's result, and leave; never returns."""
+    from composer3d.processes.forking import flush_output
+
     code, own = 0, os.getpid()
 
     def write(content: Mapping[str, Any]) -> None:
@@ -173,9 +173,7 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
             machine = machine_error(error)
             text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
             answer = {"traceback": text}
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed by the factory
-                stream.flush()  # what it printed
+        flush_output()  # what the factory printed
         write(answer)
     except BaseException:
         code = 1

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,7 +27,15 @@ from composer3d.processes.private_folder import open_private, user_folder
 from composer3d.processes.versions import installed_version
 from composer3d.torch_compat import lazy_modules, start_autograd, writing_operators
 
-__all__ = ["Gate", "die_with", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
+__all__ = [
+    "Gate",
+    "die_with",
+    "flush_output",
+    "fork",
+    "limit_ranks",
+    "prewarm",
+    "refuse_unsafe_fork",
+]
 
 _PROBE_LIMIT_S = 10.0
 _NO_BACKWARD = 3  # exit status of a probe
@@ -100,14 +108,20 @@ def _refuse_by_probe() -> None:
     )
 
 
+def flush_output() -> None:
+    """Write what is buffered, unless code of others has closed it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
 def fork() -> int:
     """Fork this process; return 0 in the child, which is killed when its parent dies, and the child's pid otherwise.
 
     The caller asks `refuse_unsafe_fork` first and leaves the child by `os._exit`.
     """
     # What is still buffered would be written once by each process.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     parent = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of any fork with threads; refuse_unsafe_fork knows which of them matter.
