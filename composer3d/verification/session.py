@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
-from composer3d.verification.comparison import Limits, tolerances
+from composer3d.verification.comparison import EXACT, Limits, tolerances
 from composer3d.verification.composed import RankSteps, run_composed
 from composer3d.verification.evidence.as_written import AS_WRITTEN, Written, as_written
 from composer3d.verification.evidence.drawn_steps import Drawing, apart, draw_alone
@@ -26,9 +26,12 @@ from composer3d.verification.evidence.reached_parameters import Uneven, noting_r
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.reference import make_reference
 from composer3d.verification.reference_steps import Reference
+from composer3d.verification.rounding import larger
 from composer3d.verification.subject import Arithmetic, Subject, without_plugins
 
 if TYPE_CHECKING:
+    import torch
+
     from composer3d import Composition
 
 __all__ = ["Launch", "RankReport", "ReferenceReport", "Session"]
@@ -179,12 +182,8 @@ def reference_rank(
     for which in passes:
         reference = references[which] = make_reference(subject, which, degree=degree, num_steps=num_steps)
         torch.save(reference, folder / f"reference-{which}.pt")
-        dtypes = {tensor.dtype for tensor in reference.initial.values() if tensor.is_floating_point()}
-        # The reference reduces nothing over ranks, so the measured error lacks this rounding.
-        dtypes |= set() if reference.reduce_dtype is None else {reference.reduce_dtype}
-        narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        limits[which] = tolerances(reference.rounding, narrowest)
-        unit = unit if narrowest is None else torch.finfo(narrowest).eps
+        limits[which] = limits_of(references, which)
+        unit = unit if which == "float64" else torch.finfo(_narrowest(reference)).eps
     ties: dict[str, int] = {}
     draws = _draw_alone(subject, degree)
     if draws.sites:
@@ -204,6 +203,33 @@ def reference_rank(
         gains=references["own"].gains if "own" in references else {},
         unit=unit,
     )
+
+
+def limits_of(references: Mapping[str, Reference], which: Arithmetic) -> Limits:
+    """Return the tolerances of one arithmetic, of those in which references were run so far.
+
+    Where the run's own dtypes are float64, and no plugin rounds, they are those of float64: one device measures no
+    error, and sums of several ranks are in another order, as gradients of a weight that stages share.
+    """
+    import torch
+
+    own, exact = references[which].rounding, references.get("float64")
+    if which == "float64":
+        return tolerances(own, None)
+    narrowest = _narrowest(references[which])
+    is_rounded = any(error > EXACT for error in own.get("gradients", {}).values())
+    if narrowest != torch.float64 or is_rounded or exact is None:
+        return tolerances(own, narrowest)
+    return tolerances(larger(exact.rounding, own), None)
+
+
+def _narrowest(reference: Reference) -> torch.dtype:
+    import torch
+
+    dtypes = {tensor.dtype for tensor in reference.initial.values() if tensor.is_floating_point()}
+    # The reference reduces nothing over ranks, so the measured error lacks this rounding.
+    dtypes |= set() if reference.reduce_dtype is None else {reference.reduce_dtype}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _draw_alone(subject: Subject, degree: int) -> Drawn:

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer3d.verification.comparison import Limits
+from composer3d.verification.comparison import COMPARED, Limits
 from composer3d.verification.reference_steps import Reference
 from composer3d.verification.rounding import rounding, signs
+from composer3d.verification.session import limits_of
 
 
 def test_a_loss_is_as_far_off_as_its_furthest_sample():
@@ -23,3 +24,25 @@ def test_a_stated_tolerance_counts_unless_an_optimizer_asks_for_more():
     tight, loose = limits.stated(0.0), limits.stated(1e-6)
     assert [tight["gradients"], tight.of("parameters", "a"), tight.of("parameters", "b")] == [0.0, 1e-9, 0.0]
     assert [loose["gradients"], loose.of("parameters", "a"), loose.of("parameters", "b")] == [1e-6, 1e-6, 1e-6]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "limit"),
+    [
+        # One device in float64 beside itself has no error, and ranks add up in another order.
+        (torch.float64, 0.0, 1e-12),
+        # A plugin rounds, to four units and more.
+        (torch.float64, 1e-3, 4e-3),
+        (torch.float32, 0.0, 16 * 2.0**-23),
+    ],
+)
+def test_the_runs_own_float64_has_the_tolerances_of_float64(dtype, error, limit):
+    none = {name: {} for name in COMPARED}
+    exact = Reference(initial={}, rounding={**none, "gradients": {"a": 0.0}, "parameters": {"a": 1e-10}})
+    own = Reference(
+        initial={"a": torch.zeros(1, dtype=dtype)},
+        rounding={**none, "gradients": {"a": error}, "parameters": {"a": error}},
+    )
+    limits = limits_of({"float64": exact, "own": own}, "own")
+    assert limits.of("gradients", "a") == pytest.approx(limit)
+    assert (limits.of("parameters", "a") == pytest.approx(4e-10)) == (limit == 1e-12)

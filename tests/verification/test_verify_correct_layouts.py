@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from support.composition_faults import Even
 from support.models import Net, padded, sum_loss, write_manifest
 from support.verification_cases import batch
@@ -83,3 +84,28 @@ def test_buckets_that_are_watched_are_compared():
     buckets = '[mesh]\ndp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n'
     found = proven(buckets + "[profiling.throughput]\n", microbatch=3)
     assert list(found.notes) == []
+
+
+class Opposed(Even):
+    """Blocks of one weight, of which half are subtracted: gradients of two stages nearly cancel."""
+
+    def __init__(self):
+        super().__init__(num_layers=4)
+        linear = torch.nn.Linear(self.tok.embedding_dim, self.tok.embedding_dim)
+        torch.nn.init.normal_(linear.weight, std=1e-3)
+        self.layers = torch.nn.ModuleList(Signed(linear, sign) for sign in (1, 1, -1, -1))
+        self.double()
+
+
+class Signed(torch.nn.Module):
+    def __init__(self, linear, sign):
+        super().__init__()
+        self.linear, self.sign = linear, sign
+
+    def forward(self, x):
+        return x + self.sign * torch.tanh(self.linear(x))
+
+
+@pytest.mark.slow
+def test_stages_that_share_a_weight_of_float64_are_not_taken_for_rounding():
+    assert proven(PP, factory=Opposed, microbatch=2).ok
