@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from composer3d.errors import Problem
 from composer3d.importing.argument_log import has_block_of_arguments
-from composer3d.importing.leaves import SourceTree
+from composer3d.importing.leaves import SourceTree, UnreadableSource
 from composer3d.importing.source_file import parse
 
 __all__ = ["form_of", "keys_of_deepspeed", "recognise"]
@@ -106,13 +107,16 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
         values: Of a script's variables, as the user gives them.
 
     Raises:
-        UnreadableSource: It cannot be parsed in its form.
+        UnreadableSource: It cannot be parsed in its form, or is a manifest already.
     """
     form = form_of(path, text)
     tree = parse(text, str(path), form=form, values=values)
     if form in _BY_LINES:
         return "megatron", tree
     tops = {leaf.path[0] for leaf in tree.leaves.values()}
+    if "composer3d" in tops:
+        message = "is a manifest of composer3d already, which check reads and `export --to SYSTEM` writes for others"
+        raise UnreadableSource(Problem(message=message, file=str(path)))
     for name, marks in _MARKS.items():
         if marks & {top.replace("-", "_") if name == "neox" else top for top in tops}:
             return name, tree

@@ -103,6 +103,7 @@ def test_secrets_are_not_copied(folder):
         ("latin.json", b'{"a": "\xe9"}', "latin.json:1: is not UTF-8: byte 0xe9"),
         ("large.json", b" " * 300_000, "it is larger than 256 KiB"),
         ("other.json", b'{"a": 1}', "no system is recognised by its keys"),
+        ("run.toml", b'composer3d = 1\nmodel = "m:f"\n', "run.toml: is a manifest of composer3d already, which check"),
         ("deep.json", b'{"train_batch_size": ' + b"[" * 100_000, "nested deeper than 32 levels"),
     ],
 )
