@@ -90,6 +90,16 @@ class Uneven(Rows):
         return torch.zeros(3 + index), torch.zeros(2)
 
 
+class Empty(Known):
+    def __len__(self):
+        return 0
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(3), torch.zeros(2)
+
+
 class Pixels(Rows):
     def __getitem__(self, index):
         return torch.zeros(3, 2, 2), torch.full((2, 2), 3)
@@ -205,6 +215,16 @@ CASES = {
     "uneven": (
         'model.use = "first_models:Features"\ndata.use = "first_models:Uneven"\ntrain.loss = "mse"\n',
         "run.toml:8:6: [data] samples 0 and 1 meet in one batch and their input have the shapes (3,) and (4,); set ",
+    ),
+    "empty": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Empty"\ntrain.loss = "mse"\n',
+        'run.toml:8:6: [data] use = "first_models:Empty" is empty: its length is 0',
+    ),
+    "a stream without a state": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Endless"\ndata.order = "stream"\n'
+        'train.loss = "mse"\n',
+        'run.toml:8:6: [data] use = "first_models:Endless" gives an iterable of type Endless without state_dict() and '
+        "load_state_dict()",
     ),
     "no place for targets": (
         'model.use = "first_models:Features"\ndata.use = "first_models:Known"\ntrain.loss = "model"\n',

@@ -21,7 +21,7 @@ from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.paths import locate
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.tokens import map_token_file
-from composer3d.runner.data.user_data import call_user, seeded
+from composer3d.runner.data.user_data import call_user, seeded, source_of
 
 __all__ = [
     "Example",
@@ -160,13 +160,18 @@ def _bound_of_files(table: DataTable, folder: Path) -> int | None:
 def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     try:
         dataset = call_user(table, folder)
+        is_prepared = callable(getattr(dataset, "prepare", None))
+        if not is_prepared:
+            source_of(dataset, table)
         with seeded(seed, 0):
             if callable(getattr(dataset, "example", None)):
                 items = [dataset.example()] * 2
-            elif callable(getattr(dataset, "prepare", None)):
+            elif is_prepared:
                 return None
             else:
                 items = _first_items(dataset)
+    except DataError:
+        raise
     except Exception:  # the run opens it as it has to be, and tells
         return None
     samples = [as_sample(item, name="the first item", use=table.use) for item in items]

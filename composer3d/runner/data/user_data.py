@@ -23,7 +23,7 @@ from composer3d.runner.data.items import as_sample, is_row
 from composer3d.runner.data.prepare import launch_key, prepare_once
 from composer3d.runner.data.stream import StreamSource
 
-__all__ = ["UserSource", "call_user", "open_user", "seeded"]
+__all__ = ["UserSource", "call_user", "open_user", "seeded", "source_of"]
 
 
 class UserSource(Source):
@@ -118,6 +118,15 @@ def open_user(
     dataset = call_user(table, folder)
     if callable(getattr(dataset, "prepare", None)):
         _prepare(dataset, table, cache=cache, report=report, rank=rank)
+    return source_of(dataset, table)
+
+
+def source_of(dataset: Any, table: DataTable) -> UserSource | StreamSource:
+    """Return a source over what the user's callable has returned.
+
+    Raises:
+        DataError: It cannot do what `order` needs.
+    """
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if table.order == "stream":
         return StreamSource(dataset, table)
