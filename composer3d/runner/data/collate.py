@@ -99,7 +99,8 @@ def collate(
 
 def _refuse_other_form(first: Sample, sample: Sample, first_index: int, index: int) -> None:
     meet = f"[data] samples {first_index} and {index} meet in one batch"
-    for place, name in enumerate(("tokens" if isinstance(first[0], Tensor) else "inputs", "targets")):
+    is_one, is_float = isinstance(first[0], Tensor), getattr(first[0], "is_floating_point", bool)()
+    for place, name in enumerate(("inputs" if not is_one else "input" if is_float else "tokens", "targets")):
         expected, found = dict(named_leaves(first[place], name)), dict(named_leaves(sample[place], name))
         if expected.keys() != found.keys():
             only = sorted(expected.keys() ^ found.keys())
