@@ -168,3 +168,27 @@ def test_refusals():
     for found in run_ranks(refusals, 2):
         for text, (_, _, wanted) in zip(found, REFUSED, strict=True):
             assert wanted in text
+
+
+class Mixing(Averaging):
+    """Projections along the sequence, as in MLP-Mixer, of which tensor parallelism shards the hidden layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, tokens):
+        x_BSD = self.embedding(tokens)
+        return self.head(x_BSD + self.down(F.gelu(self.up(x_BSD.mT))).mT)
+
+
+def test_a_sum_over_positions_whose_weight_tp_shards_is_refused():
+    text = "[mesh]\ncp = 2\ntp = 2\n[sharding.context_parallel]\n[sharding.tensor_parallel]\n"
+
+    def refused():
+        with pytest.raises(ComposerError) as caught:
+            composed(Mixing, text)
+        return str(caught.value)
+
+    for said in run_ranks(refused, 4):
+        assert '"up" sums over positions, which are sharded over cp, and tp shards its weight; leave it out' in said

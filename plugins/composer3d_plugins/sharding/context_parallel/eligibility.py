@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer3d import Batch, PluginError, Role, RunContext, torch_compat
+from composer3d import Batch, PlannedShards, PluginError, Role, RunContext, torch_compat
 from composer3d.propagation import (
     Begins,
     Call,
@@ -279,6 +279,12 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
             "context_parallel has no effect: no attention, convolution or scan of the model works on the sequence that "
             "is sharded",
             hint="leave out [sharding.context_parallel], or set sequence_dim to the sequence's dim of inputs",
+        )
+    planned = context.stash(PlannedShards).by_parameter
+    for fqn in (fqn for what, fqn, _ in rules.notes if what == "gathered" and f"{fqn}.weight" in planned):
+        raise PluginError(
+            f"context_parallel: {named(fqn)} sums over positions, which are sharded over cp, and tp shards its weight",
+            hint="leave it out of the plan of tp, or set cp = 1 or tp = 1",
         )
     possible: set[int] | None = None
     for fqn, attention in rules.calls:
