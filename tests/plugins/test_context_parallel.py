@@ -186,8 +186,9 @@ def test_a_sum_over_positions_whose_weight_tp_shards_is_refused():
     text = "[mesh]\ncp = 2\ntp = 2\n[sharding.context_parallel]\n[sharding.tensor_parallel]\n"
 
     def refused():
+        example = ((torch.zeros(2, 8, dtype=torch.int64),), {})
         with pytest.raises(ComposerError) as caught:
-            composed(Mixing, text)
+            composer3d.compose(Mixing, write_manifest(text), example=example)
         return str(caught.value)
 
     for said in run_ranks(refused, 4):
