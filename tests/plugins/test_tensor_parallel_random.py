@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.family_models import batch_of, class_loss
 from support.models import mine, write_manifest
-from support.random_blocks import CUT, DRAWING, WHOLE
+from support.random_blocks import CUT, DRAWING, SEEN, WHOLE
 from support.selected_cases import selected
 from support.tensor_parallel import AUTO
 
@@ -41,7 +41,7 @@ def drawn(cases):
             run.forward_backward(inputs, target=targets)
             gradients = {name: full(p.grad) for name, p in run.named_parameters()}
             replicas = {name: g for name, p in run.named_parameters() if (g := whole_on_ranks(p.grad)) is not None}
-        found.append(([dict(layer.seen) for layer in run.model.layers], gradients, replicas))
+        found.append(([SEEN[layer] for layer in run.model.layers], gradients, replicas))
         run.close()
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +12,8 @@ from composer3d import torch_compat
 from support.block_habits import Model
 
 P = 0.5
+# By block, what its sites let through: no attribute, since a recomputation's changes of those are put back.
+SEEN: WeakKeyDictionary[nn.Module, dict[str, list[torch.Tensor]]] = WeakKeyDictionary()
 
 
 def keep(block, site, after):
@@ -18,19 +22,19 @@ def keep(block, site, after):
         if not after.is_meta:
             # What alpha dropout drops becomes the least value; of fused attention its result is all that is seen.
             through = after if site == "fused" else after != (after.min() if site == "alpha" else 0)
-            block.seen.setdefault(site, []).append(through.detach().clone())
+            SEEN.setdefault(block, {}).setdefault(site, []).append(through.detach().clone())
     return after
 
 
 class Drawing(nn.Module):
     """Open sizes, so that nothing but its random numbers asks for its code to be propagated; probabilities of any name.
 
-    `seen` keeps what each site let through: of the features of a rank, or of whole activations.
+    SEEN keeps what each site let through: of the features of a rank, or of whole activations.
     """
 
     def __init__(self, dim, heads=4):
         super().__init__()
-        self.width, self.p_attn, self.rate, self.seen = dim // heads, P, P, {}
+        self.width, self.p_attn, self.rate = dim // heads, P, P
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.up, self.down, self.between = nn.Linear(dim, 32), nn.Linear(32, dim), nn.AlphaDropout(P)
         self.after = nn.Dropout(P)
@@ -56,7 +60,7 @@ class Fused(nn.Module):
 
     def __init__(self, dim, heads=4):
         super().__init__()
-        self.width, self.seen = dim // heads, {}
+        self.width = dim // heads
         self.q, self.k, self.o = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x):
