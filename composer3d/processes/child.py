@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from composer3d.errors import ComposerError
@@ -67,7 +68,7 @@ class Child:
         self._answer: dict[str, Any] | None = None
         self._has_ended = False
         self._runs: Running | None = None
-        self._since = 0.0
+        self._since = self._waited_s = 0.0
         self.pid = fork()
         if self.pid == 0:
             os.close(self._reader)
@@ -122,10 +123,14 @@ class Child:
         return code
 
     def _left_s(self) -> float | None:
-        """Return the seconds that are left to the code of others that runs; None where none does."""
+        """Return the seconds that are left to the code of others that runs; None where none does.
+
+        Not counted are those in which it could run and other processes had the cores.
+        """
         if self._runs is None:
             return None
-        return max(0.0, self._since + self._runs.limit_s - time.monotonic())
+        waited_s = _waited_s(self.pid) - self._waited_s
+        return max(0.0, self._since + self._runs.limit_s + waited_s - time.monotonic())
 
     def _receive(self, timeout_s: float | None) -> None:
         """Take in what the child wrote: a JSON object a line, notes of what runs before the answer."""
@@ -145,7 +150,15 @@ class Child:
                 self._answer = told
             else:
                 self._runs = None if told["runs"] is None else Running(**told["runs"])
-                self._since = time.monotonic()
+                self._since, self._waited_s = time.monotonic(), _waited_s(self.pid)
+
+
+def _waited_s(pid: int) -> float:
+    """Return how long a process has waited for a core so far; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:

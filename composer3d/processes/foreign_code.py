@@ -22,7 +22,7 @@ class Running:
     Args:
         doing: What is done with it.
         reference: As the manifest has it, `module:name`; or the dotted table of a plugin.
-        limit_s: Seconds after which it counts as hanging.
+        limit_s: Seconds after which it counts as hanging; not those in which it could run and others had the cores.
     """
 
     doing: Literal["imported", "called"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import pytest
 
 from composer3d.errors import ComposerError, DataError
 from composer3d.processes.child import Child, ChildError
+from composer3d.processes.foreign_code import running
+from composer3d.processes.forking import fork
 
 
 def test_a_child_computes_and_this_process_does_not():
@@ -38,6 +41,28 @@ def test_a_child_is_ready_once_it_has_answered():
     assert child.result() == {}
     os.close(read)
     os.close(write)
+
+
+def test_time_in_which_other_processes_have_the_cores_is_not_counted():
+    def compute():
+        with running("called", "mine:loss", limit_s=0.5):
+            began = time.thread_time()
+            while time.thread_time() < began + 0.25:
+                pass
+        return {}
+
+    others = []
+    for _ in range(6 * (os.cpu_count() or 1)):
+        if (pid := fork()) == 0:
+            while True:  # until it is killed, or this process ends
+                pass
+        others.append(pid)
+    try:
+        assert Child(compute).result() == {}
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def test_mistakes_of_the_user_come_back():

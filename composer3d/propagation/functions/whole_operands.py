@@ -217,41 +217,37 @@ def _refuse_repeated(
     name: str, args: Sequence[Any], options: Mapping[str, Any], sharded: Mapping[int, tuple[int, Placed]]
 ) -> None:
     """Refuse tensors sharded along different dims of which one has one element a rank: it would be broadcast."""
-    tensors = [x for x in torch_compat.tree_leaves([list(args), dict(options)]) if id(x) in sharded]
-    terms = _terms_of(args) if name == "einsum" else {}
-    for x in tensors:
+    pairs = _einsum_pairs(name, args)
+    tensors = [("", x) for x in torch_compat.tree_leaves([list(args), dict(options)])]
+    marked = [(term, x) for term, x in pairs or tensors if id(x) in sharded]
+    for term, x in marked:
         ndim, placed = sharded[id(x)]
         if x.shape[placed.dim] != 1 or sum(placed.parts) == 1:
             continue
-        for other in tensors:
-            if terms:
-                dim = terms[id(other)].find(terms[id(x)][placed.dim])
-            elif name in JOINS or name in BY_INDEX or name == "linear" or (name in BATCHED and ndim - placed.dim <= 2):
-                continue
-            else:
-                dim = other.ndim - (ndim - placed.dim)
+        back = ndim - placed.dim
+        if not pairs and (name in JOINS or name in BY_INDEX or name == "linear" or (name in BATCHED and back <= 2)):
+            continue
+        for letters, other in marked:
+            dim = letters.find(term[placed.dim]) if pairs else other.ndim - back
             if dim >= 0 and other.shape[dim] > 1 and sharded[id(other)][1].dim != dim:
                 raise Unplaceable(
                     f"one of {sum(placed.parts)} along a dim meets all of them, and another dim is sharded"
                 )
 
 
-def _terms_of(args: Sequence[Any]) -> dict[int, str]:
-    """Return the letters of an einsum's operands by `id`; none where its equation has dots."""
-    if not args or not isinstance(args[0], str) or "..." in args[0]:
-        return {}
+def _einsum_pairs(name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the letters of an einsum's operands, with the operands; none of other functions, or with dots."""
+    if name != "einsum" or not args or not isinstance(args[0], str) or "..." in args[0]:
+        return []
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    terms = args[0].replace(" ", "").partition("->")[0].split(",")
-    return {id(x): term for term, x in zip(terms, operands, strict=False)}
+    return list(zip(args[0].replace(" ", "").partition("->")[0].split(","), operands, strict=False))
 
 
 def _labelled(
     name: str, args: Sequence[Any], sharded: Mapping[int, tuple[int, Placed]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
     """Return, of an einsum's replicated operands, the dims with the letter of a sharded dim, and its parts."""
-    terms = _terms_of(args) if name == "einsum" else {}
-    operands = [x for x in torch_compat.tree_leaves(list(args)) if id(x) in terms]
-    pairs = [(terms[id(x)], x) for x in operands]
+    pairs = _einsum_pairs(name, args)
     letters = {term[sharded[id(x)][1].dim]: sharded[id(x)][1].parts for term, x in pairs if id(x) in sharded}
     found: dict[int, dict[int, tuple[int, ...]]] = {}
     for term, x in pairs:
