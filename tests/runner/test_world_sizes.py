@@ -53,7 +53,7 @@ def messages(folder, text, **options):
         ('"1:4"', '"1-4"', 'nodes = "1-4" is no range; write "2:4" for 2, 3 or 4 nodes, or [2, 4] for 2 or 4'),
         ('"1:4"', "0", "nodes are counted from 1 to 65536"),
         ("[sh", "mesh.layouts = { 2 = { tp = 2 } }\n[sh", 'tp = 2, but no plugin of this manifest owns the'),
-        ("[sh", "mesh.layouts = { 3 = { dp_shard = 2 } }\n[sh", "on 3 ranks: dp_shard=2 = 2, but the world"),
+        ("[sh", "mesh.layouts = { 3 = { dp_shard = 2 } }\n[sh", "on 3 ranks: dp_shard=2, but the world"),
         ("[sh", "mesh.layouts = { 2 = { dp = 2 } }\n[sh", "layouts.2.dp: there is no axis dp; axes are pp,"),
         ("[sh", "mesh.layouts = { two = {} }\n[sh", 'layouts."two" is no number of ranks; write layouts ='),
     ],
