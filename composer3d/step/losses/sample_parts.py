@@ -110,7 +110,7 @@ def refuse_summed_rows(loss: Tensor, num_samples: int) -> None:
         LossError: With what to write.
     """
     parts = sample_parts(loss, num_samples)
-    if parts is not None and parts.are_rows and not parts.is_divided:
+    if parts is not None and parts.are_rows and parts.divisors and not parts.is_divided:  # else sums
         raise LossError(
             f"the loss adds up {parts.num} means, each over a single entry of the first dim: whether these are "
             "samples, of which all ranks together have more, or positions, of which they have as many, its graph does "
