@@ -88,11 +88,9 @@ class StepEngine:
             raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
         self.state = StepState(step=number, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
-        self.loss_totals.clear()
-        self._dropped.forget()
-        self.call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
-        self._used, self.is_stepping, self._own = False, False, None
-        self.scaling.begin()
+        self.call = self._num_forwards = self._seen = 0
+        self.is_stepping = False
+        self._begin_anew()
         self.streams.begin(number)
         try:
             with self.explaining(), self._context.span("step", step=number), self.units.over("step", number):
@@ -268,7 +266,7 @@ class StepEngine:
         self.loss_totals.copy = 0, 1
         number, reduction = self.own_steps.count_backward(), reduction or self.criterion.told
         loss = own.loss(value, last=last, equal=self._equal, reduction=reduction, num_samples=number)
-        self.criterion.mixed.look(value, number, reduction=reduction, num_parts=self.own_steps.num_parts)
+        self.criterion.mixed.look(value, number, reduction=reduction, parts=self.own_steps.parts, ranks=own.ranks)
         self.units.use(penalised_parameters(value))
         if self.stepper is not None:
             self.stepper.begin(own.calls + (not last))
@@ -291,7 +289,8 @@ class StepEngine:
         self.loss_totals.clear()
         self._dropped.forget()
         self.scaling.begin()
-        self._own, self._used, self.own_steps.num_backwards = None, False, 0
+        self._own, self._used = None, False
+        self.own_steps.forget()
 
     def _announce_own(self, target: Any, identity: int) -> OwnForward:
         self._own = own = OwnForward.announced(target, criterion=self.criterion, context=self._context)

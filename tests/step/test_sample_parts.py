@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -100,6 +101,56 @@ def steps(cases):
     return found
 
 
+def parts_of(run, x, target, cut):
+    """Return the parts of a rank's samples, as a loop cuts them."""
+    if cut == "strided":
+        ranks = run.context.data_parallel_degree
+        x, target = (each[run.context.data_parallel_rank :: ranks] for each in (x, target))
+        return zip(x.chunk(2), target.chunk(2), strict=True)
+    x, target = mine(run, x), mine(run, target)
+    if cut == "columns":  # of which a model is given all but the last
+        x = torch.cat([x, x[..., :1]], -1)[..., :-1]
+    if cut == "loaded":
+        return [(x[:2].clone(), target[:2]), (x[2:].clone(), target[2:])]
+    return zip(x.chunk(2), target.chunk(2), strict=True)
+
+
+def accumulated(cases):
+    """Return how far a step whose parts have a backward each is from one device's, and what it warns of."""
+    said, found = [], {}
+    logging.getLogger("composer3d.step.losses.mixed_values").filters = [lambda each: said.append(each.getMessage())]
+    for kind, cut, form in cases:
+        reference = seeded()
+        LOSSES["all at once"](reference, *batch(kind)).backward()
+        run = composed("[sharding.ddp]\n", seeded(), loss_fn=None)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.0)
+        for own, labels in parts_of(run, *batch(kind), cut):
+            count = int((labels != -100).sum())
+            with run.accumulate(2) if form == "counted" else contextlib.nullcontext():
+                loss = of_tokens(run.model(own), labels)
+                stated = {"reduction": "mean"} if form == "stated" else {}
+                run.backward((loss * count, count) if form == "counted" else loss / 2, **stated)
+        gradients = zip(run.model.parameters(), reference.parameters(), strict=True)
+        distance = max(float((full(own.grad) - other.grad).abs().max()) for own, other in gradients)
+        optimizer.step()
+        run.close()
+        found[kind, cut, form] = distance, list(said)
+        said.clear()
+    return found
+
+
+ACCUMULATED = {
+    ("uneven", "chunks", "as written"): "3, 11",
+    ("uneven", "columns", "as written"): "3, 11",
+    ("uneven", "strided", "as written"): "4, 6",
+    ("alike on a rank", "chunks", "as written"): "6, 4",
+    ("even", "chunks", "as written"): "",
+    ("uneven", "loaded", "as written"): "",
+    ("uneven", "chunks", "stated"): "",
+    ("uneven", "chunks", "counted"): "",
+}
+
+
 STATED = {"averaged": {"reduction": "mean"}, "added": {"reduction": "sum"}}
 WRITTEN = [
     ("uneven", "rows, averaged", "averaged"),
@@ -111,16 +162,22 @@ NAMED = ["halves", "halves of inputs", "ranges"]
 
 def several():
     torch.set_default_dtype(torch.float64)
-    others = [(kind, name) for kind in LENGTHS for name in LOSSES if (kind, name) not in [("uneven", n) for n in NAMED]]
+    others = [(kind, name) for kind in LENGTHS for name in LOSSES if kind == "even" or name not in NAMED]
     found = steps([*others, *WRITTEN, ("uneven", "halves", "averaged")])
-    for name in NAMED:
-        found |= steps([("uneven", name)])
-    return found
+    for kind in ("uneven", "alike on a rank"):
+        for name in NAMED:
+            found |= steps([(kind, name)])
+    return found, accumulated(ACCUMULATED)
 
 
 @pytest.fixture(scope="module")
-def found():
+def all_found():
     return run_ranks(several, 2)[0]
+
+
+@pytest.fixture
+def found(all_found):
+    return all_found[0]
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
@@ -166,14 +223,37 @@ def test_what_the_refusals_say_to_write_is_one_devices(found, written):
     assert said == []
 
 
+@pytest.mark.parametrize(("kind", "numbers"), [("uneven", "7, 3"), ("alike on a rank", "6, 4")])
 @pytest.mark.parametrize("name", NAMED)
-def test_uneven_means_over_parts_are_named_once_with_their_line(found, name):
-    (told,) = found["uneven", name][1]
+def test_uneven_means_over_parts_are_named_once_with_their_line(found, name, kind, numbers):
+    (told,) = found[kind, name][1]
     assert told.startswith("test_sample_parts.py:") and told.partition(": ")[2] == (
-        "the loss adds up means over 2 parts of a rank's samples, of different numbers of targets (7, 3): one device "
-        "has parts of other samples, and another loss than the means over the same part of all ranks, which are "
+        f"the loss adds up means over 2 parts of a rank's samples, of different numbers of targets ({numbers}): one "
+        "device has parts of other samples, and another loss than the means over the same part of all ranks, which are "
         'trained on; where these are meant, write run.backward(loss, reduction="mean"), and nothing is said; the sum '
         "over all parts, given backward or returned from loss_fn as (sum, count) with the number of its targets, is "
         "one device's whatever the parts"
     )
     assert found["uneven", "halves", "averaged"][1] == []
+
+
+@pytest.mark.parametrize(("case", "numbers"), [(case, numbers) for case, numbers in ACCUMULATED.items() if numbers])
+def test_uneven_backwards_of_a_batchs_parts_are_named_with_their_line(all_found, case, numbers):
+    (told,) = all_found[1][case][1]
+    assert told.startswith("test_sample_parts.py:") and told.partition(": ")[2] == (
+        f"a step's backwards are of 2 parts of a batch, means over different numbers of targets ({numbers}): one "
+        "device has parts of other samples, and another loss than the means over the same part of all ranks, which are "
+        'trained on; where these are meant, write run.backward(loss, reduction="mean"), and nothing is said; inside of '
+        "`with run.accumulate(n):`, each part's sum given backward as (sum, count) with the number of its targets is "
+        "one device's whatever the parts"
+    )
+
+
+@pytest.mark.parametrize("case", [case for case, numbers in ACCUMULATED.items() if not numbers])
+def test_other_backwards_of_parts_are_not_named(all_found, case):
+    assert all_found[1][case][1] == []
+
+
+@pytest.mark.parametrize("case", [("even", "chunks", "as written"), ("uneven", "chunks", "counted")])
+def test_even_parts_and_counted_ones_are_one_devices(all_found, case):
+    assert all_found[1][case][0] < 1e-12

@@ -17,7 +17,7 @@ from composer3d.step.losses.loss_graph import (
     reduction_of,
     without_factors,
 )
-from composer3d.step.losses.rank_weights import RankWeights
+from composer3d.step.losses.rank_weights import RankLoss, RankWeights
 from composer3d.step.microbatches import tensors
 
 if TYPE_CHECKING:
@@ -136,6 +136,10 @@ class OwnForward:
                 "give backward (sum, count) of each part"
             )
         return self._scaled(as_loss(value, count=self.count, equal=equal, reduction="mean"), factor)
+
+    def ranks(self) -> list[RankLoss]:
+        """Return the losses of all ranks in the last backward; none where a target was announced."""
+        return self._weights.ranks()
 
     def _weighted(self, value: Tensor, reduction: Reduction | None, known: Reduction | None, factor: float) -> Loss:
         weighted = self._weights.weighted(value, reduction=reduction, known=known, factor=factor)

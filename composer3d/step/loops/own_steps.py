@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from composer3d.errors import StepError
+from composer3d.step.losses.batch_parts import BatchParts
 from composer3d.step.microbatches import first_tensor
 from composer3d.step.step_state import StepState
 
@@ -20,15 +21,15 @@ class OwnSteps:
         next: Number of the next step; continues after steps that the loop numbered, and after a load.
         num_backwards: Number of backwards in the open step.
         num_samples: Number of samples in the forward without a backward yet; 0 if unknown.
-        num_parts: Forwards of the last backward that were given parts of one tensor's rows, each another one.
+        parts: Forwards that were given parts of one batch.
 
     Args:
         step: Returns the context manager of a step, given its number.
     """
 
     def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
-        self.next = self.num_backwards = self.num_samples = self.num_parts = 0
-        self._parts: set[tuple[int, int]] = set()
+        self.next = self.num_backwards = self.num_samples = 0
+        self.parts = BatchParts()
         self._has_opened = False
         self._step = step
         self._open: contextlib.ExitStack | None = None
@@ -45,6 +46,11 @@ class OwnSteps:
             self._open = stack.pop_all()
         self._has_opened = True
         return state
+
+    def forget(self) -> None:
+        """Forget the backwards of the step."""
+        self.num_backwards = 0
+        self.parts.clear()
 
     def outside(self, call: str) -> StepError:
         """Return the error of a call that needs a step, where none is open."""
@@ -63,16 +69,13 @@ class OwnSteps:
         """
         first = first_tensor(given)
         self.num_samples = 0 if first is None else first.shape[0]
-        whole = None if first is None else first._base
-        if first is not None and whole is not None and whole.dim() == first.dim() and len(first) < len(whole):
-            if first.shape[1:] == whole.shape[1:] and first.stride() == whole.stride():
-                self._parts.add((id(whole), int(first.storage_offset())))
+        if first is not None:
+            self.parts.add_forward(first)
 
     def count_backward(self) -> int:
         """Count a backward; return the samples of its forward, 0 where it has had a backward before."""
         self.num_backwards += 1
-        self.num_parts = len(self._parts) if len({whole for whole, _ in self._parts}) == 1 else 0
-        self._parts.clear()
+        self.parts.end_backward()
         found, self.num_samples = self.num_samples, 0
         return found
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import torch_compat
 from composer3d.mesh import Role
 from composer3d.observation.call_sites import caller
+from composer3d.step.losses.batch_parts import BatchParts, uneven_numbers
 from composer3d.step.losses.detached_statistics import DetachedStatistics
 from composer3d.step.losses.loss_graph import bent_at, terms_of
 from composer3d.step.losses.sample_mixing import (
@@ -29,9 +30,10 @@ from composer3d.step.losses.sample_mixing import (
 from composer3d.step.losses.sample_parts import sample_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from composer3d.context import RunContext
+    from composer3d.step.losses.rank_weights import RankLoss
 
 __all__ = ["MixedLosses", "relation"]
 
@@ -49,8 +51,16 @@ _OTHER_PARTS = (
     "on; where these are meant, write %s, and nothing is said; the sum over all parts, given backward or returned from "
     "loss_fn as (sum, count) with the number of its targets, is one device's whatever the parts"
 )
+_OTHER_BACKWARDS = (
+    "%s: a step's backwards are of %d parts of a batch, means over different numbers of targets (%s): one device has "
+    "parts of other samples, and another loss than the means over the same part of all ranks, which are trained on; "
+    "where these are meant, write %s, and nothing is said; inside of `with run.accumulate(n):`, each part's sum given "
+    "backward as (sum, count) with the number of its targets is one device's whatever the parts"
+)
 _NUM_LOSSES = 8  # that are looked at: a loop may have several in turn
+_NUM_BATCHES = 2  # whose parts are compared
 _NUM_NODES = 2000
+_SHOWN = 4
 _RUN = "a run of a manifest"
 _LINEAR = (*LINEAR, "Cat", "Mean", "Stack", "Sum", "_DDPSink")
 _ORDERS = frozenset("Cummax Cummin Cumprod Cumsum Kthvalue Logcumsumexp Median Sort Topk".split())
@@ -72,7 +82,7 @@ class MixedLosses:
 
     def __init__(self, context: RunContext | None = None) -> None:
         self.detached = DetachedStatistics(context)
-        self._num_left, self._is_told, self._is_first = 0, False, False
+        self._num_left, self._is_told, self._is_first, self._num_batches = 0, False, False, _NUM_BATCHES
         if context is not None and context.purpose == "run" and (num_ranks := context.layout.degree(Role.BATCH)) > 1:
             self._num_left, self._num_ranks = _NUM_LOSSES, num_ranks
             names = context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR)
@@ -85,7 +95,8 @@ class MixedLosses:
         *,
         reduction: str | None,
         loss_fn: Callable[..., Any] | Literal["the loop", "the model"] = "the loop",
-        num_parts: int = 0,
+        parts: BatchParts | None = None,
+        ranks: Callable[[], Sequence[RankLoss]] = tuple,
     ) -> None:
         """Look at a loss.
 
@@ -94,10 +105,15 @@ class MixedLosses:
             num_samples: Number of samples in its forward; 0 if unknown.
             reduction: As it is stated, so that nothing is said; None where its graph tells.
             loss_fn: What has computed it.
-            num_parts: Forwards of parts of one batch of which it was computed.
+            parts: Forwards of parts of one batch.
+            ranks: Returns the losses of all ranks, if they were weighed.
         """
         node = getattr(loss, "grad_fn", None)
-        if reduction or not self._num_left or node is None or torch_compat.active_fake_mode() is not None:
+        if reduction or node is None or torch_compat.active_fake_mode() is not None:
+            return
+        if parts is not None:
+            self._look_at_parts(parts, ranks)
+        if not self._num_left:
             return
         self._num_left -= 1
         # A function of a mean is given that of all ranks, so that what relates samples stands before it.
@@ -108,8 +124,15 @@ class MixedLosses:
         seen = next((found for each in nodes if (found := relation(each, num_samples))), self.detached.seen)
         if seen is not None:
             self.report(seen, loss_fn=loss_fn)
-        elif (parts := sample_parts(loss, num_samples, num_parts)) is not None and parts.is_uneven:
-            self._log(_OTHER_PARTS, loss_fn, parts.num, parts.shown)
+        elif (own := sample_parts(loss, num_samples, 0 if parts is None else parts.num)) is not None:
+            numbers = own.divisors if own.is_uneven else uneven_numbers([ranks()] * self._is_first)
+            self._log_parts(_OTHER_PARTS, own.num, numbers, loss_fn)
+
+    def _look_at_parts(self, parts: BatchParts, ranks: Callable[[], Sequence[RankLoss]]) -> None:
+        """Look at the parts of a batch whose losses have a backward each."""
+        if self._is_first and not self._is_told and self._num_batches and (found := parts.complete(ranks)):
+            self._num_batches -= 1
+            self._log_parts(_OTHER_BACKWARDS, len(found), uneven_numbers(found), "the loop")
 
     def report(self, seen: str, *, loss_fn: Callable[..., Any] | Literal["the loop", "the model"]) -> None:
         """Log what was seen, once a run.
@@ -119,6 +142,17 @@ class MixedLosses:
             loss_fn: As of `look`.
         """
         self._log(_RELATED, loss_fn, seen, self._num_ranks)
+
+    def _log_parts(
+        self,
+        text: str,
+        num: int,
+        numbers: Sequence[float],
+        loss_fn: Callable[..., Any] | Literal["the loop", "the model"],
+    ) -> None:
+        if numbers:
+            shown = [f"{each:g}" for each in numbers[:_SHOWN]]
+            self._log(text, loss_fn, num, ", ".join(shown) + ", ..." * (len(numbers) > _SHOWN))
 
     def _log(self, text: str, loss_fn: Callable[..., Any] | Literal["the loop", "the model"], *shown: Any) -> None:
         is_told, self._is_told, self._num_left = self._is_told, True, 0

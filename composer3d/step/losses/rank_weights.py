@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["RankWeights", "Weighted"]
+__all__ = ["RankLoss", "RankWeights", "Weighted"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class _Kind(IntEnum):
     REFUSED = 6
 
 
-class _Described(NamedTuple):
+class RankLoss(NamedTuple):
     """Description of a rank's loss, one slot a number.
 
     Args:
@@ -120,7 +120,7 @@ class _Described(NamedTuple):
         )
 
 
-_SLOT = {name: place for place, name in enumerate(_Described._fields)}
+_SLOT = {name: place for place, name in enumerate(RankLoss._fields)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +153,7 @@ class RankWeights:
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
         self.num_ranks, self.num_samples, self._index, self._total = num_ranks, 0, index, total
+        self._told_RS: Tensor | None = None
 
     @classmethod
     def over(cls, context: RunContext) -> RankWeights:
@@ -161,6 +162,10 @@ class RankWeights:
         for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
             index = index * context.degrees[axis] + context.coordinates[axis]
         return cls(context.layout.degree(Role.BATCH, Role.SEQUENCE), index, partial(add_up, context=context))
+
+    def ranks(self) -> list[RankLoss]:
+        """Return the losses that were weighed last, by rank; none where nothing was. Waits for the device."""
+        return [] if self._told_RS is None else [RankLoss(*rank) for rank in self._told_RS.tolist()]
 
     def weigh(self, value: Tensor, *, reduction: Reduction | None) -> Tensor:
         """Return a rank's loss times its weight, as it is scaled; see `weighted`."""
@@ -182,6 +187,7 @@ class RankWeights:
             LossError: Ranks cannot be weighed; on all of them.
         """
 
+        self._told_RS = None
         if self.num_ranks == 1 or not value.requires_grad or value.numel() != 1:
             return Weighted(loss=value, factor=factor)
         plain: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -194,6 +200,7 @@ class RankWeights:
         told_RS = own_S.new_zeros(self.num_ranks, len(own_S))
         told_RS[self._index] = own_S
         self._total(told_RS)
+        self._told_RS = told_RS
         if refusal is not None:
             raise refusal
         if torch_compat.active_fake_mode() is not None:
@@ -203,7 +210,7 @@ class RankWeights:
             return Weighted(
                 loss=self._by_divisors(value, plain, told_RS[:, _SLOT["divisor"]]), factor=factor
             )  # the device is not waited for
-        return self._weighted(value, plain, [_Described(*rank) for rank in told_RS.tolist()], kind, factor, counts)
+        return self._weighted(value, plain, self.ranks(), kind, factor, counts)
 
     def _kind(
         self, value: Tensor, reduction: Reduction | None, known: Reduction | None, rows: SampleParts | None
@@ -236,7 +243,7 @@ class RankWeights:
     ) -> tuple[Tensor, DividedSum | None]:
         import torch
 
-        told = _Described(kind=float(kind), factor=factor)
+        told = RankLoss(kind=float(kind), factor=factor)
         like = torch.empty(0, dtype=torch.float64, device=value.device)
         if kind not in (_Kind.MEAN, _Kind.TERMS):
             return like.new_tensor(told), None
@@ -250,7 +257,7 @@ class RankWeights:
             count = math.nan if part.count is None else part.count
             told = told._replace(targets=count, is_zero=part.is_zero, numel=part.numel, is_counted=part.is_counted)
             told = told._replace(has_constant=float(has_constants(value)))
-            told = _Described(*told[:-NUM_COUNTS], *slots_of(part.counts))
+            told = RankLoss(*told[:-NUM_COUNTS], *slots_of(part.counts))
         own_S = like.new_tensor(told)
         # Tensors, which may be on a device that is not waited for.
         divisors = [torch.as_tensor(each).to(like) for each in divisors_of_terms(value)]
@@ -275,7 +282,7 @@ class RankWeights:
         self,
         value: Tensor,
         plain: Tensor,
-        ranks: Sequence[_Described],
+        ranks: Sequence[RankLoss],
         kind: _Kind,
         factor: float,
         known: tuple[int, ...] | None,
@@ -312,7 +319,7 @@ class RankWeights:
             return Weighted(loss=plain, factor=factor)
         return Weighted(loss=plain, factor=factor)
 
-    def _compare(self, ranks: Sequence[_Described]) -> None:
+    def _compare(self, ranks: Sequence[RankLoss]) -> None:
         """Raise where ranks' losses are not of one kind."""
         kinds = [_Kind(int(rank.kind)) for rank in ranks]
         if _Kind.REFUSED in kinds:
@@ -338,7 +345,7 @@ _NAMES = {
 }
 
 
-def _multiplied_back(ranks: Sequence[_Described]) -> float | None:
+def _multiplied_back(ranks: Sequence[RankLoss]) -> float | None:
     """Return the number of all ranks' samples by which means are multiplied, each by its rank's own, and so sums again.
 
     Args:
@@ -366,7 +373,7 @@ def _multiplied_back(ranks: Sequence[_Described]) -> float | None:
     )
 
 
-def _weighs_constants(ranks: Sequence[_Described]) -> bool:
+def _weighs_constants(ranks: Sequence[RankLoss]) -> bool:
     """Return whether weights of means do not add up to one, so that a constant beside a mean would be another one."""
     if not any(rank.has_constant for rank in ranks):
         return False
@@ -374,6 +381,6 @@ def _weighs_constants(ranks: Sequence[_Described]) -> bool:
     return abs(total_divisor([rank.part() for rank in ranks]) - added) > _SAME_WEIGHT * added
 
 
-def _are_alike(ranks: Sequence[_Described]) -> bool:
+def _are_alike(ranks: Sequence[RankLoss]) -> bool:
     """Return whether the terms of all ranks' losses have the same divisors."""
     return all(abs(rank.divisors - ranks[0].divisors) <= _SAME * abs(rank.divisors) for rank in ranks)
