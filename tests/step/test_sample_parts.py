@@ -160,6 +160,24 @@ WRITTEN = [
 NAMED = ["halves", "halves of inputs", "ranges"]
 
 
+def of_loss_fn(kind):
+    """Return the error of a loss function that adds up means over halves; empty where it is one device's."""
+    reference, (x, target) = seeded(), batch(kind)
+    halves(reference, x, target).backward()
+    run = composed(
+        "[sharding.ddp]\n", seeded(), loss_fn=lambda output, target: halves(lambda given: given, output, target)
+    )
+    try:
+        with run.step(0):
+            run.forward_backward(mine(run, x), target=mine(run, target))
+            gradients = zip(run.model.parameters(), reference.parameters(), strict=True)
+            return "" if all((full(own.grad) - other.grad).abs().max() < 1e-12 for own, other in gradients) else "wrong"
+    except LossError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
 def several():
     torch.set_default_dtype(torch.float64)
     others = [(kind, name) for kind in LENGTHS for name in LOSSES if kind == "even" or name not in NAMED]
@@ -167,7 +185,7 @@ def several():
     for kind in ("uneven", "alike on a rank"):
         for name in NAMED:
             found |= steps([(kind, name)])
-    return found, accumulated(ACCUMULATED)
+    return found, accumulated(ACCUMULATED), [of_loss_fn(kind) for kind in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +275,12 @@ def test_other_backwards_of_parts_are_not_named(all_found, case):
 @pytest.mark.parametrize("case", [("even", "chunks", "as written"), ("uneven", "chunks", "counted")])
 def test_even_parts_and_counted_ones_are_one_devices(all_found, case):
     assert all_found[1][case][0] < 1e-12
+
+
+def test_a_loss_function_of_uneven_parts_is_refused(all_found):
+    uneven, even, alike = all_found[2]
+    assert even == ""
+    for refused in (uneven, alike):
+        assert refused.startswith(
+            "the loss is a mean, but micro-batches of this global batch have different numbers of"
+        )

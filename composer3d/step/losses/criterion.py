@@ -11,6 +11,7 @@ from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
 from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
 from composer3d.step.losses.loss import (
+    MEAN_OF_MEANS,
     as_loss,
     count_provisionally,
     count_valid,
@@ -20,6 +21,7 @@ from composer3d.step.losses.loss import (
 )
 from composer3d.step.losses.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.step.losses.mixed_values import MixedLosses
+from composer3d.step.losses.sample_parts import sample_parts
 from composer3d.step.microbatches import num_samples, tensors
 
 __all__ = ["Criterion"]
@@ -119,6 +121,9 @@ class Criterion:
     def _as_loss(self, value: Any, output: Any, target: Any, equal: bool) -> Loss:
         import torch
 
+        if not equal and self.told is None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            if sample_parts(value, num_samples((target, output)) or 0) is not None:
+                raise LossError(MEAN_OF_MEANS)  # whose parts have other samples on one device
         if self._padding is not None and isinstance(value, torch.Tensor) and not is_times_zero(value):
             if self._reduction == "sum" or divisor_of_mean(value) is None:
                 raise LossError(_OTHER_PADDING.format(number=self._padding))

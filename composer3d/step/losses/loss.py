@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORE_INDEX",
+    "MEAN_OF_MEANS",
     "PENALTY",
     "DividedLoss",
     "Nothing",
@@ -38,6 +39,10 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100
+MEAN_OF_MEANS = (
+    "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, and a mean of "
+    "means is another loss; " + RETURN_A_SUM
+)
 PENALTY = (
     "the loss adds a term of parameters alone, as a penalty, to a sum or mean over other numbers of targets on every "
     "rank, and ranks that weigh their losses differently have one penalty: add its gradient after the backward "
@@ -231,8 +236,5 @@ def _as_loss(
         if divisor is not None:
             return divided_loss(scalar, divisor, known)
     if not equal:
-        raise LossError(
-            "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "
-            "and a mean of means is another loss; " + RETURN_A_SUM
-        )
+        raise LossError(MEAN_OF_MEANS)
     return Loss(sum=scalar * count, count=count)
