@@ -38,6 +38,7 @@ __all__ = [
     "describe_error",
     "did_you_mean",
     "is_interrupt",
+    "known_words",
     "is_of_raise",
 ]
 
@@ -286,3 +287,15 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
     if near:
         return f'did you mean "{near[0]}"?'
     return "one of: " + ", ".join(sorted(choices)) if choices else None
+
+
+def known_words(word: str, choices: Sequence[str]) -> str:
+    """Return the hint for a word that is none of few choices: the nearest, and all of them.
+
+    >>> known_words("zeero", ["zero", "units"])
+    'did you mean "zero"? (known: zero, units)'
+    >>> known_words("x", ["zero", "units"])
+    'known: zero, units'
+    """
+    hint, known = did_you_mean(word, choices) or "", ", ".join(choices)
+    return f"{hint} (known: {known})" if hint.startswith("did you mean") else f"known: {known}"

@@ -107,6 +107,13 @@ def test_a_finished_run_with_a_damaged_file_is_not_well(run):
         "damaged",
         f"{diagnosis.first.split('; ')[1]}; a file of the run is damaged",
     )
+    (run / "metrics.jsonl").unlink()
+    (run / "accounts" / "rank-1.json").write_text("{")
+    diagnosis = diagnosed(run)
+    assert (diagnosis.kind, diagnosis.first) == (
+        "damaged",
+        "the run ended, and a rank's account of how cannot be read; a file of the run is damaged",
+    )
     (run / "error.json").write_text('{"rank": 1, "wor')
     diagnosis = diagnosed(run)
     assert (diagnosis.kind, diagnosis.first) == ("damaged", "the run failed, and its error.json cannot be read")

@@ -62,10 +62,12 @@ def examine(evidence: Evidence) -> Diagnosis:
         told = _stands(evidence) or _runs(evidence)
     else:
         told = _runs(evidence)
-    if evidence.damaged and told.kind == "ended":
+    is_untold = told.kind == "vanished" and any(file.startswith("accounts") for file in evidence.damaged)
+    if evidence.damaged and (told.kind == "ended" or is_untold):
         number = len(evidence.damaged)
         files = "a file of the run is" if number == 1 else f"{number} files of the run are"
-        told = replace(told, kind="damaged", first=f"{told.first}; {files} damaged")
+        first = "the run ended, and a rank's account of how cannot be read" if is_untold else told.first
+        told = replace(told, kind="damaged", first=f"{first}; {files} damaged")
     return Diagnosis(
         kind=told.kind,
         rank=told.rank,

@@ -14,7 +14,7 @@ import tomli
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from composer3d.errors import ComposerError, did_you_mean
+from composer3d.errors import ComposerError, did_you_mean, known_words
 from composer3d.planning.hardware.cluster import STACKS, Hardware
 
 __all__ = ["hardware_names", "load_hardware", "problems_of"]
@@ -50,9 +50,7 @@ def load_hardware(name: str) -> Hardware:
         path = _FOLDER / f"{stem}.toml"
         known = [known for known in hardware_names() if not known.startswith("/")]
         if stem not in known:
-            raise ComposerError(
-                f'there is no hardware "{stem}"; {did_you_mean(stem, known)} (known: {", ".join(known)})'
-            )
+            raise ComposerError(f'there is no hardware "{stem}"; {known_words(stem, known)}')
     content = _read(path)
     if network or isinstance(content.get("inter"), str):
         content["inter"] = _network(network or content["inter"])
@@ -107,7 +105,7 @@ def _sentence(content: Mapping[str, Any], details: Any) -> str:
     path, kind, value = details["loc"], details["type"], details["input"]
     if path[-1:] == ("[key]",):  # of a table whose names are fixed
         known = list(STACKS)
-        return f'unknown stack "{value}" in [stack]; {did_you_mean(str(value), known)} (known: {", ".join(known)})'
+        return f'unknown stack "{value}" in [stack]; {known_words(str(value), known)}'
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     table = _at(content, path[:-1])
     name = path[-1] if path else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from composer3d.errors import ComposerError, did_you_mean
+from composer3d.errors import ComposerError, known_words
 from composer3d.planning.hardware.cluster import Device, Hardware, Link, TimedCollective
 
 __all__ = ["SCALED_PARTS", "parse_factors", "scaled"]
@@ -25,9 +25,7 @@ def scaled(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
     for part, factor in factors.items():
         if part not in SCALED_PARTS:
             names = sorted(SCALED_PARTS)
-            raise ComposerError(
-                f'a cluster has no part "{part}"; {did_you_mean(part, names)} (known: {", ".join(names)})'
-            )
+            raise ComposerError(f'a cluster has no part "{part}"; {known_words(part, names)}')
         if not 0.01 <= factor <= 100:
             raise ComposerError(f"{part} = {factor:g}x: a factor is at least 0.01x and at most 100x")
         hardware = SCALED_PARTS[part](hardware, factor)
