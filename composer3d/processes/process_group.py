@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,12 +35,15 @@ class _OwnWorld:
         num_users: Compositions that have not let go of it.
         num_made: How many have been made, this one included.
         leave_loopback: Gives the environment back that keeps groups, those of later compositions too, to loopback.
+        excepthooks: Python's before it was made, and torch's, which writes the rank before an exception's lines. It
+            stays once the group is gone, for the exception that ended a composition, and until the next one is made.
     """
 
     group: Any = None
     num_users: int = 0
     num_made: int = 0
     leave_loopback: Callable[[], None] = lambda: None
+    excepthooks: tuple[Any, Any] = (None, None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,7 +148,11 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
             return _join_loops_world()
         world.num_users += 1
         return functools.partial(_let_go, world)
-    if _own_world(os.getpid()).num_made:
+    world = _own_world(os.getpid())
+    if sys.excepthook is world.excepthooks[1]:  # else every world would write its rank before that of the one before
+        sys.excepthook = world.excepthooks[0]
+    before = sys.excepthook
+    if world.num_made:
         gc.collect()  # sockets and threads of the last world's groups, which a closed composition's cycles hold
     if device.type == "cpu":
         backend = "gloo"
@@ -166,9 +174,8 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
-    world = _own_world(os.getpid())
     world.group, world.num_users, world.num_made = dist.group.WORLD, 1, world.num_made + 1
-    world.leave_loopback = leave_loopback
+    world.leave_loopback, world.excepthooks = leave_loopback, (before, sys.excepthook)
     return functools.partial(_let_go, world)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
+import sys
 from datetime import timedelta
 
 import pytest
@@ -15,7 +18,7 @@ from torch import nn
 
 from composer3d import torch_compat
 from composer3d.processes.process_group import default_device, own_device
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def compose_again_and_again(port, is_agents):
     if rank == 2:
         held = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         held.wait(["done/0", "done/1"], timedelta(seconds=100))
-        return [], []
+        return [], [], ""
     ends, held = [], []
     for number in range(ROUNDS):
         run = composed("[sharding.fsdp2]\n", model=lambda: nn.Linear(4, 4), loss_fn=F.mse_loss, device="cpu")
@@ -77,7 +80,10 @@ def compose_again_and_again(port, is_agents):
         held.append(len(os.listdir("/proc/self/fd")))
     if is_agents:
         dist.TCPStore("127.0.0.1", port).set(f"done/{rank}", "1")
-    return ends, held
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        sys.excepthook(ValueError, ValueError("made up"), None)
+    return ends, held, told.getvalue()
 
 
 @pytest.mark.parametrize("is_agents", [False, True], ids=["first rank's store", "agent's store"])
@@ -86,7 +92,8 @@ def test_a_process_composes_again_and_again(is_agents):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     first, second, *_ = run_ranks(compose_again_and_again, 2 + is_agents, port, is_agents, init=False)
-    for ends, held in (first, second):
+    for rank, (ends, held, told) in enumerate((first, second)):
+        assert told == f"[rank{rank}]: ValueError: made up\n"  # once, after all these worlds
         assert ends == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
         assert max(held[10:]) <= max(held[:10]), "sockets of earlier worlds are held"
 
@@ -114,6 +121,13 @@ def test_groups_that_compositions_made_in_a_loops_world_end_with_them():
         assert groups == [2] * ROUNDS  # the world, and the loop's own
         assert max(held[10:]) <= max(held[:10]), "sockets of earlier groups are held"
         assert total == 4
+
+
+def test_a_world_of_ranks_that_do_not_exist_leaves_pythons_excepthook():
+    before = sys.excepthook
+    with fake_world(4, rank=2):
+        assert sys.excepthook is not before
+    assert sys.excepthook is before
 
 
 def together(layouts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -124,7 +125,9 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
     def new_group(*, ranks: Sequence[int], **options: Any) -> Any:
         return original(ranks=ranks, **options) if rank in ranks else None
 
+    before = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    hook = sys.excepthook  # that says of every exception which rank it was
     module.new_group = new_group
     try:
         yield
@@ -132,6 +135,8 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
         module.new_group = original
         if dist.is_initialized():
             dist.destroy_process_group()
+        if sys.excepthook is hook:
+            sys.excepthook = before
 
 
 def process_group(argument: Any) -> Any:
