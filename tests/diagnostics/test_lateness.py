@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from composer3d.diagnostics.doctor.examine import examine
 from composer3d.diagnostics.doctor.lateness import compare_paces
-from composer3d.diagnostics.doctor.run_folder import Span, Witness
+from composer3d.diagnostics.doctor.run_folder import Evidence, Span, Witness
 from composer3d.observation.hang_report import Account, RecordedCollective
 
 MS = 1_000_000
@@ -119,3 +123,26 @@ def test_nobody_is_slow(work, known):
 
 def test_a_rank_that_is_slow_in_nearly_every_step():
     assert compare_paces(delayed(set(range(10)) - {5})).straggler.rank == 1
+
+
+@pytest.mark.parametrize(("hosts", "drained"), [("aba", "drain b, one of 2"), ("aaa", "")])
+def test_the_node_of_a_slow_rank_is_named_where_there_are_several(hosts, drained):
+    work = ranks((10, 50, 10), (20, 20, 20))
+    evidence = Evidence(
+        run=Path("out"),
+        error=None,
+        witnesses={rank: replace(each, host=hosts[rank]) for rank, each in work.items()},
+        seen={},
+        moved=False,
+        anomalies=(),
+        findings=(),
+        snapshots={},
+        damaged={},
+        world_size=3,
+        layout=None,
+    )
+    found = examine(evidence)
+    assert (found.kind, found.rank) == ("straggler", 1)
+    assert [line for line in found.advice if "drain" in line] == (
+        [f"if it stays slow with other data too, it is its node: {drained}"] if drained else []
+    )

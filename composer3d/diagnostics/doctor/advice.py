@@ -72,10 +72,22 @@ def advice_for(kind: Kind, evidence: Evidence, *, rank: int | None) -> tuple[str
         shown = () if evidence.snapshots else _shown("memory_snapshots", "what fills the memory when it runs out")
         own = (*_less_memory(), *own, *shown)
     if kind == "straggler":
-        own = (*own, *_shown("traces", "where in the step it is, drawn by composer3d timeline"))
+        own = (
+            *own,
+            *_drained(evidence, rank),
+            *_shown("traces", "where in the step it is, drawn by composer3d timeline"),
+        )
     if kind in ("running", "ended", "straggler"):
         return tuple(own)
     return (*own, _resume(evidence.run, evidence.error))
+
+
+def _drained(evidence: Evidence, rank: int | None) -> Iterable[str]:
+    """Yield which node to drain, where ranks run on several."""
+    hosts = {each.host for each in evidence.witnesses.values()}
+    if rank is not None and rank in evidence.witnesses and len(hosts) > 1:
+        host = evidence.witnesses[rank].host
+        yield f"if it stays slow with other data too, it is its node: drain {host}, one of {len(hosts)}"
 
 
 def _less_memory() -> Iterable[str]:
