@@ -209,7 +209,7 @@ CASES = {
     "held out": (
         'model.use = "first_models:Features"\ndata.use = "first_models:Known"\ntrain.loss = "mse"\n'
         "evaluation.every = 1\n",
-        "run.toml:8:6: [data] 2 samples held out do not fill a batch of 4, and torch.float32 targets cannot be marked "
+        "run.toml:8:1: [data] 2 samples held out do not fill a batch of 4, and torch.float32 targets cannot be marked "
         "as without loss; hold out more (evaluation_fraction), or lower global_batch",
     ),
     "uneven": (
@@ -232,13 +232,13 @@ CASES = {
     ),
     "classes second": (
         'model.use = "first_models:Classes"\ndata.use = "first_models:Pixels"\n',
-        "run.toml: [train] logits of shape [2, 3, 2, 2] (classes last) do not fit torch.int64 targets of shape "
+        "run.toml:4:1: [train] logits of shape [2, 3, 2, 2] (classes last) do not fit torch.int64 targets of shape "
         "[2, 2, 2]; cross_entropy takes one integer for each row of logits; where dim 1 holds the classes, write "
         'train.loss = { use = "cross_entropy", class_dim = 1 }',
     ),
     "classes from 1": (
         'model.use = "first_models:Classes"\ndata.use = "first_models:Pixels"\ntrain.loss.class_dim = 1\n',
-        "run.toml:9:12: [train] the model returns 3 classes, 0 to 2, and targets are 3 to 3; count classes from 0, "
+        "run.toml:9:7: [train] the model returns 3 classes, 0 to 2, and targets are 3 to 3; count classes from 0, "
         "give the model more of them, or mark targets without loss as -100",
     ),
     "shapes": (

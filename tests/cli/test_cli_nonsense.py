@@ -44,7 +44,7 @@ ALONE = {
     'model = "bad_calls:exits"': "{folder}/bad_calls.py:4: the factory raised SystemExit: 0",
     'model = "bad_calls:interrupts"': "{folder}/bad_calls.py:5: the factory raised KeyboardInterrupt",
     'model = "bad_calls:nothing"': "3:1: [model] the factory returned NoneType, not a torch.nn.Module",
-    f"extends = 0x{'f' * 5000}": f"3:1: extends = 0x{'f' * 55}... is not a string; write a path or a shipped name",
+    f"extends = 0x{'f' * 5000}": "3:1: extends is an integer beyond 64 bits",
     f"mesh = 0x{'f' * 5000}": "3:1: mesh is an integer beyond 64 bits",
     "optimizer.betas = { a = 1 }": "3:11: [optimizer] optimizer.betas must be a list of 2 numbers, not a table",
     "optimizer.betas.embedding.lr = 1": "3:11: [optimizer] optimizer.betas must be a list of 2 numbers, not a table",

@@ -74,7 +74,7 @@ def test_text(manifest, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("the given manifest fits")
     assert any(line.startswith("1. ") for line in lines)
-    assert lines[-1].endswith("times are modelled, within about 25 %")
+    assert lines[-1].endswith("composer3d plan says between which bounds their times lie")
 
 
 def test_nothing_fits(manifest, capsys):

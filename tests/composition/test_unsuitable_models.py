@@ -57,8 +57,10 @@ def test_a_module_that_was_composed_before_is_refused_whatever_was_done_to_it(na
     assert run_ranks(again, world, PLANS[name], weights, lambda model: model) == [expected] * world
 
 
-def test_so_is_a_copy_of_it():
-    assert run_ranks(again, 1, PLANS["recomputed"], "check", copy.deepcopy) == [AGAIN.format("")]
+@pytest.mark.parametrize("name", ["recomputed", "fsdp2"])
+def test_so_is_a_copy_of_it(name):
+    expected = AGAIN.format("" if name == "recomputed" else STILL.format("layers.0.0.weight"))
+    assert run_ranks(again, 1, PLANS[name], "check", copy.deepcopy) == [expected]
 
 
 def untouched(text):

@@ -39,7 +39,7 @@ class LayerDrop(Mlp):
 
 
 class StochasticDepth(Mlp):
-    """Left out by chance, of torch's numbers, which are others on every data-parallel rank."""
+    """Left out by chance, of torch's numbers."""
 
     def forward(self, x):
         return super().forward(x) if torch.rand(()) < 0.5 else 1.0 * x

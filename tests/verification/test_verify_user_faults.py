@@ -56,7 +56,7 @@ def of_blocks(block, **options):
         pytest.param(
             DDP,
             {"factory": of_blocks(Branching)},
-            r"gets a gradient on rank 0 \(dp_replicate 0\) and none on rank 1",
+            r"the first module whose output is another one is layers.0 on rank 1 \(dp_replicate 1\)",
             id="the same, replicated",
             marks=SLOW,
         ),
@@ -72,13 +72,6 @@ def of_blocks(block, **options):
             {"factory": of_blocks(Detaching)},
             r"the gradients of 7 parameters, .* hold the samples of data-parallel rank 0 alone, of 2",
             id="detached on one rank",
-        ),
-        pytest.param(
-            FSDP + "[scheduling.activation_checkpoint]\n",
-            {"factory": of_blocks(StochasticDepth), "microbatch": 2},
-            r"gets a gradient on rank \d \(dp_shard \d\) and none on rank \d",
-            id="layers that every rank leaves out by its own chance",
-            marks=SLOW,
         ),
         pytest.param(
             DDP,
@@ -305,3 +298,12 @@ def test_moving_averages_are_those_of_one_device(text, make_averages, cause):
     )
     assert verdict.ok == (not cause), verdict.failures
     assert any(cause in line for line in verdict.diagnosis) == bool(cause), verdict.diagnosis
+
+
+@pytest.mark.slow
+def test_layers_that_a_number_of_torchs_leaves_out_are_no_fault():
+    """All ranks draw a number that has no samples alike, as one device does."""
+    text = FSDP + "[scheduling.activation_checkpoint]\n"
+    assert_parity(
+        of_blocks(StochasticDepth), write_manifest(text), batch(), loss_fn=sum_loss, microbatch=2, own_dtype=False
+    )

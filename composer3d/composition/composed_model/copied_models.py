@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["copy_composed"]
+__all__ = ["copy_composed", "is_copy"]
 
 Values = list[tuple["Tensor", "Tensor"]]
 
@@ -40,6 +40,11 @@ def copy_composed(model: nn.Module, context: RunContext, memo: dict[int, Any]) -
     """
     reshard_units(context.parts)
     return _copy(model, _Source(model=model, context=context), memo)
+
+
+def is_copy(module: nn.Module) -> bool:
+    """Return whether a module is a copy of a composed one, or of a module in it."""
+    return isinstance(module, _Copied)
 
 
 def _copy(model: nn.Module, source: _Source, memo: dict[int, Any]) -> Any:

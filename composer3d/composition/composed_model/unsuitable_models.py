@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from composer3d.composition.composed_model.copied_models import is_copy
 from composer3d.errors import TransformError
 from composer3d.initialisation import unreadable
 from composer3d.registry import Catalogue
@@ -73,7 +74,7 @@ def _refuse_sharded(model: nn.Module) -> None:
     # To import it takes long, and where nobody has there are none.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     shard = next((fqn for fqn, tensor in model.named_parameters() if isinstance(tensor, kind)), None)
-    if _MARK in vars(model):
+    if _MARK in vars(model) or is_copy(model):
         still = "" if shard is None else f', and its parameters are still the shards of then ("{shard}" is a DTensor)'
         raise TransformError(
             f"compose was called with this module before{still}; close does not take back what was done to its "
