@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gradients import average_whole, averaging_action
     from composer3d.step.microbatches import map_tensors, units_of
+    from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits
     from composer3d.step.rank_numbers import RankNumbers
     from composer3d.step.step_state import StepState
     from composer3d.step.units.gathered_units import make_unit
@@ -156,6 +157,7 @@ _MODULES = {
         "TransformError",
     ),
     "step.evaluation": ("EvaluatedWeights", "Evaluation"),
+    "step.optimizers.unit_steps": ("SteppedUnit", "SteppedUnits"),
     "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole", "averaging_action"),
@@ -285,6 +287,8 @@ __all__ = [
     "StepError",
     "StepPoint",
     "StepState",
+    "SteppedUnit",
+    "SteppedUnits",
     "StoredOrders",
     "SuggestResult",
     "TorchErrors",

@@ -140,7 +140,8 @@ class RunContext:
         Args:
             what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it reads or
                 changes gradients between the backward and the optimizer. "moved_gradients": it moves them elsewhere
-                before they are reduced. "first_step": its first step differs from the others, which a plan traces.
+                before they are reduced. "stepped_units": it lets the optimizer step some units before the rest.
+                "first_step": its first step differs from the others, which a plan traces.
                 "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
                 "samples": it places batches, and leaves some of their samples to other ranks.
                 "all_gather": it replaces the all-gather of units. "reduce_scatter": the same of the reduce-scatter.

@@ -45,6 +45,7 @@ Claim = Literal[
     "grad_scaler",
     "gradients",
     "moved_gradients",
+    "stepped_units",
     "first_step",
     "depth",
     "samples",

@@ -29,7 +29,7 @@ from composer3d.errors import (
 )
 from composer3d.manifest import search
 from composer3d.mesh import Layout, Role
-from composer3d.step import refused_of_shards
+from composer3d.step import refused_in_units, refused_of_shards
 from composer3d.transform import Phase
 
 if TYPE_CHECKING:
@@ -172,6 +172,9 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         cls, defaults = optimizer_class(manifest.tables["optimizer"], document.folder)
     except (PluginError, ReferenceFailure):
         return []  # told by `optimizer_problems`
+    if preparation.context.claimants("stepped_units") and not preparation.context.claimants("optimizer"):
+        if reason := refused_in_units(cls):
+            return [document.problem(("optimizer", "use"), reason)]
     if not asked:
         makes_shards = any(transform.phase in (Phase.TENSOR, Phase.DATA) for transform, _ in preparation.selected)
         reason = refused_of_shards(cls) if makes_shards else ""

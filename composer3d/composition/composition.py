@@ -27,6 +27,7 @@ from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating,
 from composer3d.step.measurement import measure
 from composer3d.step.optimizers.optimizer import compose_step, make_optimizer
 from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
+from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits, unit_by_unit
 from composer3d.step.sharded_tensors.full_tensors import full
 from composer3d.step.step_state import StepState
 
@@ -247,7 +248,8 @@ class Composition(SavedRun, OwnLoop):
 
         Raises:
             StepError: There is one already, or a group has no regular expression `match`.
-            PluginError: `in_backward`, and something needs gradients after the backward.
+            PluginError: `in_backward`, and something needs gradients after the backward; or a plugin has units that are
+                stepped by themselves, and nothing says that this class can.
             PatternError: A group matches nothing in the whole model.
         """
         if self._optimizer is not None:
@@ -257,7 +259,11 @@ class Composition(SavedRun, OwnLoop):
         plugin, optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=hooks)
         acts: Any = functools.partial(self._assembled.acting.named, plugin) if plugin else lambda inner: inner
         self._optimizer = self._engine.optimizer = compose_step(
-            optimizer, lambda inner: self._optimizer_step(acts(inner)), clear=self._clear_gradients, added=self._added
+            optimizer,
+            lambda inner: self._optimizer_step(acts(inner)),
+            clear=self._clear_gradients,
+            added=self._added,
+            in_units=functools.partial(unit_by_unit, asked=self._stepped_units, span=self.context.span),
         )
         refuse_saving(optimizer, of_stage=self._assembled.has_schedule)
         if in_backward:
@@ -269,6 +275,10 @@ class Composition(SavedRun, OwnLoop):
                 has_schedule=self._assembled.has_schedule,
             )
         return self._optimizer
+
+    def _stepped_units(self) -> Sequence[SteppedUnit]:
+        """Return the units that are stepped by themselves: none where a checkpoint has the optimizer's state made."""
+        return self.context.stash(SteppedUnits).units if self._engine.is_stepping else ()
 
     def _optimizer_step(self, inner: Callable[[], Any]) -> Any:
         with self._engine.explaining():

@@ -22,7 +22,9 @@ _DECIDED = ("mesh", "sharding", "scheduling", "precision", "communication", "opt
 _DECIDED_KEYS = ("train.microbatch", "train.global_batch", "train.accumulate", "train.grad_clip")
 _MOST_STEPS = 4000  # of a schedule that are compared
 _BATCH = ("train.global_batch", "train.accumulate")
-_SPEED = ("@sharded.forward_prefetch", "@sharded.backward_prefetch", "@sharded.gather_early")
+_SPEED = tuple(
+    f"@sharded.{key}" for key in ("forward_prefetch", "backward_prefetch", "gather_early", "overlap_optimizer")
+)
 
 
 def compare(

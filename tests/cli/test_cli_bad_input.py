@@ -9,8 +9,8 @@ import pytest
 
 OWNER = "write [sharding.tensor_parallel], which owns tp"
 OPTIONS = (
-    "backward_prefetch, delay_all_reduce, forward_prefetch, gather_early, ignored, reshard_after_forward, "
-    "reshard_root, unit_classes, unit_numel, units, zero"
+    "backward_prefetch, delay_all_reduce, forward_prefetch, gather_early, ignored, overlap_optimizer, "
+    "reshard_after_forward, reshard_root, unit_classes, unit_numel, units, zero"
 )
 
 CASES = {
@@ -19,8 +19,8 @@ CASES = {
         '14:1: [train] unknown key "step"; did you mean "steps"?',
     ),
     "unknown key, like nothing": (
-        ("[sharding.fsdp2]", "[sharding.fsdp2]\noverlap_com = true"),
-        f'16:1: [sharding.fsdp2] unknown key "overlap_com"; one of: {OPTIONS}',
+        ("[sharding.fsdp2]", "[sharding.fsdp2]\ncontiguous = true"),
+        f'16:1: [sharding.fsdp2] unknown key "contiguous"; one of: {OPTIONS}',
     ),
     "unknown table": (
         ("[train]", "[trian]"),

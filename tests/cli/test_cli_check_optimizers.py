@@ -113,3 +113,12 @@ def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
     assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
     assert all(name in problem["message"] for name in ("sharding.cpu_offload", other.partition("=")[0]))
     assert command("check", "run.toml", "--set", offload % "gradients", "--set", other)[0] == 0
+
+
+def test_an_optimizer_that_is_not_known_to_step_units_alone_is_found(folder, command):
+    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true", 'use = "torch.optim:Adafactor"'))
+    code, told = report(command, "run.toml", "--set", "sharding.fsdp2={ overlap_optimizer = 1 }")
+    assert code == 2
+    (problem,) = told["problems"]
+    assert problem["message"].startswith("Adafactor is not known to step every parameter by itself")
+    assert (problem["table"], problem["key"]) == ("optimizer", "use")

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import Net, composed, full, gradient_error, mine, one_step, padded, seeded, sum_loss, unpadded
+from support.models import Net, composed, gradient_error, mine, one_step, padded, seeded, sum_loss
 from torch.distributed.tensor import Replicate, Shard
 
 from composer3d import ManifestError
-from composer3d.testing import count_collectives, run_ranks
+from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
 UNITS = 4  # three blocks and the root
@@ -91,42 +91,6 @@ def test_a_delayed_all_reduce_is_one_for_all_micro_batches():
     for *_, counted in run_ranks(step_with, 4, text, 1):  # three micro-batches
         assert counted["all_reduce", "dp_replicate"] == UNITS
         assert counted["reduce_scatter", "dp_shard"] == 3 * UNITS
-
-
-def early(texts, writes=True):
-    """Return losses, parameters and gathers of a step for each manifest, with shards written between steps."""
-    found = []
-    for text in texts:
-        run = composed(text)
-        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-        losses, counted = [], {}
-        for step in range(4):
-            tokens, targets = (mine(run, tensor) for tensor in unpadded(seed=step))
-            with count_collectives(run.mesh) as collectives, run.step(step):
-                losses.append(float(run.forward_backward(tokens, target=targets)))
-                optimizer.step()
-                optimizer.zero_grad()
-            counted = {op: count for (op, _), (count, _) in collectives.summary().items()}
-            if writes and step == 1:  # no version counter of a shard says so
-                for parameter in run.model.parameters():
-                    parameter.to_local().data.mul_(0.5)
-            if writes and step == 2:
-                losses.append(float(run.evaluate(tokens, target=targets).loss))
-        found.append((losses, {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}, counted))
-        run.close()
-    return found
-
-
-@pytest.mark.parametrize("zero", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
-def test_units_that_are_gathered_early_are_those_of_the_next_forward(zero):
-    """To the bit, whatever is written between steps; a gather moves, and one all-reduce a step is more."""
-    texts = [f"[sharding.fsdp2]\nzero = {zero}\n{more}" for more in ("", "gather_early = 2\n")]
-    for plain, moved in run_ranks(early, 2, texts):
-        assert plain[0] == moved[0]
-        assert all(torch.equal(tensor, moved[1][fqn]) for fqn, tensor in plain[1].items())
-    for plain, moved in run_ranks(early, 2, texts, False):
-        assert moved[2] == {**plain[2], "all_reduce": plain[2]["all_reduce"] + 1}
-        assert plain[0] == moved[0]
 
 
 class Skipping(Net):

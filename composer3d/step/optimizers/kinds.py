@@ -11,7 +11,12 @@ from composer3d.errors import StepError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["by_kind"]
+__all__ = ["by_kind", "keep_written"]
+
+_WHY = (
+    "and this group has plain and sharded ones, which are stepped one kind after the other; give run.optimizer a group "
+    'of each, as {"match": REGULAR_EXPRESSION}'
+)
 
 
 def by_kind(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -40,7 +45,7 @@ def by_kind(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         finally:
             optimizer.param_groups = groups
         for group, own in divided:
-            _keep_written(group, own, type(optimizer).__name__)
+            keep_written(group, own, cls=type(optimizer), why=_WHY)
         return result
 
     return stepped
@@ -59,20 +64,24 @@ def _kinds(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from ({**group, "params": parameters} for parameters in kinds.values())
 
 
-def _keep_written(group: dict[str, Any], pieces: list[dict[str, Any]], name: str) -> None:
-    """Put what a step has written into the options of a divided group's pieces into the group."""
-    if len(pieces) < 2:
-        return
+def keep_written(group: dict[str, Any], pieces: list[dict[str, Any]], *, cls: type, why: str) -> None:
+    """Put what a step has written into the options of a divided group's pieces into the group.
+
+    Args:
+        group: The whole one.
+        pieces: Copies of it, each with some of its parameters, in the order in which they were stepped.
+        cls: Of the optimizer.
+        why: Why the group is divided, and what to do.
+
+    Raises:
+        StepError: It has written one thing for one piece, and another for another.
+    """
     before = dict(group)
     for piece in pieces:
         written = {key: value for key, value in piece.items() if key != "params" and value is not before.get(key)}
         for key, value in written.items():
             if piece is not pieces[0] and not _is_equal(value, group.get(key)):
-                raise StepError(
-                    f'{name} computes "{key}" of a group from its parameters, and this group has plain and sharded '
-                    "ones, which are stepped one kind after the other; give run.optimizer a group of each, as "
-                    '{"match": REGULAR_EXPRESSION}'
-                )
+                raise StepError(f'{cls.__name__} computes "{key}" of a group from its parameters, {why}')
             group[key] = value
 
 

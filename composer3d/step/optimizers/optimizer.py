@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.errors import PatternError, StepError
+from composer3d.errors import PatternError, PluginError, StepError
 from composer3d.manifest.regular_expressions import Expression
 from composer3d.step.optimizers.kinds import by_kind
 from composer3d.step.optimizers.optimizer_probe import probe_optimizer
 from composer3d.step.optimizers.shard_step import on_shards, steps_each_element
+from composer3d.step.optimizers.unit_steps import SteppedUnits, refused_in_units
 from composer3d.step.sharded_tensors.whole_operators import OWN_SCALER
 
 if TYPE_CHECKING:
@@ -44,12 +45,16 @@ def make_optimizer(
 
     Raises:
         StepError: The class updates shards differently from full parameters.
+        PluginError: Units are to be stepped by themselves, and nothing says that the class can.
     """
     trained = [fqn for fqn, form in context.parameter_forms.items() if form.requires_grad]
     named = context.named_parameters()
     described = group_parameters(named, groups, known=context.parameter_fqns, trained=trained)
     described = [{**defaults, **group} for group in described]
     made = hooks.optimizer(context, cls, described)
+    refused = refused_in_units(cls if made is None else type(made[1]))
+    if refused and context.stash(SteppedUnits).units:
+        raise PluginError(refused)
     if made is not None:
         return made
     if context.purpose == "run":  # verify compares all that it does
@@ -116,6 +121,7 @@ def compose_step(
     *,
     clear: Callable[[], bool],
     added: Callable[[Sequence[nn.Parameter]], None],
+    in_units: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
 ) -> torch.optim.Optimizer:
     """Give an optimizer a subclass whose `step` is run by the composition, and whose `zero_grad` may wait.
 
@@ -127,12 +133,14 @@ def compose_step(
         run: Called with the optimizer's own step; decides whether and when it runs.
         clear: Called before gradients are cleared; returns whether they are to be.
         added: Called with the parameters of a group that the loop adds.
+        in_units: Given a step without hooks, returns one that steps units by themselves where a plugin has some.
     """
     cls = type(optimizer)
     inner: Any = cls.step
     if getattr(inner, "hooked", False):  # wrapped once by torch, for hooks and profiles
         bare = by_kind(inner.__wrapped__)
-        inner = cls.profile_hook_step(on_shards(bare) if steps_each_element(cls) else bare)
+        bare = on_shards(bare) if steps_each_element(cls) else bare
+        inner = cls.profile_hook_step(in_units(bare))
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if clear():

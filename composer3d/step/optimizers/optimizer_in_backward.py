@@ -41,6 +41,8 @@ def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
         yield f"{name} needs gradients after the backward, and none is left"
     for name in context.claimants("optimizer", each_alone=True):
         yield f"{name} steps pieces of many parameters, whose transfers hide behind each other"
+    for name in context.claimants("stepped_units"):
+        yield f"{name} has units stepped one after the other once the backward is over, and none is left to step"
 
 
 class BackwardStepper:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,8 @@ from composer3d import (
     PluginError,
     RunContext,
     StepAction,
+    SteppedUnit,
+    SteppedUnits,
     StepPoint,
     StepState,
     Transform,
@@ -94,6 +97,10 @@ class FSDP2:
             what follows the optimizer: metrics, logs, the next batch. Before they are used ranks compare their shards
             with those that were sent, in one all-reduce a step, and gather again what has changed since. Memory: so
             many units, unsharded between steps, and a copy of their shards.
+        overlap_optimizer: How many units, the root first, the optimizer steps one after the other, before all others,
+            each of which is gathered for the next forward as soon as it is stepped, beside the steps of the rest. Else
+            as gather_early. Memory: the same, from the optimizer's step on, beside the gradients. The optimizer steps
+            every parameter by itself: torch's elementwise ones, muon, or a class with `is_elementwise = True`.
         delay_all_reduce: Average over dp_replicate after the last micro-batch alone: U all-reduces in place of U M.
             Memory: until then the sum of a shard's gradients is kept in the reduction's dtype. Only with zero = 3,
             whose gradients are reduced after every backward.
@@ -111,6 +118,7 @@ class FSDP2:
     forward_prefetch: int = Field(default=0, ge=0)
     backward_prefetch: int = Field(default=0, ge=0)
     gather_early: int = Field(default=0, ge=0)
+    overlap_optimizer: int = Field(default=0, ge=0)
     delay_all_reduce: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -133,8 +141,10 @@ class FSDP2:
         if self.delay_all_reduce and (self.zero != 3 or context.degrees[REPLICAS] == 1):
             reason = f"zero = {self.zero} reduces once a step anyway" if self.zero != 3 else f"{REPLICAS} = 1"
             raise PluginError(f"delay_all_reduce has no effect: {reason}", hint="remove it", keys=("delay_all_reduce",))
-        if self.gather_early:
+        if self._num_early:
             context.claim("first_step", by=self)
+        if self.overlap_optimizer:
+            context.claim("stepped_units", by=self)
         axes = [axis for axis in context.data_axes(SHARDS) if axis == SHARDS or context.degrees[axis] > 1]
         shards = math.prod(context.degrees[axis] for axis in axes)
         if isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen < 2 or shards % chosen):
@@ -146,11 +156,7 @@ class FSDP2:
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
         """Shard the units, then the root."""
-        if self.gather_early and context.claimants("all_gather"):
-            raise PluginError(
-                f"gather_early begins all-gathers, and {context.claimants('all_gather')[0]} replaces them",
-                hint="remove one of them",
-            )
+        self._refuse_foreign(context)
         return Transform(
             name="fsdp2",
             phase=Phase.DATA,
@@ -160,6 +166,19 @@ class FSDP2:
             averages=context.data_axes(REPLICAS, SHARDS),
             conflicts=self._excluded(),
         )
+
+    def _refuse_foreign(self, context: RunContext) -> None:
+        """Refuse to begin what other plugins replace, or have to begin themselves."""
+        key = "overlap_optimizer" if self.overlap_optimizer else "gather_early"
+        if self._num_early and (found := context.claimants("all_gather")):
+            raise PluginError(f"{key} begins all-gathers, and {found[0]} replaces them", hint="remove one of them")
+        if self.overlap_optimizer and (found := context.claimants("optimizer", each_alone=True)):
+            raise PluginError(
+                f"overlap_optimizer steps units one after the other, and {found[0]} pieces of many parameters, whose "
+                "transfers hide behind each other",
+                hint="write gather_early, which waits for all of them",
+                keys=("overlap_optimizer",),
+            )
 
     def _excluded(self) -> dict[str, str]:
         """Exclude schedules for which parameters would be resharded too early; by default they are kept."""
@@ -181,14 +200,14 @@ class FSDP2:
         # Without them, nothing reads gradients after the backward.
         if any(self._ignored_parameters(part.module, context) for part in context.parts):
             actions.append(averaging_action("fsdp2.ignored", self._average_ignored, context))
-        if self.gather_early:
+        if self._num_early:
             actions.append(StepAction(name="fsdp2.early", point=StepPoint.END, run=self._gather_early, gradients=False))
         return actions
 
     @hookimpl
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
         """Wait for all-gathers that nobody needs any more."""
-        if self.gather_early and error is None:
+        if self._num_early and error is None:
             torch_compat.drop_early(self._early(context.parts))
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
@@ -231,6 +250,15 @@ class FSDP2:
                 unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.forward_prefetch])
             if self.backward_prefetch:
                 unit.set_modules_to_backward_prefetch(units[max(0, index - self.backward_prefetch) : index][::-1])
+        names = {module: fqn for fqn, module in model.named_modules()}
+        context.stash(SteppedUnits).units += [
+            SteppedUnit(
+                name=names[unit] or "(root)",
+                parameters=partial(_shards_of, unit),
+                then=partial(torch_compat.gather_early, unit),
+            )
+            for unit in _units_of(model)[: self.overlap_optimizer]
+        ]
         return list(fqns)
 
     def _reshard(self, context: RunContext, *, is_root: bool) -> bool | int:
@@ -242,8 +270,11 @@ class FSDP2:
 
     def _early(self, parts: Sequence[Part]) -> list[nn.Module]:
         """Return the units of each part that are gathered early, in the order of modules."""
-        units = [[each for each in part.module.modules() if hasattr(each, "unshard")] for part in parts]
-        return [unit for of_part in units for unit in of_part[: self.gather_early]]
+        return [unit for part in parts for unit in _units_of(part.module)[: self._num_early]]
+
+    @property
+    def _num_early(self) -> int:
+        return max(self.gather_early, self.overlap_optimizer)
 
     def _gather_early(self, state: StepState) -> None:
         for unit in self._early(state.parts):
@@ -262,7 +293,7 @@ class FSDP2:
         torch_compat.confirm_early(self._early(state.parts), compare=is_real, agree=agree)
 
     def _before_microbatch(self, state: StepState) -> None:
-        if self.gather_early and state.index == 0:
+        if self._num_early and state.index == 0:
             self._confirm_early(state)
         for part in state.parts:
             root: FSDPModule = part.module  # type: ignore[assignment]
@@ -285,6 +316,14 @@ class FSDP2:
             ignored = self._ignored_parameters(part.module, state.context)
             ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
             average_whole(ordered, axes=state.context.data_axes(REPLICAS, SHARDS), context=state.context)
+
+
+def _units_of(module: nn.Module) -> list[nn.Module]:
+    return [each for each in module.modules() if hasattr(each, "unshard")]
+
+
+def _shards_of(unit: nn.Module) -> list[nn.Parameter]:
+    return [getattr(module, name) for module, name in torch_compat.unit_parameters(unit)]
 
 
 def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Shard] | None:

@@ -30,6 +30,7 @@ CASES = {
     "reshard_root": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nreshard_root = true\n"),
     "prefetch": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nforward_prefetch = 2\nbackward_prefetch = 1\n"),
     "gathered_early": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\ngather_early = 2\n"),
+    "overlapped_optimizer": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\noverlap_optimizer = 2\n"),
     "hsdp": Case("[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n", world_size=4),
     "hsdp_delayed": Case(
         "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\ndelay_all_reduce = true\n", world_size=4

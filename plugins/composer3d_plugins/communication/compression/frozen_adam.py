@@ -37,6 +37,7 @@ class FrozenAdamW(torch.optim.Optimizer):
     """
 
     freeze_option = "freeze_step"
+    is_elementwise = True
 
     def __init__(
         self,
