@@ -143,6 +143,8 @@ class FSDP2:
             raise PluginError(f"delay_all_reduce has no effect: {reason}", hint="remove it", keys=("delay_all_reduce",))
         if self._num_early:
             context.claim("first_step", by=self)
+        if self._num_early > 1:  # beyond the root the first blocks are unlike others
+            context.claim("depth", by=self)
         if self.overlap_optimizer:
             context.claim("stepped_units", by=self)
         axes = [axis for axis in context.data_axes(SHARDS) if axis == SHARDS or context.degrees[axis] > 1]

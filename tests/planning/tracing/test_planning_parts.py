@@ -253,11 +253,9 @@ def test_one_process_finds_what_two_do(monkeypatch, tmp_path):
     assert [(trace.rank, trace.stands_for) for trace in two] == [(0, 2), (2, 2)]
 
 
-def test_blocks_that_are_not_alike_are_all_traced(tmp_path):
-    case = replace(
-        EXTRAPOLATED["zero3"],
-        text=EXTRAPOLATED["zero3"].text + "[scheduling.activation_checkpoint]\nevery = 2\n",
-    )
+@pytest.mark.parametrize("more", ["[scheduling.activation_checkpoint]\nevery = 2\n", "gather_early = 2\n"])
+def test_blocks_that_are_not_alike_are_all_traced(more, tmp_path):
+    case = replace(EXTRAPOLATED["zero3"], text=EXTRAPOLATED["zero3"].text + more)
     assert not tracer_of(case, tmp_path).trace(0).is_extrapolated
 
 
