@@ -64,6 +64,7 @@ def _report(report: Report) -> dict[str, Any]:
     return {
         "steps": list(report.steps),
         "ranks": {str(rank): vars(times) for rank, times in report.ranks.items()},
+        "traffic": {str(rank): [vars(each) for each in sent] for rank, sent in report.traffic.items()},
         "straggler": {"rank": report.straggler, "ratio": report.straggler_ratio, "slow": report.is_slow},
         "exposed": report.exposed,
         "bubble": None if report.bubble is None else vars(report.bubble),

@@ -127,7 +127,10 @@ def test_collectives_inside_are_not_computing(tmp_path):
     write(tmp_path, 0, spans)
     report = measure(read_trace(tmp_path))
     (times,) = report.ranks.values()
-    assert statements(report) == ["exposed communication: 35.0% of a step"]
+    assert statements(report) == [
+        "exposed communication: 35.0% of a step",
+        "traffic of a step: all_gather over dp_shard, 1 of 8 B in all (every rank)",
+    ]
     assert vars(times) == pytest.approx(
         {"step": 0.010, "computing": 0.003, "collectives": 0.0035, "optimizer": 0.002, "data_wait": 0.001}
     )
@@ -233,8 +236,10 @@ def test_the_command_writes_a_page_that_needs_no_network(pipelined, tmp_path, ca
         "rank 1",
         "straggler",
         "exposed communication",
+        *["traffic of a step"] * 3,
         "bubble",
     ]
+    assert [each["op"] for each in told["traffic"]["0"]] == ["exchange", "receive", "send"]
     assert "exposed communication" in shown[0] and shown[-1] == str(page)
 
 

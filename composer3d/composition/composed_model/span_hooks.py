@@ -251,7 +251,15 @@ def _spanned_reduce(group: Any, span: Span, attributes: dict[str, str]) -> Any:
     def post_backward(*args: Any) -> None:
         if not (group.reduce_grads and group.all_reduce_grads):
             return reduce(*args)
-        with span("all_reduce", **attributes):
+        with span("all_reduce", bytes=_reduced_bytes(group), **attributes):
             return reduce(*args)
 
     return post_backward
+
+
+def _reduced_bytes(group: Any) -> int:
+    """Return the bytes of what a unit holds of its gradients, padded, as FSDP2 reduces them over replicas."""
+    policy, trained = group.mp_policy, [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    dtypes = [policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype for each in trained]
+    sizes = [each.padded_sharded_param_size.numel() for each in trained]
+    return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.diagnostics.timeline.trace_figures import Bubble, RankTimes, Report, measure, statements
+from composer3d.diagnostics.timeline.trace_figures import Bubble, RankTimes, Report, Traffic, measure, statements
 from composer3d.diagnostics.timeline.trace_files import Span, Trace, read_trace
 from composer3d.diagnostics.timeline.trace_page import draw_page, draw_svg
 
@@ -12,6 +12,7 @@ __all__ = [
     "Report",
     "Span",
     "Trace",
+    "Traffic",
     "draw_page",
     "draw_svg",
     "measure",

@@ -12,7 +12,7 @@ from composer3d.diagnostics.timeline.trace_files import Span, Trace
 from composer3d.interfaces import Action
 from composer3d.planning import Costs, simulate
 
-__all__ = ["Bubble", "RankTimes", "Report", "measure", "statements"]
+__all__ = ["Bubble", "RankTimes", "Report", "Traffic", "measure", "statements"]
 
 _COMPUTING = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 _SLOW = 1.1  # how much longer than the mean of the others a rank must compute to be called a straggler
@@ -38,6 +38,29 @@ class RankTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a rank sends in collectives of one kind over one axis, a step, in the mean.
+
+    An `exchange` of a pipeline is messages both ways.
+
+    Args:
+        op: The collective.
+        axis: Of the mesh.
+        count: Number of them.
+        bytes: Of their payloads, as `plan` counts them: encoded where a codec encodes them, the whole result of an
+            all-gather, the input of any other.
+    """
+
+    op: str
+    axis: str
+    count: float
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.op} over {self.axis}, {self.count:g} of {_size(self.bytes)} in all"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bubble:
     """Idle time of a pipeline between its first forward and its last backward, as a part of that time.
 
@@ -57,6 +80,7 @@ class Report:
     Args:
         steps: Numbers of the steps that were measured: all but the first, which allocates and compiles.
         ranks: Times of every rank, by rank.
+        traffic: Of every rank, without the numbers that ranks agree on; what sends most first.
         straggler: The rank that computes longest.
         straggler_ratio: Its computing time over the mean of the others; 1 where there are none.
         bubble: None without a pipeline, or without its actions in the trace.
@@ -64,6 +88,7 @@ class Report:
 
     steps: tuple[int, ...]
     ranks: Mapping[int, RankTimes]
+    traffic: Mapping[int, tuple[Traffic, ...]]
     straggler: int
     straggler_ratio: float
     bubble: Bubble | None
@@ -89,6 +114,13 @@ def statements(report: Report) -> list[str]:
     told = f"rank {report.straggler} computes longest, {report.straggler_ratio:.2f} times as long as the others"
     lines = [f"straggler: {told}" if report.is_slow else f"no straggler: {told}"] if len(report.ranks) > 1 else []
     lines.append(f"exposed communication: {report.exposed:.1%} of a step")
+    senders: dict[Traffic, list[int]] = defaultdict(list)
+    for rank, traffic in report.traffic.items():
+        for sent in traffic:
+            senders[sent].append(rank)
+    for sent, ranks in senders.items():
+        who = "every rank" if len(ranks) == len(report.ranks) else f"rank {', '.join(map(str, ranks))}"
+        lines.append(f"traffic of a step: {sent} ({who})")
     if report.bubble is not None:
         lines.append(
             f"bubble: {report.bubble.measured:.1%} measured, {report.bubble.simulated:.1%} simulated from the same "
@@ -114,6 +146,7 @@ def measure(trace: Trace) -> Report:
     return Report(
         steps=tuple(numbers),
         ranks=ranks,
+        traffic={rank: _traffic([steps[number] for number in numbers]) for rank, steps in found.items()},
         straggler=straggler,
         straggler_ratio=computing[straggler] / mean if mean else math.nan,
         bubble=_bubble(trace, found, numbers),
@@ -158,6 +191,32 @@ def _times(spans: Sequence[Span], steps: Sequence[Sequence[Span]]) -> RankTimes:
         optimizer=mean([span.duration_s for span in members if span.name == "optimizer"]),
         data_wait=mean([span.duration_s for span in waits]),
     )
+
+
+def _traffic(steps: Sequence[Sequence[Span]]) -> tuple[Traffic, ...]:
+    counts: dict[tuple[str, str], float] = defaultdict(float)
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
+    for members in steps:
+        around = _around(members)
+        for span in members:
+            key = (span.name, str(span.attributes.get("axis")))
+            is_inside = any(each.is_collective and each.name == span.name for each in around(span))
+            if span.is_collective and "bytes" in span.attributes and not is_inside:
+                counts[key] += span.attributes.get("count", 1)
+                sizes[key] += span.attributes["bytes"]
+    ordered = sorted(sizes, key=lambda key: (-sizes[key], key))
+    num_steps = max(1, len(steps))
+    return tuple(
+        Traffic(op=key[0], axis=key[1], count=counts[key] / num_steps, bytes=sizes[key] / num_steps) for key in ordered
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} GiB"
 
 
 def _around(members: Sequence[Span]) -> Callable[[Span], Iterator[Span]]:

@@ -65,7 +65,9 @@ def _watch_reducer(ddp: Any, span: Callable[..., Any], given: Any) -> None:
             engine.queue_callback(lambda: unused.__exit__(None, None, None))
 
     def hook(given_state: Any, bucket: Any) -> Any:
-        with span("all_reduce", group="buckets", bytes=bucket.buffer().nbytes, bucket=bucket.index()):
+        # What somebody else's hook sends of a bucket is in spans of its own.
+        sent = {"bytes": bucket.buffer().nbytes} if given is None else {}
+        with span("all_reduce", group="buckets", bucket=bucket.index(), **sent):
             future = reduce(given_state, bucket)
         issued.append(future)
         if bucket.is_last():

@@ -47,6 +47,7 @@ def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[An
     shards.__class__ = common.FSDPMeshInfo if isinstance(both, common.FSDPMeshInfo) else common.DataParallelMeshInfo
     if group.post_forward_mesh_info is both:
         group.post_forward_mesh_info = shards
+    shards.replicate_mesh_dim = None  # nothing of the group's own is sent along it any longer
     group.mesh_info = shards
 
     def hook(buffer: Any) -> None:

@@ -5,6 +5,7 @@ Shapes: W ranks of the group; N elements of a shard, or of a replica's gradient;
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d import Codec
+
+Span = Callable[..., contextlib.AbstractContextManager[None]]
 
 __all__ = ["CodedAllGather", "CodedReduceScatter", "Owed", "gather_rows", "mean_of_replicas", "reduce_rows"]
 
@@ -101,13 +104,19 @@ class CodedAllGather(_Coded):
         return None
 
 
-def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any) -> Tensor:
+def _unspanned(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """Return no span: FSDP2's collectives are in one each."""
+    return contextlib.nullcontext()
+
+
+def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned) -> Tensor:
     """Return the sum of row r of every rank, on rank r of the group: float32 N, or float64.
 
     Args:
         x_WN: This rank's part of the sum for every rank.
         codec: Of what travels; None sends the elements as they are.
         group: Process group of W ranks.
+        span: Opens one around what is sent.
 
     Collectives: one all-to-all.
     """
@@ -120,7 +129,8 @@ def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any) -> Tensor:
     with torch_compat.without_torch_functions():
         sent = x_WN.contiguous() if codec is None else codec.encode(x_WN)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with span("all_to_all", group, bytes=sent.nbytes):
+            dist.all_to_all_single(received, sent, group=group)
         total = torch.zeros(length, dtype=wide, device=x_WN.device)
         for rank in range(num_ranks):  # one row at a time: the order is that of ranks, and memory one shard's
             row = received[rank : rank + 1]
@@ -128,8 +138,8 @@ def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any) -> Tensor:
     return total
 
 
-def gather_rows(x_N: Tensor, codec: Codec | None, group: Any) -> Tensor:
-    """Return every rank's row as it was decoded, float32 WN; without a codec as it was.
+def gather_rows(x_N: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned) -> Tensor:
+    """Return every rank's row as it was decoded, float32 WN; without a codec as it was. Arguments as `reduce_rows`.
 
     Collectives: one all-gather.
     """
@@ -138,7 +148,8 @@ def gather_rows(x_N: Tensor, codec: Codec | None, group: Any) -> Tensor:
     with torch_compat.without_torch_functions():
         sent = x_N.view(1, -1) if codec is None else codec.encode(x_N.view(1, -1))
         received = torch.empty(group.size() * sent.numel(), dtype=sent.dtype, device=sent.device)
-        torch_compat.all_gather_single(received, sent.view(-1), group=group, async_op=False)
+        with span("all_gather", group, bytes=received.nbytes):
+            torch_compat.all_gather_single(received, sent.view(-1), group=group, async_op=False)
         received_WP = received.view(group.size(), -1)
         return received_WP if codec is None else codec.decode(received_WP, x_N.numel())
 
@@ -184,8 +195,8 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
             owed.owner_N[here] = 0.0
             x_N = x_N + owed.sender_N + num_ranks * owed.owner_N  # a mean is over ranks
         x_WL = _padded(x_N, num_ranks * length).view(num_ranks, length)
-        mean_L = reduce_rows(x_WL, codec, group) / num_ranks + left_L
-        gathered_WL = gather_rows(mean_L, codec, group)
+        mean_L = reduce_rows(x_WL, codec, group, span=torch_compat.operator_span) / num_ranks + left_L
+        gathered_WL = gather_rows(mean_L, codec, group, span=torch_compat.operator_span)
         if owed is not None:
             decoded_WL = x_WL if codec is None else codec.decode(codec.encode(x_WL), length)
             owed.sender_N.copy_(x_N - decoded_WL.reshape(-1)[:numel])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d_plugins.communication.compression.exchange import Owed, mean_of_replicas
 from composer3d_plugins.communication.compression.low_rank import LowRank
 
@@ -46,7 +47,8 @@ class ReplicaMeans:
         numel = sum(gradient.numel() for _, gradient in gradients)
         method = self.method(numel)
         if method is None or not numel:
-            dist.all_reduce(buffer_N, op=dist.ReduceOp.AVG, group=group)
+            with torch_compat.operator_span("all_reduce", group, bytes=buffer_N.nbytes):
+                dist.all_reduce(buffer_N, op=dist.ReduceOp.AVG, group=group)
             return
         self.note(group, numel)
         # Buckets are formed again, in another order, after the first backward of every run: a resumed one's, too.
