@@ -24,10 +24,36 @@ def plan(*options):
 
 
 @pytest.fixture(scope="module")
-def found():
-    code, text = plan("--hardware", "a100-80/efa-400", "--tokens", "1e9", "--price", "2", "--json")
+def page(tmp_path_factory):
+    return tmp_path_factory.mktemp("plan") / "page.html"
+
+
+@pytest.fixture(scope="module")
+def found(page):
+    code, text = plan("--hardware", "a100-80/efa-400", "--tokens", "1e9", "--price", "2", "--json", "--html", str(page))
     assert code == 0
     return json.loads(text)
+
+
+def test_the_page_draws_a_step_by_phase_and_its_communication(found, page):
+    time, drawing = found["time"], page.read_text().partition("<h2>Time of a step</h2>")[2].partition("</svg>")[0]
+    bars = [
+        (float(width), name, float(seconds))
+        for width, name, seconds in re.findall(r'width="([\d.]+)"[^>]*><title>([^:]+): (\S+) s', drawing)
+    ]
+    phases = {name: (width, seconds) for width, name, seconds in bars[:4]}
+    assert list(phases) == ["computing", "optimizer", "communication exposed", "bubble"]
+    assert sum(seconds for _, seconds in phases.values()) == pytest.approx(time["step_s"]["value"], rel=1e-2)
+    scale = sum(width for width, _ in phases.values()) / time["step_s"]["value"]
+    assert all(width == pytest.approx(seconds * scale, rel=1e-2, abs=0.1) for width, seconds in phases.values())
+    told = {}
+    for width, name, seconds in bars[4:]:
+        assert width == pytest.approx(seconds * scale, rel=1e-2, abs=0.1)
+        told[name] = told.get(name, 0.0) + seconds
+    assert told == {
+        f"{row['op']} over {row['axis'] or 'the world'}": pytest.approx(row["seconds"], rel=1e-2)
+        for row in time["communication"]
+    }
 
 
 def test_a_step_takes_at_least_what_its_flops_take_at_the_peak(found):

@@ -1,8 +1,10 @@
-"""A plan as one page without anything from elsewhere: bars of memory, nodes with their ranks, schedule, collectives."""
+"""A plan as one page without anything from elsewhere: bars of memory and time, nodes, schedule, collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
@@ -14,6 +16,14 @@ __all__ = ["plan_to_html"]
 
 _WIDTH, _ROW, _LEFT = 900, 34, 190
 _CELL, _MOST_NODES, _NODE_COLUMNS, _DEFAULT_NODE = 44, 32, 4, 8
+# Keys of a plan's time, with their colors; computing without the optimizer, which is within it there.
+_PHASES = (("compute_s", "#4c72b0"), ("optimizer_s", "#8172b2"), ("exposed_s", "#c44e52"), ("bubble_s", "#ddd"))
+_PHASE_NAMES = {
+    "compute_s": "computing",
+    "optimizer_s": "optimizer",
+    "exposed_s": "communication exposed",
+    "bubble_s": "bubble",
+}
 _STYLE = (
     "body{font:14px sans-serif;margin:2em;max-width:1200px}table{border-collapse:collapse}"
     "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
@@ -46,7 +56,7 @@ def plan_to_html(plan: Plan, *, title: str) -> str:
             _nodes(plan),
             schedule,
             *(_collectives(plan, index) for index in range(len(plan.ranks))),
-            *(() if plan.time is None else ("<h2>Time</h2>", *(f"<p>{escape(x)}</p>" for x in time_lines(plan.time)))),
+            *(() if plan.time is None else _time(plan.time)),
             "<h2>Notes</h2><ul>",
             *(f"<li>{escape(note)}</li>" for note in (*plan.advice, *plan.notes)),
             "</ul></body></html>",
@@ -82,6 +92,40 @@ def _memory(plan: Plan) -> str:
         parts.append(f'<rect x="{x}" y="{bottom + 8}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 16}" y="{bottom + 19}">{name}</text>')
     return _svg(_WIDTH, bottom + 30, parts)
+
+
+def _time(time: Mapping[str, Any]) -> list[str]:
+    """Draw a step by phase, and below it its communication: what blocks, and what runs beside compute."""
+    values = {key: time[key]["value"] for key, _ in _PHASES}
+    values["compute_s"] -= values["optimizer_s"]
+    messages = [
+        (f"{row['op']} over {row['axis'] or 'the world'}", row["blocking_s"], row["seconds"])
+        for row in time["communication"]
+    ]
+    scale = (_WIDTH - _LEFT - 90) / max([sum(values.values()), *(seconds for *_, seconds in messages)])
+    x, parts = float(_LEFT), [f'<text x="0" y="22">{escape(time["hardware"])}: a step</text>']
+    for key, color in _PHASES:
+        width, told = values[key] * scale, f"<title>{_PHASE_NAMES[key]}: {values[key]:.3g} s</title>"
+        parts.append(f'<rect x="{x:.1f}" y="6" width="{width:.1f}" height="24" fill="{color}">{told}</rect>')
+        x += width
+    parts.append(f'<text x="{x + 4:.1f}" y="22">{time["step_s"]["value"]:.3g} s</text>')
+    for row, (name, blocking_s, seconds) in enumerate(messages, start=1):
+        y = row * _ROW + 6
+        parts.append(f'<text x="0" y="{y + 16}">{escape(name)}</text>')
+        for begin, end, color, told in (
+            (0.0, blocking_s, "#c44e52", "blocks"),
+            (blocking_s, seconds, "#ccc", "beside compute"),
+        ):
+            box = f'x="{_LEFT + begin * scale:.1f}" y="{y}" width="{(end - begin) * scale:.1f}" height="24"'
+            parts.append(f'<rect {box} fill="{color}"><title>{escape(name)}: {end - begin:.3g} s {told}</title></rect>')
+        parts.append(f'<text x="{_LEFT + seconds * scale + 4:.1f}" y="{y + 16}">{seconds:.3g} s</text>')
+    bottom = (len(messages) + 1) * _ROW
+    for index, (key, color) in enumerate(_PHASES):
+        x = float(_LEFT + index * 170)
+        parts.append(f'<rect x="{x}" y="{bottom + 8}" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 16}" y="{bottom + 19}">{_PHASE_NAMES[key]}</text>')
+    drawing = _svg(_WIDTH, bottom + 30, parts)
+    return ["<h2>Time of a step</h2>", drawing, *(f"<p>{escape(line)}</p>" for line in time_lines(time))]
 
 
 def _figures(rank: RankPlan) -> str:
