@@ -72,6 +72,9 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "shard_dim_alltoall": ("all_to_all", 0),
 }
 
+# Functions of torch that call a module's forward with its hooks, and that run a backward.
+_CALLS = {"torch.nn.modules.module": ("_call_impl",), "torch.autograd.graph": ("_engine_run_backward",)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -87,7 +90,7 @@ class Collective:
             and twice that for an all_reduce.
         dtype: Of the payload; None for a barrier.
         issuer: The function that issued it, `module.name`: the innermost one that is neither torch's nor this module's.
-            In a backward it is the function that started the backward.
+            Empty for what FSDP2 issued, and torch's hooks of modules and of a backward.
     """
 
     op: str
@@ -212,9 +215,15 @@ def _record(collectives: Collectives, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _issuer() -> str:
+    """Return the innermost function that is neither torch's nor this module's; empty where that called a module.
+
+    What FSDP2 does, and torch's hooks in a module's forward or in a backward, is not the work of what called them.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.distributed.fsdp.") or frame.f_code.co_name in _CALLS.get(module, ()):
+            return ""
         if not f"{module}.".startswith(_TRANSPARENT):
             return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
