@@ -6,60 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from support.islands import ISLANDS, LR, PLAIN, STEPS, batches, distance, equal, mine, table, trained
 from support.models import composed, full, padded, seeded, sum_loss, unpadded
 
 import composer3d
 from composer3d import ManifestError, block_codec
 from composer3d.testing import run_ranks
-
-STEPS, LR, ISLANDS = 6, 0.5, 2
-PLAIN = "[mesh]\nisland = 2\n"
-
-
-def table(method, **options):
-    values = "".join(f"{key} = {value}\n" for key, value in options.items())
-    return f'[communication.local_sgd]\nmethod = "{method}"\n{values}'
-
-
-def batches(step, islands=ISLANDS, make=unpadded):
-    """Return (tokens, targets) of each island."""
-    tokens, targets = make(num_sequences=8, seed=step)
-    return list(zip(tokens.chunk(islands), targets.chunk(islands), strict=True))
-
-
-def mine(run, step, make=unpadded):
-    tokens, targets = make(num_sequences=8, seed=step)
-    return (tensor.chunk(run.context.num_readers)[run.context.reader] for tensor in (tokens, targets))
-
-
-def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0):
-    """Return this rank's parameters, in full, after every step."""
-    torch.set_default_dtype(torch.float64)
-    run = composed(text)
-    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
-    if load is not None:
-        run.load(load)
-    found = []
-    for step in range(first, steps):
-        tokens, targets = mine(run, step, make)
-        with run.step(step):
-            run.forward_backward(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
-        if save is not None and step == save[1]:
-            run.save(save[0])
-    run.close()
-    return found
-
-
-def equal(one, other):
-    return all(torch.equal(tensor, other[fqn]) for fqn, tensor in one.items())
-
-
-def distance(one, other):
-    return max(float((tensor - other[fqn]).abs().max()) for fqn, tensor in one.items())
-
 
 # ---- identities ------------------------------------------------------------------------------------------------------
 
@@ -80,16 +32,66 @@ def test_one_island_is_the_inner_run():
     assert equal(alone[-1], inner[-1]) and equal(outer[-1], inner[-1])
 
 
-@pytest.mark.parametrize("more", [table("average", every=1), table("post_local", every=3, warmup_steps=STEPS - 3)])
-def test_every_step_with_plain_sgd_and_every_warm_up_step_is_data_parallelism(more):
+def even(num_sequences, seed):
+    """Return sequences of 4 tokens: an island has 16 a step, by which a gradient is multiplied without rounding."""
+    return unpadded(num_sequences=num_sequences, seq_len=4, seed=seed)
+
+
+def test_every_warm_up_step_is_one_of_data_parallelism():
+    """To the bit where islands have a power of two of tokens, by which each weighs its gradient; else but for that."""
+    text = table("post_local", every=3, warmup_steps=STEPS - 3)
+    for make, is_same in ((even, equal), (unpadded, lambda one, other: distance(one, other) < 1e-13)):
+        parallel = run_ranks(partial(trained, make=make), 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n")[0]
+        together = run_ranks(partial(trained, make=make), 2, PLAIN + text)[0]
+        assert all(is_same(parallel[step], together[step]) for step in range(STEPS - 3))
+
+
+def whole_numbers(num_sequences, seed):
+    """Return inputs and targets that are small whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(-1, 2, (num_sequences, size), generator=generator).double() for size in (4, 4)]
+    return tuple(rows)
+
+
+def halved_squares(output, target):
+    return (output - target).square().sum() / 2, target.numel()
+
+
+def exactly_trained(text):
+    """Train a linear model from whole numbers on 4 samples a rank: no sum or product is rounded."""
+    torch.set_default_dtype(torch.float64)
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.weight.data = torch.arange(-8.0, 8.0).view(4, 4)
+    run = composed(text, model, loss_fn=halved_squares)
+    optimizer, found = run.optimizer(torch.optim.SGD, lr=LR), []
+    for step in range(4):
+        x, y = mine(run, step, whole_numbers)
+        with run.step(step):
+            run.forward_backward(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
+    run.close()
+    return found
+
+
+def test_every_step_with_plain_sgd_is_data_parallelism():
+    """To the bit where nothing is rounded. Else the mean of two steps is rounded otherwise than a step of the mean."""
+    parallel = run_ranks(exactly_trained, 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n")[0]
+    for more in (table("average", every=1), table("diloco", every=1, outer_lr=1.0, outer_momentum=0.0)):
+        together = run_ranks(exactly_trained, 2, PLAIN + more)[0]
+        assert all(equal(one, other) for one, other in zip(parallel, together, strict=True))
+    assert not equal(parallel[-1], parallel[-2])
     parallel = run_ranks(trained, 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n")[0]
-    together = run_ranks(trained, 2, PLAIN + more)[0]
-    last = STEPS if "average" in more else STEPS - 3
-    assert all(distance(parallel[step], together[step]) < 1e-13 for step in range(last))
+    together = run_ranks(trained, 2, PLAIN + table("average", every=1))[0]
+    assert all(distance(one, other) < 1e-13 for one, other in zip(parallel, together, strict=True))
 
 
 def test_warm_up_weighs_islands_by_their_tokens():
-    """Islands have other numbers of valid targets: the mean is over tokens, as in data parallelism."""
+    """Islands have other numbers of valid targets: the mean is over tokens, as in data parallelism.
+
+    There the loss is divided by the tokens of all, here by an island's own, which its gradient is multiplied by.
+    """
     text = table("diloco", every=2, warmup_steps=3)
     parallel = run_ranks(partial(trained, make=padded), 2, "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n", 3)[0]
     one, other = run_ranks(partial(trained, make=padded), 2, PLAIN + text)
@@ -112,6 +114,7 @@ def simulated(
     """Train the islands one after the other on one device, by the papers' formulas; return island 0 after each step."""
     torch.set_default_dtype(torch.float64)
     models = [seeded() for _ in range(islands)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
     names = [fqn for fqn, _ in models[0].named_parameters()]
     held = [[f for f in names if fragment_of(f, fragments) == number] for number in range(fragments)]
     outer = {fqn: p.detach().clone() for fqn, p in models[0].named_parameters()}
@@ -126,9 +129,7 @@ def simulated(
                 each[island] += int(count)
             model.zero_grad()
             (loss / count).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= LR * parameter.grad
+            optimizers[island].step()
         parameters = [dict(model.named_parameters()) for model in models]
         for number, fqns in enumerate(held):
             if number in flights and step - flights[number][0] >= overlap:
@@ -213,7 +214,7 @@ def fragment_of(fqn, fragments):
 def test_real_ranks_are_the_simulation(text, setting):
     expected = simulated(**setting)
     found = run_ranks(trained, 2, PLAIN + text)[0]
-    assert max(distance(one, other) for one, other in zip(expected, found, strict=True)) < 1e-13
+    assert all(equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def test_islands_are_weighed_by_their_tokens_and_outer_gradients_are_encoded_once():
@@ -224,7 +225,7 @@ def test_islands_are_weighed_by_their_tokens_and_outer_gradients_are_encoded_onc
     setting = {"every": 2, "lr": 0.7, "momentum": 0.9, "quantise": "int8", "weigh": True}
     expected = simulated(**setting, make=padded_for_three, islands=3)
     equally = simulated(**{**setting, "weigh": False}, make=padded_for_three, islands=3)
-    assert max(distance(one, other) for one, other in zip(expected, found[0], strict=True)) < 1e-13
+    assert all(equal(one, other) for one, other in zip(expected, found[0], strict=True))
     assert distance(equally[-1], found[0][-1]) > 1e-6
     assert all(equal(found[0][1], other[1]) for other in found)
 
@@ -284,7 +285,7 @@ def test_evaluation_is_of_the_mean_of_islands(more):
     ids=["fsdp2", "pipeline"],
 )
 def test_islands_of_several_ranks_are_those_of_one(layout, world_size):
-    """Every island has the samples that it has alone, whatever it shards."""
+    """Every island has the samples that it has alone, whatever it shards: but for the order of an island's sums."""
     text = table("streaming_diloco", every=2, fragments=2)
     alone = run_ranks(trained, 2, PLAIN + text)
     for rank, found in enumerate(run_ranks(trained, world_size, layout + text)):
@@ -319,7 +320,7 @@ def doubled(num_sequences, seed):
 
 
 def test_an_exchange_in_flight_goes_on_with_another_number_of_islands(tmp_path):
-    """Islands with the same samples are one: its parameters are their mean."""
+    """Islands with the same samples are one, whose parameters are their mean; it sums over twice the samples."""
     text = table("streaming_diloco", every=4, overlap=1)
     undisturbed = run_ranks(partial(trained, make=doubled, save=(tmp_path / "saved", 3)), 2, PLAIN + text)
     (alone,) = run_ranks(partial(trained, make=doubled, load=tmp_path / "saved", first=4), 1, text)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.islands import PLAIN, table
 from support.models import composed, seeded, unpadded
 
 import composer3d
 from composer3d import Decisions, block_codec
 from composer3d.testing import count_collectives, run_ranks
-
-PLAIN = "[mesh]\nisland = 2\n"
-
-
-def table(method, **options):
-    values = "".join(f"{key} = {value}\n" for key, value in options.items())
-    return f'[communication.local_sgd]\nmethod = "{method}"\n{values}'
 
 
 def counted(text):

@@ -197,13 +197,13 @@ class Islands:
     def _stepped(self, fqn: str, mean: Tensor) -> Tensor:
         """Return the outer parameter after a step to the islands' mean.
 
-        Written from the mean: at a rate of 1 without momentum it is the mean, to the last bit.
+        In the order of the paper's formula. At a rate of 1 without momentum it is the mean, to the last bit.
         """
         outer, momentum = _local(self._outer[fqn]), _local(self._momentum[fqn])
         distance = outer - mean
         momentum.mul_(self._mu).add_(distance)
-        new = mean if self._lr == 1 else mean + (1 - self._lr) * distance
-        outer.copy_(new if self._mu == 0 else new - self._lr * self._mu * momentum)
+        is_mean = self._lr == 1 and self._mu == 0
+        outer.copy_(mean if is_mean else outer - self._lr * (distance + self._mu * momentum))
         return outer
 
     def _note(self, sums: IslandSums, length: int) -> None:

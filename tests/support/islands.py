@@ -1,0 +1,55 @@
+"""Islands of local SGD that train with plain SGD in float64, and manifests of theirs."""
+
+from __future__ import annotations
+
+import torch
+
+from support.models import composed, full, unpadded
+
+STEPS, LR, ISLANDS = 6, 0.5, 2
+PLAIN = "[mesh]\nisland = 2\n"
+
+
+def table(method, **options):
+    values = "".join(f"{key} = {value}\n" for key, value in options.items())
+    return f'[communication.local_sgd]\nmethod = "{method}"\n{values}'
+
+
+def batches(step, islands=ISLANDS, make=unpadded):
+    """Return (tokens, targets) of each island."""
+    tokens, targets = make(num_sequences=8, seed=step)
+    return list(zip(tokens.chunk(islands), targets.chunk(islands), strict=True))
+
+
+def mine(run, step, make=unpadded):
+    tokens, targets = make(num_sequences=8, seed=step)
+    return (tensor.chunk(run.context.num_readers)[run.context.reader] for tensor in (tokens, targets))
+
+
+def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0):
+    """Return this rank's parameters, in full, after every step."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=LR)
+    if load is not None:
+        run.load(load)
+    found = []
+    for step in range(first, steps):
+        tokens, targets = mine(run, step, make)
+        with run.step(step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
+        if save is not None and step == save[1]:
+            run.save(save[0])
+    run.close()
+    return found
+
+
+def equal(one, other):
+    return all(torch.equal(tensor, other[fqn]) for fqn, tensor in one.items())
+
+
+def distance(one, other):
+    return max(float((tensor - other[fqn]).abs().max()) for fqn, tensor in one.items())
