@@ -85,6 +85,17 @@ class Rowwise(torch.nn.Module):
         return Scaled.apply(x)
 
 
+class Learned(torch.nn.Module):
+    """The same with every token, by a parameter: it is not tried on numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Scaled.apply(x) * self.scale
+
+
 class HasInner(Turned):
     inner_class = Inner
 
@@ -102,6 +113,10 @@ class HasHelper(HasInner):
 
 class HasRowwise(HasInner):
     inner_class = Rowwise
+
+
+class HasLearned(HasInner):
+    inner_class = Learned
 
 
 class Diagonal(Turned):
@@ -126,15 +141,18 @@ def test_unknown_functions_are_refused_by_name():
     assert "backwards" in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [HasInner, HasHelper])
+@pytest.mark.parametrize("model", [HasInner, HasHelper, HasLearned])
 def test_backwards_of_a_models_own_are_refused(model):
     with pytest.raises(composer3d.ComposerError) as caught:
         run_ranks(sequence_steps, 2, [(model, context(), padded_batch)])
-    said = '"inner" applies Summed, a torch.autograd.Function: which positions its backward reads cannot be seen; if'
+    name = "Scaled" if model is HasLearned else "Summed"
+    said = f'"inner" applies {name}, a torch.autograd.Function: which positions its backward reads cannot be seen; if'
     assert said in str(caught.value)
 
 
 def test_backwards_of_a_models_own_may_be_rowwise():
-    rowwise = [(HasRowwise, context(more='rowwise = ["inner"]\n'), padded_batch)]
-    for ((loss, error, *_),) in run_ranks(sequence_steps, 2, rowwise):
-        assert max(loss, error) <= 1e-12
+    """As the manifest says of a module with parameters; without any it is tried on numbers."""
+    rowwise = [(HasLearned, context(more='rowwise = ["inner"]\n'), padded_batch), (HasRowwise, context(), padded_batch)]
+    for found in run_ranks(sequence_steps, 2, rowwise):
+        for loss, error, *_ in found:
+            assert max(loss, error) <= 1e-12

@@ -34,6 +34,7 @@ from composer3d_plugins.sharding.context_parallel.length_numbers import length_n
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels, own_backwards
 from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
+from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 
@@ -205,7 +206,7 @@ def _summarise(found: Found, rules: DryRules) -> None:
 def _refuse_kernels(model: nn.Module, rowwise: Collection[str]) -> None:
     inside = tuple(f"{fqn}." for fqn in rowwise)
     for fqn, name in own_backwards(model).items():
-        if not f"{fqn}.".startswith(inside):
+        if not f"{fqn}.".startswith(inside) and not is_rowwise(model.get_submodule(fqn)):
             raise PluginError(
                 f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
                 "reads cannot be seen",
