@@ -31,8 +31,8 @@ class Misrouted:
 
     def _apply(self, model, fqns, context):
         if self.fault == "twice":
-            stacked_experts.scale_gradients = lambda compute, x, degree: token_exchange.scale_gradients(
-                compute, x, degree=degree**2
+            stacked_experts.send_tokens = lambda *given, degree, **options: token_exchange.send_tokens(
+                *given, degree=degree**2, **options
             )
         for fqn in fqns:
             module = model.get_submodule(fqn)
