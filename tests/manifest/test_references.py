@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from composer3d.errors import ReferenceFailure
-from composer3d.manifest import resolve_reference
+from composer3d.manifest import read, resolve_reference
 
 NUMBERS = itertools.count()
 
@@ -37,6 +37,17 @@ def test_objects_of_the_manifest_folder_and_of_installed_packages(folder):
     assert resolve_reference("collections.abc:Sequence.__name__", folder) == "Sequence"
     assert sys.path[-1] == str(folder)
     assert sys.path.count(str(folder)) == 1
+
+
+def test_modules_of_a_manifest_that_is_extended_come_after_ones_own(folder):
+    for name, module in (("base", "ref_base"), ("base", "ref_both"), ("own", "ref_both")):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / f"{module}.py").write_text(f"NAME = {name!r}\n")
+    (folder / "base" / "run.toml").write_text("composer3d = 1\n")
+    (folder / "own" / "run.toml").write_text('composer3d = 1\nextends = "../base/run.toml"\n')
+    found = read(folder / "own" / "run.toml")
+    assert resolve_reference("ref_base:NAME", found.folder) == "base"
+    assert resolve_reference("ref_both:NAME", found.folder) == "own"
 
 
 @pytest.mark.parametrize(

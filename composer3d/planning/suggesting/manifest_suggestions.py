@@ -94,14 +94,13 @@ class SuggestResult:
         Raises:
             ComposerError: It cannot be written, or there are others, which may have been changed by hand.
         """
-        from composer3d.planning.suggesting.patch_file import patch_text
+        from composer3d.planning.suggesting.patch_file import extended_by, patch_text
 
-        base = Path(self.manifest.document.file)
-        known = str(base.resolve()) if base.suffix == ".toml" else self.manifest.document.file
+        known, moved = extended_by(self.manifest.document, folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             texts = {
-                folder / f"suggestion-{number}.toml": patch_text(known, changes)
+                folder / f"suggestion-{number}.toml": patch_text(known, [*moved, *changes])
                 for number, changes in enumerate(self.patches, 1)
             }
             for file, text in texts.items():

@@ -113,13 +113,14 @@ class TuneResult:
         Raises:
             ComposerError: It cannot be written, or is there.
         """
-        from composer3d.planning.suggesting.patch_file import patch_text
+        from composer3d.manifest import read
+        from composer3d.planning.suggesting.patch_file import extended_by, patch_text
 
-        known = str(Path(self.manifest).resolve()) if self.manifest.endswith(".toml") else self.manifest
+        known, moved = extended_by(read(self.manifest), path.parent)
         comments = "".join(f"# {line}\n" for line in self._lines())
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(comments + patch_text(known, self.best.changes))
+                file.write(comments + patch_text(known, [*moved, *self.best.changes]))
         except OSError as error:
             raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
