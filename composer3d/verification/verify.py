@@ -165,7 +165,10 @@ def _judged(failure: _Failed, found: dict[str, Any]) -> Verdict:
     report = failure.report
     if report.error in _FOUND_BY_RANKS:
         return _refuted(report, found)
-    alone = "one device without plugins fails already: the model, its data or its loss are to be mended\n"
+    alone = (
+        "one device fails already, with no plugins but those that change numbers on purpose: the model, its data, its "
+        "loss or one of these is to be mended\n"
+    )
     text = (alone if failure.alone else "") + report.render().rstrip()
     raise VerificationError(text, exit_code=WRONG if report.exit_code == WRONG else FAILED)
 

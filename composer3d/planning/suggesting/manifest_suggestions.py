@@ -162,7 +162,8 @@ def suggest_for(
     of_model = costs.num_blocks, given.own, given.hardware, world_size
     worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
     if costs.refused and not searched.num_tried:
-        told = f"no layout of the model can be traced{_unshared(given.own.global_batch, world_size)}{_instead(worlds)}"
+        unshared = _unshared(given.own.global_batch, world_size)
+        told = f"no layout of the model can be traced{unshared}{_instead(worlds) if unshared else ''}"
         raise ComposerError(f"{told}: {costs.refused[0]}")
     return SuggestResult(
         suggestions=suggestions,
