@@ -123,7 +123,7 @@ class IntegerBlocks:
 
         scale_RK, values_RP = _parts(payload_RP, length, self.block)
         if self.bits == 8:
-            return _scaled_up(values_RP.contiguous().view(torch.int8), scale_RK, self.block)
+            return _scaled_up(values_RP.view(torch.int8), scale_RK, self.block)
         q_RN = _whole(values_RP)[:, :length]
         return _scaled_up(q_RN, scale_RK, self.block, zero=_ZERO_OF_4_BITS)
 
@@ -169,7 +169,7 @@ class Float8Blocks:
         import torch
 
         scale_RK, values_RN = _parts(payload_RP, length, self.block)
-        return _scaled_up(values_RN.contiguous().view(torch.float8_e4m3fn), scale_RK, self.block)
+        return _scaled_up(values_RN.view(torch.float8_e4m3fn), scale_RK, self.block)
 
     def bound(self, x_RN: Tensor) -> Tensor:
         """Return the largest error of each element: 3 bits of mantissa, and the smallest float8 of its block."""
@@ -197,31 +197,36 @@ def _num_blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def _in_blocks(x_RN: Tensor, block: int) -> Tensor:
-    """Return RKB, the last block filled up with zeros."""
-    import torch
+def _in_blocks(x_RN: Tensor, block: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield blocks of rows, RKB, each with its numbers among the blocks of a row, and its elements.
 
+    Whole blocks are a view. The last one of a row, where it is shorter, is filled up with zeros by itself: to fill up
+    all rows would copy them.
+    """
     rows, length = x_RN.shape
-    num = _num_blocks(length, block)
-    if length == num * block:
-        return x_RN.reshape(rows, num, block)
-    filled = torch.empty((rows, num * block), dtype=x_RN.dtype, device=x_RN.device)
-    filled[:, :length] = x_RN
-    filled[:, length:].zero_()
-    return filled.view(rows, num, block)
+    num = length // block
+    end = num * block
+    if num:
+        yield slice(0, num), slice(0, end), x_RN[:, :end].unflatten(1, (num, block))
+    if length > end:
+        filled = x_RN.new_zeros((rows, 1, block))
+        filled[:, 0, : length - end] = x_RN[:, end:]
+        yield slice(num, num + 1), slice(end, length), filled
 
 
-def _pieces(x_MB: Tensor) -> Iterator[slice]:
+def _pieces(x_RKB: Tensor) -> Iterator[tuple[int | slice, slice]]:
     """Return runs of blocks that a core's cache holds, through which all of a codec's passes go before the next.
 
     On other devices, where a launch costs more than a pass, and for tensors without values it is all of them.
     """
     import torch
 
-    num_blocks, block = x_MB.shape
-    is_cpu = x_MB.device.type == "cpu" and type(x_MB) is torch.Tensor
-    size = max(_CACHED_ELEMENTS * torch.get_num_threads() // block, 1) if is_cpu else max(num_blocks, 1)
-    return (slice(first, first + size) for first in range(0, num_blocks, size))
+    rows, num_blocks, block = x_RKB.shape
+    if x_RKB.device.type != "cpu" or type(x_RKB) is not torch.Tensor or x_RKB.numel() <= _CACHED_ELEMENTS:
+        yield slice(0, rows), slice(0, num_blocks)
+        return
+    size = max(_CACHED_ELEMENTS * torch.get_num_threads() // block, 1)
+    yield from ((row, slice(first, first + size)) for row in range(rows) for first in range(0, num_blocks, size))
 
 
 def _quantised(
@@ -238,14 +243,21 @@ def _quantised(
     import torch
 
     rows, length = x_RN.shape
-    x_MB = _in_blocks(x_RN, block).flatten(0, 1)
-    scale_M1 = torch.empty((x_MB.shape[0], 1), dtype=torch.float32, device=x_RN.device)
-    values_MB = torch.empty_like(x_MB, dtype=torch.uint8)
-    for piece in _pieces(x_MB):
-        part_MB = x_MB[piece].float()
-        scale_M1[piece] = _scale_of(part_MB, top)
-        narrow(part_MB / scale_M1[piece], values_MB[piece])
-    return scale_M1.view(rows, -1), values_MB.view(rows, -1)[:, :length]
+    scale_RK = torch.empty((rows, _num_blocks(length, block)), dtype=torch.float32, device=x_RN.device)
+    values_RN = torch.empty((rows, length), dtype=torch.uint8, device=x_RN.device)
+    for blocks, elements, x_RKB in _in_blocks(x_RN, block):
+        size = elements.stop - elements.start
+        is_whole = size == x_RKB.shape[1] * block
+        out_RN = values_RN[:, elements]
+        bytes_RKB = out_RN.unflatten(1, x_RKB.shape[1:]) if is_whole else torch.empty_like(x_RKB, dtype=torch.uint8)
+        for piece in _pieces(x_RKB):
+            part_MB = x_RKB[piece].float()
+            scale_M1 = _scale_of(part_MB, top)
+            scale_RK[:, blocks].unsqueeze(-1)[piece] = scale_M1
+            narrow(part_MB / scale_M1, bytes_RKB[piece])
+        if not is_whole:
+            out_RN.copy_(bytes_RKB[:, 0, :size])
+    return scale_RK, values_RN
 
 
 def _scaled_up(q_RN: Tensor, scale_RK: Tensor, block: int, *, zero: int = 0) -> Tensor:
@@ -259,13 +271,19 @@ def _scaled_up(q_RN: Tensor, scale_RK: Tensor, block: int, *, zero: int = 0) -> 
     """
     import torch
 
-    rows, length = q_RN.shape
-    q_MB, scale_M1 = _in_blocks(q_RN, block).flatten(0, 1), scale_RK.view(-1, 1)
-    x_MB = torch.empty_like(q_MB, dtype=torch.float32)
-    for piece in _pieces(x_MB):
-        part_MB = q_MB[piece].float()
-        torch.mul(part_MB.sub_(zero) if zero else part_MB, scale_M1[piece], out=x_MB[piece])
-    return x_MB.view(rows, -1)[:, :length]
+    x_RN = torch.empty(q_RN.shape, dtype=torch.float32, device=q_RN.device)
+    for blocks, elements, q_RKB in _in_blocks(q_RN, block):
+        size = elements.stop - elements.start
+        is_whole = size == q_RKB.shape[1] * block
+        out_RN = x_RN[:, elements]
+        x_RKB = out_RN.unflatten(1, q_RKB.shape[1:]) if is_whole else torch.empty_like(q_RKB, dtype=torch.float32)
+        scale_RK1 = scale_RK[:, blocks].unsqueeze(-1)
+        for piece in _pieces(q_RKB):
+            part_MB = q_RKB[piece].float()
+            torch.mul(part_MB.sub_(zero) if zero else part_MB, scale_RK1[piece], out=x_RKB[piece])
+        if not is_whole:
+            out_RN.copy_(x_RKB[:, 0, :size])
+    return x_RN
 
 
 def _scale_of(x_MB: Tensor, top: float) -> Tensor:
@@ -285,7 +303,7 @@ def _parts(payload_RP: Tensor, length: int, block: int) -> tuple[Tensor, Tensor]
     num = _num_blocks(length, block)
     # A copy: rows of bytes begin anywhere, and float32 only at multiples of its size.
     scales = payload_RP[:, : _SCALE_BYTES * num].clone(memory_format=torch.contiguous_format).view(-1)
-    return scales.view(torch.float32).view(-1, num), payload_RP[:, _SCALE_BYTES * num :]
+    return scales.view(torch.float32).view(len(payload_RP), num), payload_RP[:, _SCALE_BYTES * num :]
 
 
 def _halves(q_RN: Tensor) -> Tensor:
@@ -307,6 +325,10 @@ def _whole(values_RP: Tensor) -> Tensor:
 
 def _scaled(x_RN: Tensor, block: int, top: float, steps: float) -> Tensor:
     """Return each element's scale times a number of steps, with room for the roundings of float32."""
-    x_RKB = _in_blocks(x_RN, block).float()
-    widened = (_scale_of(x_RKB, top) * steps).expand_as(x_RKB).flatten(1)[:, : x_RN.shape[1]]
+    import torch
+
+    scales = [
+        (_scale_of(x_RKB.float(), top) * steps).expand_as(x_RKB).flatten(1) for *_, x_RKB in _in_blocks(x_RN, block)
+    ]
+    widened = torch.cat(scales, dim=1)[:, : x_RN.shape[1]] if scales else x_RN.float()
     return widened * (1 + 2.0**-10) + x_RN.abs() * 2.0**-20
