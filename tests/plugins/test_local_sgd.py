@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from support.models import composed, full, padded, seeded, sum_loss, unpadded
 
 import composer3d
 from composer3d import ManifestError, block_codec
+from composer3d.runner import EMA
 from composer3d.testing import run_ranks
 
 # ---- identities ------------------------------------------------------------------------------------------------------
@@ -234,20 +236,23 @@ def padded_for_three(num_sequences, seed):
     return padded(num_sequences=9, seed=seed)
 
 
-def evaluated(text):
-    """Return the loss of one batch in an evaluation between exchanges, and that of the mean of islands' weights."""
+def evaluated(text, averaged=False):
+    """Return weights, or moving averages, the loss of an evaluation with them, and whether they are as before."""
     torch.set_default_dtype(torch.float64)
     run = composed(text)
     optimizer = run.optimizer(torch.optim.SGD, lr=LR)
+    ema = EMA(run, decay=0.5)
     tokens, targets = mine(run, 0)
     with run.step(0):
         run.forward_backward(tokens, target=targets)
         optimizer.step()
         optimizer.zero_grad()
-    own = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
+    ema.update(0)
     batch = unpadded(num_sequences=8, seed=99)
-    loss = float(run.evaluate(batch[0], target=batch[1]).loss)
-    after = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
+    with ema.applied() if averaged else nullcontext():
+        own = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
+        loss = float(run.evaluate(batch[0], target=batch[1]).loss)
+        after = {fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()}
     run.close()
     return own, loss, equal(own, after)
 
@@ -262,10 +267,11 @@ def loss_of(weights):
     return float(loss.detach() / count)
 
 
+@pytest.mark.parametrize("averaged", [False, True], ids=["weights", "moving averages"])
 @pytest.mark.parametrize("more", ["", "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"], ids=["alone", "fsdp2"])
-def test_evaluation_is_of_the_mean_of_islands(more):
+def test_evaluation_is_of_the_mean_of_islands(more, averaged):
     layout = PLAIN if not more else more.replace("[mesh]\n", PLAIN)
-    ranks = run_ranks(evaluated, 4 if more else 2, layout + table("diloco", every=2))
+    ranks = run_ranks(evaluated, 4 if more else 2, layout + table("diloco", every=2), averaged)
     one, other = ranks[0], ranks[-1]
     mean = {fqn: (tensor + other[0][fqn]) / 2 for fqn, tensor in one[0].items()}
     assert not equal(one[0], other[0])

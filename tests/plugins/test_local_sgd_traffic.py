@@ -59,6 +59,40 @@ def test_collectives_are_those_that_a_plan_states():
         assert first == (1, num_bytes + 4)
 
 
+SMALL = """
+composer3d = 1
+[mesh]
+island = 2
+[model]
+use = "composer3d.models:llama"
+args = { dim = 16, num_heads = 2, num_layers = 2 }
+[data]
+use = "synthetic"
+seq_len = 16
+[train]
+steps = 8
+"""
+
+
+def test_check_names_the_step_points_at_which_islands_meet(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL + table("diloco", every=2, warmup_steps=2))
+    rows = {row["name"]: row["point"] for row in composer3d.check(path, world_size=2).to_json()["step"]}
+    assert rows["local_sgd"] == "PARAMETERS_SYNCHRONISED" and rows["local_sgd.warmup"] == "UNSCALED"
+
+
+@pytest.mark.slow
+def test_verify_proves_an_island_and_says_what_it_leaves_out(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL + table("diloco", every=2))
+    found = composer3d.verify(path, world_size=2)
+    assert found.ok
+    note = "along island ranks train models of their own: each was compared with one device on the same samples"
+    assert any(each.startswith(note) for each in found.to_json()["notes"])
+    counted = {(row["op"], row["axis"]): row for row in found.to_json()["collectives"]}
+    assert counted["all_reduce", "island"]["count"] == counted["all_reduce", "island"]["expected"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [4, 9])
 def test_a_plan_counts_blocks_that_it_does_not_trace(num_layers, tmp_path):

@@ -135,7 +135,8 @@ class LocalSGD:
         islands = context.state[self] = Islands(self._settings, context)
         if self.evaluate == "mean" and context.purpose == "run":
             context.stash(EvaluatedWeights).around.append(islands.evaluated)
-        context.stash(Decisions).notes.extend(self._notes(islands.planned(), num_islands=context.degrees[AXIS]))
+        if context.purpose != "check":  # which has no mesh, and counts no bytes
+            context.stash(Decisions).notes.extend(self._notes(islands.planned(), num_islands=context.degrees[AXIS]))
         actions = [
             StepAction(name="local_sgd.begin", point=StepPoint.BEGIN, run=islands.begin),
             StepAction(name="local_sgd", point=StepPoint.PARAMETERS_SYNCHRONISED, run=islands.meet),
