@@ -10,6 +10,7 @@ from support.models import Even, Net, composed, full, mine, seeded, sum_loss, un
 
 from composer3d import ManifestError, PluginError, StepError, torch_compat
 from composer3d.runner import EMA
+from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import count_collectives, run_ranks
 
 TIGHT = 1e-12
@@ -152,6 +153,42 @@ def test_all_gathers_begin_between_the_steps_of_units_and_wait_for_none():
         assert spans[begin : begin + 7] == [*sum(gathered, []), ("optimizer_unit", "others")]
         forward = spans[begin + 7 :]
         assert [unit for name, unit in forward if name == "all_gather"][:1] == ["layers.2"]
+
+
+BESIDE = {
+    "muon": "",
+    "low-bit moments": "[precision.low_bit_optimizer]\nmin_numel = 16\nblock_size = 16\n",
+    "parameters in host memory": '[sharding.cpu_offload]\nmode = "all"\n',
+    "gradients in host memory": '[sharding.cpu_offload]\nmode = "gradients"\n',
+    "float16": '[precision.mixed]\nparam_dtype = "float16"\n',
+}
+
+
+def stepped(name):
+    """Return parameters after three steps, without the overlap and with it."""
+    found = []
+    for key in ("", "overlap_optimizer = 4\n"):
+        run = composed(f"[sharding.fsdp2]\n{key}{BESIDE[name]}", seeded(Even))
+        if name == "muon":
+            optimizer = run.optimizer(Muon, groups=group_matrices([], matrices_of(run, None)), lr=1e-3)
+        else:
+            optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step, (tokens, targets) in enumerate(BATCHES[:3]):
+            with run.step(step):
+                run.forward_backward(mine(run, tokens), target=mine(run, targets))
+                run.clip_grad_norm_(0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
+        run.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_optimizers_and_plugins_beside_it_give_the_same_bits(name):
+    for plain, overlapped in run_ranks(stepped, 2, name):
+        assert all(torch.equal(tensor, overlapped[fqn]) for fqn, tensor in plain.items())
 
 
 class Counting(torch.optim.AdamW):
