@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.islands import PLAIN, table
-from support.models import composed, seeded, unpadded
+from support.models import composed, seeded, sum_loss, unpadded
 
 import composer3d
-from composer3d import Decisions, block_codec
-from composer3d.testing import count_collectives, run_ranks
+from composer3d import Batch, Decisions, block_codec
+from composer3d.testing import assert_parity, count_collectives, run_ranks
 
 
 def counted(text):
@@ -91,6 +91,15 @@ def test_verify_proves_an_island_and_says_what_it_leaves_out(tmp_path):
     assert any(each.startswith(note) for each in found.to_json()["notes"])
     counted = {(row["op"], row["axis"]): row for row in found.to_json()["collectives"]}
     assert counted["all_reduce", "island"]["count"] == counted["all_reduce", "island"]["expected"] == 1
+
+
+def test_verify_proves_islands_that_send_outer_gradients_in_a_codec(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(f"composer3d = 1\n{PLAIN}[train]\nmicrobatch = 2\n" + table("diloco", quantise='"int8"'))
+    tokens, targets = unpadded(num_sequences=4, seed=0)
+    found = assert_parity(seeded, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss, own_dtype=False)
+    assert [op for op, axis in found.collectives if axis == "island"] == ["all_gather"]
+    assert any("as int8 in blocks of 256, of outer gradients" in note for note in found.verdict.notes)
 
 
 @pytest.mark.slow

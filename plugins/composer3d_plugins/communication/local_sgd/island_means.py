@@ -92,7 +92,9 @@ class IslandSums:
         import torch
 
         assert self.codec is not None, "else it is reduced"
-        sent_P = self.codec.encode(x_N.view(1, -1)).view(-1)
+        # The dtypes of payloads are the codec's, also where a model's are read as others.
+        with torch_compat.without_torch_functions():
+            sent_P = self.codec.encode(x_N.view(1, -1)).view(-1)
         if weight is not None:
             own = torch.tensor([weight], dtype=torch.float64, device=x_N.device)
             sent_P = torch.cat([sent_P, own.view(torch.uint8)])
@@ -108,7 +110,8 @@ class IslandSums:
             else:
                 payload_KP = received_KP[:, :-_WEIGHT_BYTES].contiguous()
                 weights = received_KP[:, -_WEIGHT_BYTES:].clone().view(torch.float64).view(-1).tolist()
-            rows_KN = self.codec.decode(payload_KP, x_N.numel()).to(x_N.dtype)
+            with torch_compat.without_torch_functions():
+                rows_KN = self.codec.decode(payload_KP, x_N.numel()).to(x_N.dtype)
             total_N = rows_KN[0] * weights[0]
             for row_N, each in zip(rows_KN[1:], weights[1:], strict=True):  # in the order of islands
                 total_N += row_N * each
