@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping
-from itertools import combinations
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from harness import say
-from plugin_matrix import whole
-from plugin_matrix_cells import manifest_of
+from plugin_matrix import most_pairs_first, pairs_of, whole
+from plugin_matrix_cells import manifest_of, num_ranks
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plugin_matrix.json"
@@ -33,30 +32,22 @@ def rows() -> list[dict[str, Any]]:
     """Return the rows in their order, each with its manifest, ranks, seconds and the share of pairs held so far."""
     cells = [cell for cell in json.loads(RESULT.read_text())["cells"] if cell["outcome"] == "proven"]
     cells = [cell for cell in cells if cell["row"].get("scheduling.compile") != "on"]
-    found = [(cell, whole(cell["row"])) for cell in cells]
-    pairs = [set(combinations(sorted(row.items()), 2)) for _, row in found]
-    # Several ranks come first: one alone exchanges nothing.
-    weights = [1.0 if _num_ranks(row) > 1 else 0.3 for _, row in found]
-    total, held, result = len(set().union(*pairs)), set(), []
-    left = list(range(len(found)))
-    while left and len(result) < NUM_ROWS:
-        best = max(left, key=lambda index: len(pairs[index] - held) / found[index][0]["wall_s"] * weights[index])
-        left.remove(best)
-        held |= pairs[best]
-        cell, row = found[best]
-        result.append(
-            {
-                "manifest": manifest_of(row),
-                "ranks": _num_ranks(row),
-                "seconds": cell["wall_s"],
-                "pairs": round(len(held) / total, 3),
-            }
-        )
-    return result
+    costs = {json.dumps(cell["row"]): cell["wall_s"] for cell in cells}
+    total = len(set().union(*(pairs_of(cell["row"]) for cell in cells)))
 
+    def cost(row: Mapping[str, str]) -> float:
+        # Several ranks come first: one alone exchanges nothing.
+        return costs[json.dumps(row)] / (1.0 if num_ranks(row) > 1 else 0.3)
 
-def _num_ranks(row: Mapping[str, str]) -> int:
-    return math.prod(int(value) for key, value in row.items() if key.startswith("mesh."))
+    return [
+        {
+            "manifest": manifest_of(whole(row)),
+            "ranks": num_ranks(row),
+            "seconds": costs[json.dumps(row)],
+            "pairs": round(num_held / total, 3),
+        }
+        for row, num_held in islice(most_pairs_first([cell["row"] for cell in cells], cost=cost), NUM_ROWS)
+    ]
 
 
 def main() -> int:

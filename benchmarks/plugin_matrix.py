@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import heapq
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")
 
 from harness import conditions, note, say, with_marked
-from plugin_matrix_cells import PERMITTED, check, judge, options, owners, say_row
+from plugin_matrix_cells import PERMITTED, axes, check, judge, num_ranks, options, owners, say_row
 
 from composer3d.testing import Refused, Row, combine
 
@@ -42,14 +44,22 @@ README = HERE / "README.md"
 
 def known_refusals() -> list[Refused]:
     """Return the refusals that were found before, of options that there still are."""
-    if not REFUSALS.exists():
-        return []
-    here = options()
-    found = [
+    return [
         Refused(choices=frozenset(entry["choices"].items()), reason=entry["reason"])
-        for entry in json.loads(REFUSALS.read_text())
+        for entry in _refusals()
+        if _is_here(entry["choices"])
     ]
-    return [refusal for refusal in found if all(value in here.get(key, ()) for key, value in refusal.choices)]
+
+
+def _refusals() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(REFUSALS.read_text()) if REFUSALS.exists() else []
+    return found
+
+
+def _is_here(choices: Mapping[str, str]) -> bool:
+    """Return whether there are such options."""
+    here = options()
+    return all(value in here.get(key, ()) for key, value in choices.items())
 
 
 def rows_of(*, learn: bool) -> list[dict[str, str]]:
@@ -58,6 +68,7 @@ def rows_of(*, learn: bool) -> list[dict[str, str]]:
         options(),
         check=check if learn else lambda row: (),
         owners=owners(),
+        axes=axes(),
         known=known_refusals(),
         begin=_rows_on_record(),
         note=note if learn else lambda text: None,
@@ -75,14 +86,17 @@ def _rows_on_record() -> list[dict[str, str]]:
 
 
 def _write_refusals(refused: Sequence[Refused]) -> None:
+    """Write refusals, beside those of options that are pending."""
     entries = [{"reason": refusal.reason, "choices": dict(sorted(refusal.choices))} for refusal in refused]
+    entries += [entry for entry in _refusals() if not _is_here(entry["choices"])]
     entries.sort(key=json.dumps)
     REFUSALS.write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def neutral_left_out(row: Row) -> dict[str, str]:
-    """Return a row without what is off or default: short, and still the same when options are added."""
-    return {key: value for key, value in row.items() if value not in ("off", "default")}
+    """Return a row without what is off, default or neutral: short, and the same when options or axes are added."""
+    here = options()
+    return {key: value for key, value in row.items() if value not in ("default", here[key][0])}
 
 
 def whole(short: Mapping[str, str]) -> dict[str, str]:
@@ -106,7 +120,7 @@ def run(
 ) -> dict[str, Any]:
     """Judge rows that were not proven before, writing down each; return the whole result, and how many were wrong.
 
-    What takes long comes last, so that a run that is stopped has more cells behind it.
+    What holds most new pairs for its time comes first, so that a run that is stopped has more of them behind it.
 
     Args:
         rows: All of the matrix.
@@ -118,9 +132,12 @@ def run(
         failed: Instead of the rows those that once failed, proven or not.
     """
     settled = () if again else ("proven", "refused")
-    left = [cell for cell in _written(rows, stated)["cells"] if cell["outcome"] not in settled]
+    cells = _written(rows, stated)["cells"]
+    left = [cell for cell in cells if cell["outcome"] not in settled]
     todo = [entry["row"] for entry in (once_failed() if failed else left) if chosen in say_row(whole(entry["row"]))]
-    todo, wrong = sorted(todo, key=_cost)[part[0] - 1 :: part[1]][:limit], 0
+    held = {pair for cell in cells if cell["outcome"] in settled for pair in pairs_of(cell["row"])}
+    ordered = [row for row, _ in most_pairs_first(todo, held=held, cost=_cost)]
+    todo, wrong = ordered[part[0] - 1 :: part[1]][:limit], 0
     for number, short in enumerate(todo, 1):
         started = time.monotonic()
         verdict = judge(whole(short))
@@ -135,10 +152,38 @@ def run(
     return {**_written(rows, stated), "wrong": wrong}
 
 
-def _cost(row: Mapping[str, str]) -> tuple[bool, int]:
-    """Return what rows are sorted by: compilers last, then the number of ranks."""
-    degrees = [int(value) for key, value in row.items() if key.startswith("mesh.")]
-    return "scheduling.compile" in row, math.prod(degrees)
+def pairs_of(row: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    """Return every two choices of a row, written short or not."""
+    return set(combinations(sorted(whole(row).items()), 2))
+
+
+def most_pairs_first(
+    rows: Sequence[Mapping[str, str]], *, held: Set[Any] = frozenset(), cost: Callable[[Mapping[str, str]], float]
+) -> Iterator[tuple[Mapping[str, str], int]]:
+    """Yield rows in the order of the pairs that no earlier row holds, for their cost, each with the number held then.
+
+    Args:
+        rows: To be ordered.
+        held: Pairs that are held already.
+        cost: Of a row.
+    """
+    left = [(-math.inf, number) for number in range(len(rows))]
+    known = set(held)
+    while left:
+        # The gain of a row only falls: the first that stays first is the best.
+        _, number = heapq.heappop(left)
+        pairs = pairs_of(rows[number]) - known
+        gain = -len(pairs) / cost(rows[number])
+        if left and (gain, number) > left[0]:
+            heapq.heappush(left, (gain, number))
+            continue
+        known |= pairs
+        yield rows[number], len(known)
+
+
+def _cost(row: Mapping[str, str]) -> float:
+    """Return about how long a row takes, as a multiple of one rank without a compiler."""
+    return (1 + num_ranks(row)) * (8 if "scheduling.compile" in row else 1)
 
 
 def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -168,8 +213,7 @@ def _load() -> float:
 
 def once_failed() -> list[dict[str, Any]]:
     """Return rows that failed at some time, with the seconds that they took last; none of options that are gone."""
-    here = options()
-    return [entry for entry in _kept() if all(value in here.get(key, ()) for key, value in entry["row"].items())]
+    return [entry for entry in _kept() if _is_here(entry["row"])]
 
 
 def _kept() -> list[dict[str, Any]]:

@@ -21,15 +21,17 @@ from composer3d.errors import ComposerError, ManifestError, PluginError, RankErr
 from composer3d.mesh import AXES, Role
 from composer3d.registry import Catalogue, info_of
 from composer3d.testing import run_ranks
-from composer3d.testing.plugin_options import installed_options, owners_of, tables_of
+from composer3d.testing.plugin_options import installed_options, multiplied_axes, owners_of, tables_of
 
 __all__ = [
     "EXCLUDED",
     "PERMITTED",
     "Verdict",
+    "axes",
     "check",
     "judge",
     "manifest_of",
+    "num_ranks",
     "options",
     "owners",
     "reason_of",
@@ -147,6 +149,55 @@ PERMITTED: tuple[Permitted, ...] = (
         row='`ddp`: `reducer = "bucketed"` with parameters or gradients in host memory',
         message=r"gathers no parameters for their use|reduces gradients where they lie",
     ),
+    Permitted(
+        row='`process_groups`: `reduce_scatter = "native"` alone on GPUs',
+        message=r'reduce_scatter = "native" is what runs without this table|both replace the reduce-scatter',
+    ),
+    Permitted(
+        row="`process_groups`: options of NCCL on an axis that is on gloo",
+        message=r"one rank communicates with nobody|nothing is reduce-scattered in this run",
+    ),
+    Permitted(
+        row="`async_tensor_parallel` where nobody shards over `tp`",
+        message=r"whose exchanges are what overlaps|no rank exchanges anything|no linear layer gathers or sums a sequ"
+        r'|that exchange the sequence: nothing overlaps|method = "micro_pipelined": ',
+    ),
+    Permitted(
+        row="`compression` without `gradients` and `weights`",
+        message=r'neither gradients nor weights are to be|rounding = "stochastic" is for integers'
+        r"|(rank|ratio) has no effect without|(error_feedback is|axes are) of gradients"
+        r"|whose exchanges are what is compressed|no rank sends anything that could be compressed",
+    ),
+    Permitted(
+        row="`compression`: error feedback, or PowerSGD, over `dp_shard`",
+        message=r'error feedback over \w+: |gradients = "powersgd" over \w+: ',
+    ),
+    Permitted(
+        row="`compression`: error feedback with a plugin that scales the loss",
+        message=r"error feedback adds what a step has left over",
+    ),
+    Permitted(
+        row="`compression` with `weights` and `float8` with `all_gather = true`", message=r"both replace the all-gather"
+    ),
+    Permitted(
+        row="`local_sgd`: options of an outer optimizer",
+        message=r'\w+ has no effect with method = "|mix has no effect without overlap|post_local is average after',
+    ),
+    Permitted(
+        row="`local_sgd`: `overlap` that reaches the next fragment",
+        message=r"has no room for \d+ fragments|islands first meet after|fragments = \d+, and the model has",
+    ),
+    Permitted(
+        row="`context_parallel`: a length that does not divide",
+        message=r'context_parallel cannot shard .* others = "refuse" gathers nothing',
+    ),
+    Permitted(row="`replicas` with one group", message=r"replica = 1: there is one group"),
+    Permitted(row="`replicas` with `cpu_offload`", message=r"gradients are moved elsewhere by "),
+    Permitted(row="`expert_parallel`: no experts found", message=r"carved out of the ranks that share a batch"),
+    Permitted(
+        row="`ep` that divides neither",
+        message=r"which it is carved out of; write|it is carved out of the one or the other",
+    ),
 )
 # What is different from one device because it was asked to be; said in benchmarks/README.md.
 EXCLUDED: tuple[Mapping[str, str], ...] = (
@@ -167,7 +218,7 @@ class Verdict:
     detail: str = ""
 
 
-# Proven by tests of their own, and in no recorded row yet.
+# Proven by tests of their own, and in no recorded row yet: the record is of whole matrices.
 PENDING = (
     "sharding.context_parallel",
     "mesh.cp",
@@ -196,25 +247,40 @@ def owners() -> dict[str, tuple[str, ...]]:
     return owners_of(options())
 
 
+@functools.cache
+def axes() -> tuple[str, ...]:
+    """Return the axes whose degrees multiply to the ranks of a row."""
+    return multiplied_axes(options())
+
+
+def num_ranks(row: Mapping[str, str]) -> int:
+    """Return the ranks that prove a row: of several groups of ranks those of one."""
+    return math.prod(int(row.get(axis, "1")) for axis in axes())
+
+
 def manifest_of(row: Mapping[str, str]) -> str:
     """Return a row as the text of a manifest; `train.accumulation` is the number of micro-batches of a rank."""
     degrees = {key.removeprefix("mesh."): int(value) for key, value in row.items() if key.startswith("mesh.")}
-    ranks = math.prod(degrees.get(axis, 1) for axis in _batch_axes())
+    readers = math.prod(degrees.get(axis, 1) for axis in _batch_axes())
     clip = row.get("train.grad_clip", "default")
     # Two stages a rank at most.
     layers = 2 * degrees.get("pp", 1)
     accumulation = int(row.get("train.accumulation", "1"))
     dim, more = _whole_blocks(row, degrees.get("tp", 1))
+    has_experts = row.get("sharding.expert_parallel") == "on"
+    model, experts = ("moe", f", num_experts = 4, expert_dim = {2 * dim}") if has_experts else ("llama", "")
+    # Islands first meet within the steps of a run.
+    num_steps = 200 if row.get("communication.local_sgd") == "on" else 2
     return "\n".join(
         [
             "composer3d = 1",
-            tables_of({**row, **more}),
-            'model.use = "composer3d.models:llama"',
+            tables_of({key: value for key, value in {**row, **more}.items() if not _is_absent(key, value)}),
+            f'model.use = "composer3d.models:{model}"',
             f"model.args = {{ dim = {dim}, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, "
             f"ffn_dim = {2 * dim}, tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
-            f"dropout = {row.get('model.dropout', '0.0')} }}",
+            f"dropout = {row.get('model.dropout', '0.0')}{experts} }}",
             f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = {_vocab_size(row, dim)} }}',
-            f"train = {{ steps = 2, microbatch = 1, global_batch = {accumulation * ranks}"
+            f"train = {{ steps = {num_steps}, microbatch = 1, global_batch = {accumulation * readers}"
             + (f", grad_clip = {clip}" if clip != "default" else "")
             + " }",
             'run.device = "cpu"',
@@ -223,16 +289,21 @@ def manifest_of(row: Mapping[str, str]) -> str:
     )
 
 
+def _is_absent(key: str, value: str) -> bool:
+    """Return whether an option is an axis that its plugin declares, which is not there without it."""
+    return key.startswith("mesh.") and value == "1" and key.removeprefix("mesh.") not in (axis.name for axis in AXES)
+
+
 @functools.cache
 def _batch_axes() -> tuple[str, ...]:
-    """Return the axes whose ranks hold other samples, those of third-party plugins too."""
+    """Return the axes whose ranks, or groups, share a global batch, those of third-party plugins too."""
     catalogue = Catalogue.installed()
     found = [*AXES]
     for name in catalogue.names():
         with contextlib.suppress(PluginError):  # without its extra it is in no row
             info = info_of(catalogue.load(name))
             found += info.axes if info is not None else ()
-    return tuple(axis.name for axis in found if axis.role is Role.BATCH)
+    return tuple(axis.name for axis in found if axis.role in (Role.BATCH, Role.REPLICA))
 
 
 def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:

@@ -12,7 +12,7 @@ from itertools import chain
 
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
-from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
+from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, num_ranks, options, owners, say_row
 from support.daily_part import NUM_PARTS, PART
 from support.documents import read, tables
 
@@ -23,7 +23,6 @@ pytestmark = [
 ]
 
 NUM_QUICK, QUICK_S = 1, 5.0  # of a fast part: cells, and seconds that one took
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 SHORT_S = 8.0  # that a cell took which once failed and is in a day's fast tests
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
 
@@ -50,7 +49,7 @@ DAILY = SHORT[PART % NUM_PARTS :: NUM_PARTS]
 TRACED = [
     {**entry["row"], "scheduling.compile.backend": '"aot_eager"'}
     for entry in MENDED
-    if "scheduling.compile" in entry["row"] and all(entry["row"][f"mesh.{axis}"] == "1" for axis in AXES)
+    if "scheduling.compile" in entry["row"] and num_ranks(entry["row"]) == 1
 ]
 
 
@@ -108,9 +107,10 @@ def test_known_refusals_are_permitted_ones_and_still_hold(part):
     for refusal in refusals[part::4]:
         choices = dict(refusal.choices)
         plugins = {key: "on" for key in choices if key.count(".") == 1 and choices[key] == "on"}
-        owners = {"mesh.pp": "scheduling.pipeline", "mesh.tp": "sharding.tensor_parallel"}
-        plugins |= {owner: "on" for axis, owner in owners.items() if choices.get(axis, "1") != "1"}
         plugins |= {key.rpartition(".")[0]: "on" for key in choices if key.count(".") == 2}
+        for axis, owning in owners().items():
+            if choices.get(axis, "1") != "1" and not plugins.keys() & set(owning):
+                plugins[owning[-1]] = "on"
         row = whole({**plugins, **choices})
         assert refusal.reason in check(row), refusal
 

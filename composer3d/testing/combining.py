@@ -142,10 +142,15 @@ def excluder(
                 return True
         if math.prod(int(row.get(axis, 1)) for axis in multiplied) > max_ranks:
             return True
-        for axis, owning in owners.items():
-            if row.get(axis, "1") != "1" and all(implied.get(owner, ON) == OFF for owner in owning):
-                return True
-        return not _propagate(implied, conflicts, options, plugins)
+        shared = [owning for axis, owning in owners.items() if row.get(axis, "1") != "1"]
+        for owning in shared:
+            left = [owner for owner in owning if implied.get(owner, ON) != OFF]
+            if len(left) == 1:
+                implied[left[0]] = ON
+        # An owner may be what refusals leave out.
+        return not _propagate(implied, conflicts, options, plugins) or any(
+            all(implied.get(owner, ON) == OFF for owner in owning) for owning in shared
+        )
 
     return excluded
 

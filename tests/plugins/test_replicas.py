@@ -168,6 +168,11 @@ def test_collectives_between_groups_are_stated_by_the_plan(tmp_path):
             "",
             "replica cannot be -1: a group of ranks does not know how many others there are; state it",
         ),
+        (
+            "replica = 2",
+            '[sharding.cpu_offload]\nmode = "gradients"',
+            "gradients are moved elsewhere by [sharding.cpu_offload] ({path}:7) before they are averaged over groups",
+        ),
     ],
 )
 def test_refusals(mesh, table, message, tmp_path):
@@ -176,7 +181,7 @@ def test_refusals(mesh, table, message, tmp_path):
         f'composer3d = 1\nextends = "quickstart"\n[mesh]\ndp_shard = 1\n{mesh}\n[communication.replicas]\n{table}\n'
     )
     result = composer3d.check(path)
-    assert message in [problem.message for problem in result.problems]
+    assert message.format(path=path) in [problem.message for problem in result.problems]
 
 
 def test_counts_that_groups_would_not_exchange_are_refused(tmp_path):

@@ -79,8 +79,12 @@ class Replicas:
                 hint=f"at most {groups} together",
             )
         context.claim("gradients", by=self)
-        if context.claimants("moved_gradients"):
-            raise PluginError("gradients are moved elsewhere before they are averaged over groups")
+        moved = context.claimants("moved_gradients")
+        if moved:
+            raise PluginError(
+                f"gradients are moved elsewhere by {moved[0]} before they are averaged over groups",
+                hint="remove that table, or the groups",
+            )
 
     @hookimpl
     def composer3d_replicas(self, context: RunContext) -> ReplicaPolicy:

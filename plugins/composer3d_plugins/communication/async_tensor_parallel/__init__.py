@@ -64,7 +64,7 @@ class AsyncTensorParallel:
     """
 
     method: Literal["auto", "decomposed", "micro_pipelined"] = "auto"
-    chunks: int | None = Field(default=None, ge=2, le=256)
+    chunks: int | None = Field(default=None, ge=2, le=256, examples=[4])
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

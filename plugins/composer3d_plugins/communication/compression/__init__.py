@@ -78,15 +78,15 @@ class Compression:
         min_numel: Units with fewer elements are exchanged as they are.
     """
 
-    gradients: str | None = None
-    weights: str | None = None
+    gradients: str | None = Field(default=None, examples=["int8", "powersgd"])
+    weights: str | None = Field(default=None, examples=["int8"])
     axes: tuple[str, ...] | None = None
-    block: int = Field(default=256, ge=8, le=1 << 20)
+    block: int = Field(default=256, ge=8, le=1 << 20, examples=[8])
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    rank: int | None = Field(default=None, ge=1, le=1 << 12)
-    ratio: float | None = Field(default=None, gt=0, le=1)
+    rank: int | None = Field(default=None, ge=1, le=1 << 12, examples=[1])
+    ratio: float | None = Field(default=None, gt=0, le=1, examples=[])
     error_feedback: bool | None = None
-    start_step: int = Field(default=0, ge=0)
+    start_step: int = Field(default=0, ge=0, examples=[1])
     min_numel: int = Field(default=0, ge=0)
 
     @hookimpl

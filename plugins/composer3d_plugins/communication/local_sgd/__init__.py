@@ -79,9 +79,9 @@ class LocalSGD:
     every: int = Field(default=100, ge=1)
     outer_lr: float | None = Field(default=None, gt=0)
     outer_momentum: float | None = Field(default=None, ge=0, lt=1)
-    warmup_steps: int = Field(default=0, ge=0)
-    fragments: int = Field(default=1, ge=1)
-    overlap: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, examples=[1])
+    fragments: int = Field(default=1, ge=1, examples=[2])
+    overlap: int = Field(default=0, ge=0, examples=[1])
     mix: float | None = Field(default=None, ge=0, lt=1)
     quantise: Literal["int8", "fp8", "int4"] | None = None
     weigh: Literal["equal", "tokens"] = "equal"

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
 from composer3d import (
     GroupOptions,
     Phase,
@@ -71,7 +73,7 @@ class ProcessGroups:
 
     axes: Mapping[str, AxisOptions] | None = None
     reduce_scatter: Literal["auto", "native", "all_to_all"] = "auto"
-    network: Literal["efa", "gcp-tcpxo", "infiniband", "roce", "ethernet"] | None = None
+    network: Literal["efa", "gcp-tcpxo", "infiniband", "roce", "ethernet"] | None = Field(default=None, examples=[])
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -89,7 +89,9 @@ class ContextParallel:
         sequence_dim: The dim of inputs and targets that is the sequence; samples are dim 0.
     """
 
-    method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = "auto"
+    method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = Field(
+        default="auto", examples=["gather", "ring"]
+    )
     hardware: str | None = Field(default=None, examples=[])
     inner_degree: int | None = Field(default=None, ge=2, examples=[])
     balanced: bool = True
