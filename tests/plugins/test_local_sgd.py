@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: identities that hold to the last bit, and the papers' formulas on one device."""
+"""`[communication.local_sgd]`: identities that hold to the last bit, and the papers' formulas on one device."""
 
 from __future__ import annotations
 
