@@ -364,7 +364,7 @@ def test_a_run_that_ends_before_islands_meet(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'composer3d = 1\nextends = "quickstart"\n[train]\nsteps = 40\n[mesh]\nisland = 2\ndp_shard = 1\n'
-        + table("diloco", every=50)
+        '[communication.local_sgd]\nmethod = "diloco"\nevery = 50\n'
     )
     found = composer3d.check(path)
     assert not found.ok
