@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d.composition.own_sources import own_sources
 from composer3d.errors import StepError
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.processes.versions import installed_version
@@ -28,7 +30,8 @@ def described(preparation: Preparation) -> dict[str, str]:
     """Return everything that ranks must have in common, as JSON text by dotted key.
 
     Typed tables, so that a default that is written out is the default; the modules that each transform selected on the
-    whole model; and the versions of composer3d and torch. `[run]` and `data.use` are left out: paths, and the display,
+    whole model; the versions of composer3d and torch; and on several machines the code of the user's own modules (see
+    `own_sources`). `[run]` and `data.use` are left out: paths, and the display,
     may differ between machines; the data found there is compared by its reader, with `agree`.
     """
     manifest = preparation.context.manifest
@@ -42,6 +45,9 @@ def described(preparation: Preparation) -> dict[str, str]:
         found[f"plan.{transform.name}"] = json.dumps([transform.phase.name, *fqns])
     found["mesh"] = str(preparation.context.layout)
     found |= {f"version.{name}": installed_version(name) for name in ("composer3d", "torch")}
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < preparation.context.layout.world_size:  # others have other disks
+        texts = map(json.loads, leaves(manifest.document.tables).values())
+        found |= {f"source.{name}": text for name, text in own_sources(preparation.model, texts).items()}
     return {key: text for key, text in sorted(found.items()) if key not in _LOCAL}
 
 
@@ -64,7 +70,7 @@ def agree_on_plan(preparation: Preparation) -> int:
         described(preparation),
         layout=preparation.context.layout,
         what=("runs another manifest", "run another manifest"),
-        advice="start all ranks with the same manifest, overrides, plugins and versions",
+        advice="start all ranks with the same manifest, overrides, plugins, versions and code",
     )
 
 

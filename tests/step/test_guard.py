@@ -304,7 +304,7 @@ def other_manifest(texts):
 def test_a_rank_with_another_manifest_is_named_before_the_first_step(texts, difference):
     message = (
         f"rank 1 (dp_shard 1) runs another manifest than rank 0: {difference}; "
-        "start all ranks with the same manifest, overrides, plugins and versions"
+        "start all ranks with the same manifest, overrides, plugins, versions and code"
     )
     assert run_ranks(other_manifest, 2, texts) == [message] * 2
 
@@ -330,7 +330,7 @@ def test_a_rank_with_another_version_is_named():
     here = version("torch")
     message = (
         f"rank 1 (dp_shard 1) runs another manifest than rank 0: version.torch is 2.99.0 on rank 1 and {here} on rank "
-        "0; start all ranks with the same manifest, overrides, plugins and versions"
+        "0; start all ranks with the same manifest, overrides, plugins, versions and code"
     )
     assert run_ranks(other_version, 2) == [message] * 2
 
