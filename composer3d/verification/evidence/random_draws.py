@@ -20,6 +20,8 @@ from composer3d.mesh import Layout, Role
 from composer3d.torch_compat import backward_inside, in_backward
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from composer3d import Composition
 
 __all__ = ["Drawn", "Draws", "StreamFault", "compare_streams", "recording"]
@@ -230,8 +232,13 @@ def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=12).hexdigest()
     draws = found.setdefault(site, Draws(shape=shape))
     (draws.again if in_backward() else draws.forward).append(digest)
-    if draws.is_idle and ("dropout" not in site or tensor is None or bool(local(tensor.detach()).any())):
+    if draws.is_idle and ("dropout" not in site or tensor is None or _has_values(local(tensor.detach()))):
         draws.is_idle = False
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether anything would be dropped; what stands for another stage's is zeros."""
+    return not getattr(tensor, "composer3d_absent", False) and bool(tensor.any())
 
 
 def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) -> list[StreamFault]:
