@@ -145,14 +145,18 @@ def test_the_rank_with_the_highest_peak_is_visited(tmp_path):
     assert chosen == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
-def test_what_is_compiled_is_planned_as_it_is_written_and_says_so(tmp_path):
+def test_what_a_backend_that_fuses_nothing_compiles_is_planned_as_it_is_written(tmp_path):
     plain = "mesh.dp_shard = 2\n[sharding.fsdp2]\n"
     compiled = plain + '[scheduling.compile]\nbackend = "eager"\n'
-    one, other = (
-        tracer_of(Case(text, num_layers=2), tmp_path, extrapolate=False).trace(0) for text in (plain, compiled)
+    fused = plain + "[scheduling.compile]\n"
+    one, other, last = (
+        tracer_of(Case(text, num_layers=2), tmp_path, extrapolate=False).trace(0) for text in (plain, compiled, fused)
     )
     assert figures(one) == figures(other)
-    assert (one.notes, len(other.notes)) == ((), 1) and "compiled" in other.notes[0]
+    assert one.notes == other.notes == ()
+    assert len(last.notes) == 1 and last.notes[0].startswith(
+        "modules that are compiled were traced as they are written"
+    )
 
 
 def test_an_allocation_is_rounded_up_and_judged(tmp_path):
