@@ -223,8 +223,9 @@ def _run(
     own: list[dict[str, Tensor]] = []
 
     def look(*_: Any) -> None:
-        seen.append(_gradients(run))
-        own.append(_local_gradients(run))
+        if not seen:  # a rank that steps more often than the others would gather alone
+            seen.append(_gradients(run))
+            own.append(_local_gradients(run))
 
     hook = optimizer.register_step_pre_hook(look)
     try:
@@ -247,7 +248,7 @@ def _run(
         grad_norm=float(norm),
         count=state.count,
         gradients=gradients,
-        clipped=seen[-1] if seen else {},
+        clipped=seen[0] if seen else {},
         scaled=multiples.of_shards(own[-1], own[0]),
         before=before,
         held=held,
