@@ -12,7 +12,7 @@ from typing import Any, Literal
 from composer3d.errors import ManifestError, Problem
 from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
-from composer3d.manifest.references import make_importable
+from composer3d.manifest.references import note_extended
 from composer3d.manifest.secret import hide, redacted, remember_secrets
 from composer3d.manifest.sources import Source, find, find_base, missing, missing_base, read_source
 from composer3d.manifest.toml_writer import dotted, dump
@@ -226,8 +226,7 @@ def _find_modules(source: Source, base: Source) -> None:
     """Have modules that a base names found beside it too, after those beside the manifest that extends it."""
     folders = [each.path.absolute().parent for each in (source, base) if each.path and not each.is_shipped]
     if len(set(folders)) > 1:
-        for folder in folders:
-            make_importable(folder)
+        note_extended(*folders)
 
 
 def _find_base(name: Any, chain: tuple[Source, ...]) -> Source | Problem:

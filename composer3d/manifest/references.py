@@ -14,11 +14,26 @@ from typing import Any
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
 from composer3d.processes.foreign_code import own_attribute, running
 
-__all__ = ["FILL_IN", "make_importable", "resolve_reference"]
+__all__ = ["FILL_IN", "make_importable", "note_extended", "resolve_reference"]
 
 FILL_IN = "FILL_IN"  # module of references that an imported manifest leaves open
 
 _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+
+# Folders of manifests that those of a folder extend.
+_EXTENDED: dict[Path, list[Path]] = {}
+
+
+def note_extended(folder: Path, base: Path) -> None:
+    """Have modules that manifests of a folder name looked for beside a manifest that they extend too, after their own.
+
+    Args:
+        folder: Of the manifest that extends.
+        base: Of the one that is extended.
+    """
+    if base not in _EXTENDED.setdefault(folder, []):
+        _EXTENDED[folder].append(base)
 
 
 def make_importable(folder: Path) -> None:
@@ -31,6 +46,8 @@ def make_importable(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
         importlib.invalidate_caches()
+    for base in _EXTENDED.pop(folder, ()):  # taken out first: manifests of two folders may extend one another
+        make_importable(base)
 
 
 def resolve_reference(reference: str, folder: Path) -> Any:
