@@ -80,13 +80,23 @@ def browser(folder):
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     with serving(["chromedriver", f"--port={port}"], folder / "chromedriver.log", lambda: ask(f"{base}/status")):
-        arguments = [*FLAGS, f"--user-data-dir={folder / 'profile'}"]
-        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": {"args": arguments}}}}
-        session = f"{base}/session/{ask(f'{base}/session', wanted)['value']['sessionId']}"
+        session = f"{base}/session/{_begun(base, folder)}"
         try:
             yield lambda path, content=None: ask(f"{session}/{path}", content)["value"]
         finally:
             ask(session, method="DELETE")
+
+
+def _begun(base, folder):
+    """Return the name of a session; the driver gives a browser a minute to start, which a busy machine may not have."""
+    for number in range(4):
+        arguments = [*FLAGS, f"--user-data-dir={folder / f'profile-{number}'}"]
+        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": {"args": arguments}}}}
+        try:
+            return ask(f"{base}/session", wanted)["value"]["sessionId"]
+        except urllib.error.HTTPError as error:
+            told = error.read().decode()
+    raise AssertionError(told)
 
 
 @contextmanager
