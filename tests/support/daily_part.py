@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 __all__ = ["NUM_PARTS", "PART", "header", "is_of_day"]
 
-NUM_PARTS = 20
+NUM_PARTS = 28
 PART = int(os.environ.get("COMPOSER3D_MATRIX_PART", datetime.now(UTC).toordinal()))
 
 
