@@ -50,6 +50,7 @@ def test_norms_that_are_units_of_their_own_lie_in_compiled_blocks():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by what inductor imports of torch
 def test_inductor():
     text = "[scheduling.compile]\n" + FSDP
     for loss, gradients, _ in run_ranks(step, 2, text, timeout_s=300):
