@@ -31,7 +31,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")
 
 from harness import conditions, note, say, with_marked
-from plugin_matrix_cells import PERMITTED, axes, check, judge, num_ranks, options, owners, say_row
+from plugin_matrix_cells import axes, check, judge, num_ranks, options, owners, say_row
+from plugin_matrix_permitted import PERMITTED
 
 from composer3d.testing import Refused, Row, combine
 

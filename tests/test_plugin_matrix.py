@@ -12,7 +12,8 @@ from itertools import chain
 
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
-from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, num_ranks, options, owners, say_row
+from plugin_matrix_cells import check, judge, num_ranks, options, owners, say_row
+from plugin_matrix_permitted import EXCLUDED, PERMITTED
 from support.daily_part import NUM_PARTS, PART
 from support.documents import read, tables
 

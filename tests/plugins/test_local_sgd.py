@@ -64,17 +64,7 @@ def exactly_trained(text):
     torch.set_default_dtype(torch.float64)
     model = torch.nn.Linear(4, 4, bias=False)
     model.weight.data = torch.arange(-8.0, 8.0).view(4, 4)
-    run = composed(text, model, loss_fn=halved_squares)
-    optimizer, found = run.optimizer(torch.optim.SGD, lr=LR), []
-    for step in range(4):
-        x, y = mine(run, step, whole_numbers)
-        with run.step(step):
-            run.forward_backward(x, target=y)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({fqn: full(p.detach()).clone() for fqn, p in run.named_parameters()})
-    run.close()
-    return found
+    return trained(text, 4, make=whole_numbers, model=model, loss_fn=halved_squares)
 
 
 def test_every_step_with_plain_sgd_is_data_parallelism():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from support.models import composed, full, unpadded
+from support.models import composed, full, sum_loss, unpadded
 
 STEPS, LR, ISLANDS = 6, 0.5, 2
 PLAIN = "[mesh]\nisland = 2\n"
@@ -26,10 +26,10 @@ def mine(run, step, make=unpadded):
     return (tensor.chunk(run.context.num_readers)[run.context.reader] for tensor in (tokens, targets))
 
 
-def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0):
+def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0, model=None, loss_fn=sum_loss):
     """Return this rank's parameters, in full, after every step."""
     torch.set_default_dtype(torch.float64)
-    run = composed(text)
+    run = composed(text, model, loss_fn=loss_fn)
     optimizer = run.optimizer(torch.optim.SGD, lr=LR)
     if load is not None:
         run.load(load)

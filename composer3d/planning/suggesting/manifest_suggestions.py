@@ -162,9 +162,8 @@ def suggest_for(
     of_model = costs.num_blocks, given.own, given.hardware, world_size
     worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
     if costs.refused and not searched.num_tried:
-        unshared = _unshared(given.own.global_batch, world_size)
-        told = f"no layout of the model can be traced{unshared}{_instead(worlds) if unshared else ''}"
-        raise ComposerError(f"{told}: {costs.refused[0]}")
+        unshared = _unshared(given.own.global_batch, world_size, worlds)
+        raise ComposerError(f"no layout of the model can be traced{unshared}: {costs.refused[0]}")
     return SuggestResult(
         suggestions=suggestions,
         patches=tuple(given.changes_to(suggestion.candidate.setup) for suggestion in suggestions),
@@ -199,9 +198,10 @@ def _lines(result: SuggestResult) -> Iterator[str]:
     )
 
 
-def _unshared(global_batch: int, world_size: int) -> str:
-    """Return that a world cannot share a batch, where that is so."""
-    return f", and {world_size} ranks cannot share {global_batch} sequences a step" if global_batch % world_size else ""
+def _unshared(global_batch: int, world_size: int, worlds: Sequence[int]) -> str:
+    """Return that a world cannot share a batch, and which can, where that is so."""
+    told = f", and {world_size} ranks cannot share {global_batch} sequences a step{_instead(worlds)}"
+    return told if global_batch % world_size else ""
 
 
 def _instead(worlds: Sequence[int]) -> str:

@@ -125,7 +125,9 @@ class MixedLosses:
         if seen is not None:
             self.report(seen, loss_fn=loss_fn)
         elif (own := sample_parts(loss, num_samples, 0 if parts is None else parts.num)) is not None:
-            numbers = own.divisors if own.is_uneven else uneven_numbers([ranks()] * self._is_first)
+            numbers: Sequence[float] = own.divisors if own.is_uneven else ()
+            if self._is_first and not numbers:  # the device is waited for where something would be logged
+                numbers = uneven_numbers([ranks()])
             self._log_parts(_OTHER_PARTS, own.num, numbers, loss_fn)
 
     def _look_at_parts(self, parts: BatchParts, ranks: Callable[[], Sequence[RankLoss]]) -> None:
