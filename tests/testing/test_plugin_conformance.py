@@ -41,7 +41,7 @@ FAULTS = [
         "{'limit': 5.0}: accepted; not clamps nothing",
     ),
     ("overhead", Conformance(plugin=faulty.Slow, max_overhead=1.5), "too slow", "of the CPU time of a step without it"),
-    ("matrix", Conformance(plugin=faulty.FailsBeside), "fails beside another", "no_such_option"),
+    ("matrix", Conformance(plugin=faulty.FailsBeside, matrix_minutes=60.0), "fails beside another", "no_such_option"),
 ]
 FAST = ("effect", "purpose")
 
