@@ -82,13 +82,17 @@ PENDING = (
 def options() -> dict[str, tuple[str, ...]]:
     """Return every option of the plugins that are installed here, but for those pending, and what rows have besides."""
     pending = tuple(key for prefix in PENDING for key in (prefix, f"{prefix}."))
-    known = {key: values for key, values in installed_options().items() if not f"{key}.".startswith(pending)}
-    return {**known, **FURTHER}
+    installed = installed_options()
+    known = {key: values for key, values in installed.items() if not f"{key}.".startswith(pending)}
+    # An axis of a pending plugin may be another's too.
+    owned = [axis for axis, keys in owners_of(installed).items() if not known.keys().isdisjoint(keys)]
+    return {**known, **{axis: installed[axis] for axis in owned}, **FURTHER}
 
 
 def owners() -> dict[str, tuple[str, ...]]:
-    """Return the plugins that own each axis of the options."""
-    return owners_of(options())
+    """Return the plugins that own each axis of the options, but for those pending."""
+    known = options()
+    return {axis: tuple(key for key in keys if key in known) for axis, keys in owners_of(known).items()}
 
 
 @functools.cache
