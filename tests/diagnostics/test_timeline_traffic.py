@@ -58,4 +58,4 @@ def test_bytes_of_a_timeline_are_those_of_the_plan(name, tmp_path):
 
 def test_sizes_are_told_for_people():
     sent = Traffic(op="all_to_all", axis="dp_shard", count=10, bytes=3 * 2**19)
-    assert str(sent) == "all_to_all over dp_shard, 10 of 1.5 MiB in all"
+    assert str(sent) == "all_to_all over dp_shard, 10 of 1.50 MiB in all"

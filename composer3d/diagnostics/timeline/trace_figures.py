@@ -11,6 +11,7 @@ from statistics import fmean
 from composer3d.diagnostics.timeline.trace_files import Span, Trace
 from composer3d.interfaces import Action
 from composer3d.planning import Costs, simulate
+from composer3d.planning.reports import size
 
 __all__ = ["Bubble", "RankTimes", "Report", "Traffic", "measure", "statements"]
 
@@ -39,7 +40,7 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a rank sends in collectives of one kind over one axis, a step, in the mean.
+    """Collectives of one kind over one axis that a rank sends, a step, in the mean.
 
     An `exchange` of a pipeline is messages both ways.
 
@@ -57,7 +58,7 @@ class Traffic:
     bytes: float
 
     def __str__(self) -> str:
-        return f"{self.op} over {self.axis}, {self.count:g} of {_size(self.bytes)} in all"
+        return f"{self.op} over {self.axis}, {self.count:g} of {size(self.bytes)} in all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +210,6 @@ def _traffic(steps: Sequence[Sequence[Span]]) -> tuple[Traffic, ...]:
     return tuple(
         Traffic(op=key[0], axis=key[1], count=counts[key] / num_steps, bytes=sizes[key] / num_steps) for key in ordered
     )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} GiB"
 
 
 def _around(members: Sequence[Span]) -> Callable[[Span], Iterator[Span]]:
