@@ -16,6 +16,10 @@ from composer3d.errors import CheckpointError
 
 __all__ = ["Asked", "Made", "unpickle"]
 
+# Protocol 2 and lower name modules as Python 2 did. Python 3.11.0 to 3.11.3 pickle members of enumerations, as layouts
+# and memory formats of tensors, by `getattr`.
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
 
 class Asked(type):
     """A name in a pickle, in place of the class or function that has it; `full_name` is module and name."""
@@ -70,6 +74,7 @@ def unpickle(data: bytes, *, allowed: Callable[[str, str], bool], refusal: Calla
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            module = _PYTHON_2.get(module, module)
             full_name = f"{module}.{name}"
             if not allowed(module, name):
                 raise refusal(full_name)

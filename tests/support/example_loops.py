@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def run_program(name, program, folder, batch_size):
     if program == "one_device":
         torch.distributed.destroy_process_group()
     as_torchrun()
+    # Lightning says so on every machine that has Slurm.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     sys.path.insert(0, str(EXAMPLES / name))
     return importlib.import_module(program).main(str(folder / program), batch_size=batch_size)
 
