@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         Stateful,
         Unit,
         Units,
+        WarmUp,
     )
     from composer3d.jobs.job import Job, launch
     from composer3d.linear_selection import LinearSharding, linear_layers, linear_sharding, on_local_shards
@@ -200,6 +201,7 @@ _MODULES = {
         "Stateful",
         "Unit",
         "Units",
+        "WarmUp",
     ),
     "hookspecs": ("hookimpl",),
     "importing.importer": ("import_config",),
@@ -297,6 +299,7 @@ __all__ = [
     "Unit",
     "Units",
     "VerifyResult",
+    "WarmUp",
     "all_gather_json",
     "average_whole",
     "averaging_action",

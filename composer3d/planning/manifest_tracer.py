@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from composer3d import patterns, units_of
@@ -13,7 +12,7 @@ from composer3d.mesh import Layout, Role
 from composer3d.planning.formulas.manifest_setup import setup_of
 from composer3d.planning.schedules.simulation import Costs, simulate
 from composer3d.planning.traced_manifest import TracedManifest
-from composer3d.planning.tracing.enough_microbatches import OrdersOf, enough_microbatches
+from composer3d.planning.tracing.enough_microbatches import OrdersOf, ShortStep, short_step
 from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.trace_cache import remembered, trace_key
@@ -53,8 +52,11 @@ def trace_manifest(
     """
     orders = orders_of(job.num_microbatches)
     simulation = None if orders is None else simulate(orders, Costs())
-    enough = partial(enough_microbatches, orders_of, job.num_microbatches)
-    tracer = Tracer(job, extrapolate=extrapolate, enough=lambda position: enough(position=position))
+
+    def shortest(position: int, can_hold_fewer: bool) -> ShortStep:
+        return short_step(orders_of, job.num_microbatches, position=position, can_hold_fewer=can_hold_fewer)
+
+    tracer = Tracer(job, extrapolate=extrapolate, enough=shortest)
     chosen = chosen_ranks(layout, simulation, choice, tracer.contents() if choice == "worst" else ())
     traces = remembered(
         lambda: trace_key(tracer.job, chosen, extrapolate=extrapolate), lambda: tracer.trace_all(chosen)

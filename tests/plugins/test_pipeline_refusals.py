@@ -97,8 +97,8 @@ def test_bucketed_ddp_is_refused():
         )
 
 
-def too_small():
-    run = composed(manifest("1F1B") + "[train]\nmicrobatch = 12\n", seeded(num_layers=4))
+def too_small(more):
+    run = composed(manifest("1F1B") + more + "[train]\nmicrobatch = 12\n", seeded(num_layers=4))
     tokens, targets = padded()
     with pytest.raises(PluginError) as caught, run.step(0):
         run.forward_backward(tokens, target=targets)
@@ -106,8 +106,9 @@ def too_small():
     return str(caught.value)
 
 
-def test_refusals_at_the_first_batch():
-    for message in run_ranks(too_small, 2):
+@pytest.mark.parametrize("more", ["", "[sharding.fsdp2]\n"])
+def test_refusals_at_the_first_batch(more):
+    for message in run_ranks(too_small, 2, more):
         assert message == (
             "this batch has 1 micro-batches, and 1F1B needs at least as many micro-batches as stages, 2; "
             "hand over more sequences a call, or set [train] microbatch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer3d.errors import ComposerError
@@ -12,11 +13,56 @@ from composer3d.planning.schedules.simulation import peak_held
 if TYPE_CHECKING:
     from composer3d.interfaces import Action
 
-__all__ = ["OrdersOf", "enough_microbatches"]
+__all__ = ["OrdersOf", "ShortStep", "enough_microbatches", "short_step"]
 
 # Without a pipeline the first micro-batch makes gradients, the last one may reduce them, and one is neither.
 _ALONE = 3
+# In flight: what one more adds is the difference of two forwards before the first backward.
+_IN_FLIGHT = 2
 OrdersOf = Callable[[int], "Sequence[Sequence[Action]] | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortStep:
+    """Step of a rank that is traced in place of a longer one.
+
+    Args:
+        num_microbatches: Of it.
+        most_in_flight: Micro-batches that the rank holds at most; None: as many as the schedule says.
+        fewer_in_flight: How many fewer than in the whole step those are.
+    """
+
+    num_microbatches: int
+    most_in_flight: int | None = None
+    fewer_in_flight: int = 0
+
+
+def short_step(orders_of: OrdersOf, num_microbatches: int, *, position: int, can_hold_fewer: bool = False) -> ShortStep:
+    """Return the shortest step of a rank from which the whole one follows.
+
+    A rank of one stage that runs some forwards, then a backward and a forward in turn, then the backwards that are left
+    (1F1B) has the same step with any number of micro-batches in flight, but for what these keep.
+
+    Args:
+        orders_of: As for `enough_microbatches`.
+        num_microbatches: Of the whole step.
+        position: Of the rank along the pipeline.
+        can_hold_fewer: Whether the schedule can begin its backwards earlier than it says.
+    """
+    orders = orders_of(num_microbatches) if can_hold_fewer else None
+    if orders is not None:
+        order = orders[position]
+        held = peak_held(order)
+        most = min(held, _IN_FLIGHT)
+        number = max(_ALONE, most + 1)
+        turns = num_microbatches - held
+        if (
+            number + held - most <= num_microbatches
+            and len({action.stage for action in order}) == 1
+            and [action.kind for action in order] == [*"F" * held, *"BF" * turns, *"B" * held]
+        ):
+            return ShortStep(num_microbatches=number, most_in_flight=most, fewer_in_flight=held - most)
+    return ShortStep(num_microbatches=enough_microbatches(orders_of, num_microbatches, position=position))
 
 
 def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:

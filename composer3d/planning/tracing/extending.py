@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from composer3d.planning.tracing.step_recorder import Calls, Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
-__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "run_alike", "sketch_of"]
+__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "hold_more", "repeat", "run_alike", "sketch_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 # A module's place: its name, its block's place in the stage, and the stage's position on the rank.
@@ -26,6 +26,7 @@ class Stage:
     Args:
         messages: Counts by collective.
         peaks: Bytes at the peak, by the module's place.
+        left: As in `Stretch`.
     """
 
     kind: SegmentKind
@@ -34,6 +35,7 @@ class Stage:
     operators: Mapping[Calls, int]
     messages: Mapping[Message, int]
     peaks: Mapping[Place, tuple[int, int, int, int]]
+    left: tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +83,7 @@ def _stage(stretch: Stretch, places_of: Callable[[str], Sequence[Place]]) -> Sta
         operators=stretch.operators,
         messages=messages,
         peaks=peaks,
+        left=stretch.left,
     )
 
 
@@ -118,7 +121,8 @@ def _extended(one: Stage, other: Stage, by: int) -> Stage | None:
         sizes = (_line(a, b, by) for a, b in zip(one.peaks[place], other.peaks[place], strict=True))
         live, made, gradients, number = sizes
         peaks[place] = (live, made, gradients, number)
-    return replace(other, operators=operators, messages=messages, peaks=peaks)
+    live, made, number = (_line(a, b, by) for a, b in zip(one.left, other.left, strict=True))
+    return replace(other, operators=operators, messages=messages, peaks=peaks, left=(live, made, number))
 
 
 def _counts(one: Mapping[Key, int], other: Mapping[Key, int], by: int) -> dict[Key, int] | None:
@@ -150,6 +154,39 @@ def _matched(
 
 def _order(key: Calls) -> Any:
     return key[:2], key[4], key[2]
+
+
+def hold_more(sketch: Sketch, *, in_flight: int, by: int) -> Sketch:
+    """Return the sketch of a step of one stage that begins its backwards later, by some micro-batches.
+
+    Every micro-batch in flight keeps what the second forward left, from the last forward before the first backward to
+    the first backward after the last forward. The number of micro-batches is not changed.
+
+    Args:
+        sketch: Of a step with at least two micro-batches in flight, where `by` is above 0.
+        in_flight: Of that step.
+        by: Micro-batches to add to those in flight.
+    """
+    if not by:
+        return sketch
+    actions = [place for place, stage in enumerate(sketch.stretches) if stage.microbatch is not None]
+    forwards = [place for place in actions if sketch.stretches[place].kind == "forward"]
+    first, second = (sketch.stretches[place].left for place in forwards[:2])
+    kept, made_kept, number_kept = (by * (after - before) for before, after in zip(first, second, strict=True))
+    begin, end = forwards[in_flight - 1], actions[actions.index(forwards[-1]) + 1]
+    stretches = [
+        replace(
+            stage,
+            peaks={
+                place: (live + kept, made + made_kept, gradients, number + number_kept)
+                for place, (live, made, gradients, number) in stage.peaks.items()
+            },
+        )
+        if begin <= place <= end
+        else stage
+        for place, stage in enumerate(sketch.stretches)
+    ]
+    return replace(sketch, stretches=tuple(stretches), activations=sketch.activations + made_kept)
 
 
 def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:

@@ -11,12 +11,13 @@ from typing import Any
 
 from composer3d import torch_compat
 from composer3d.composition import routed_lists
-from composer3d.interfaces import Decisions
+from composer3d.interfaces import Decisions, WarmUp
 from composer3d.mesh import Role
 from composer3d.planning.hardware.cluster import StackName
 from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
+from composer3d.planning.tracing.enough_microbatches import ShortStep
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
-from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
+from composer3d.planning.tracing.extending import Sketch, extend, hold_more, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
     composed,
@@ -41,6 +42,8 @@ __all__ = ["Depths", "Tracer"]
 _SHORT = 3
 # A trace of a rank with that many blocks of each stage.
 _Short = tuple[int, int]
+# Takes a position in the pipeline, and whether the schedule can hold fewer micro-batches than it says.
+ShortStepOf = Callable[[int, bool], ShortStep]
 _UNCOMPILED = (
     "modules that are compiled were traced as they are written, and keep what products and attention make: a compiler "
     "may keep other tensors of the same size"
@@ -52,13 +55,13 @@ class _Traced:
     """Trace of a rank's step, with all blocks or fewer; `names` are those of every stage's blocks.
 
     `sketch` is None where the trace would add nothing: a longer one, or one of stages that are to be traced whole;
-    `num_traced` counts micro-batches; `notes` are decisions of plugins.
+    `step` is what was traced of the step; `notes` are decisions of plugins.
     """
 
     sketch: Sketch | None
     names: list[list[str]]
     are_alike: bool
-    num_traced: int
+    step: ShortStep
     notes: tuple[str, ...] = ()
 
 
@@ -85,11 +88,11 @@ class Tracer:
     Args:
         job: Manifest, model and batch.
         extrapolate: False traces every block and every micro-batch.
-        enough: Number of micro-batches after which every further one repeats, by the rank's position in the pipeline;
-            default: all of them.
+        enough: Number of micro-batches after which every further one repeats, or the step to trace, by the rank's
+            position in the pipeline and whether its schedule can hold fewer; default: all of them.
     """
 
-    def __init__(self, job: Job, *, extrapolate: bool = True, enough: int | Callable[[int], int] | None = None) -> None:
+    def __init__(self, job: Job, *, extrapolate: bool = True, enough: int | ShortStepOf | None = None) -> None:
         self._job, self._extrapolate = job, extrapolate
         self._enough = enough
         self._preparation = prepared(job)
@@ -118,7 +121,7 @@ class Tracer:
         if not self._cuts:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
         lengths = _SHORT, _SHORT + 1
-        costs = {(rank, length): length * self._num_traced(rank) for rank in chosen for length in lengths}
+        costs = {(rank, length): length * self._step(rank).num_microbatches for rank in chosen for length in lengths}
         # Both begin with the first rank, whose stage determines the shapes that the others receive.
         here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
         with Beside(lambda: self._run_all(there)) as beside:
@@ -195,9 +198,12 @@ class Tracer:
         self, rank: int, traced: _Traced, sketch: Sketch | None, *, stands_for: int, is_extrapolated: bool
     ) -> RankTrace:
         assert sketch is not None, "what is summed up was traced"
-        more = self._job.num_microbatches - traced.num_traced
+        number, in_flight = traced.step.num_microbatches, traced.step.most_in_flight
+        more = self._job.num_microbatches - number
+        if in_flight is not None:
+            sketch = hold_more(sketch, in_flight=in_flight, by=traced.step.fewer_in_flight)
         if more:
-            sketch = repeat(sketch, num_microbatches=traced.num_traced, more=more)
+            sketch = repeat(sketch, num_microbatches=number, more=more)
         context = copy.copy(self._preparation.context)
         context.coordinates = context.layout.coordinates(rank)
         return summarise(
@@ -234,12 +240,27 @@ class Tracer:
 
         return torch.compiler.set_stance("force_eager") if self._compiles else contextlib.nullcontext()
 
-    def _num_traced(self, rank: int) -> int:
-        """Return how many micro-batches of a rank are traced."""
+    def _step(self, rank: int) -> ShortStep:
+        """Return what of a rank's step is traced."""
+        number = self._job.num_microbatches
         if not self._extrapolate or self._enough is None:
-            return self._job.num_microbatches
-        enough = self._enough if isinstance(self._enough, int) else self._enough(self._position(rank))
-        return min(enough, self._job.num_microbatches)
+            return ShortStep(num_microbatches=number)
+        if isinstance(self._enough, int):
+            return ShortStep(num_microbatches=min(self._enough, number))
+        return self._enough(self._position(rank), self._warm_up.can_be_shorter)
+
+    @property
+    def _warm_up(self) -> WarmUp:
+        return self._preparation.context.stash(WarmUp)
+
+    @contextlib.contextmanager
+    def _holding(self, most_in_flight: int | None) -> Iterator[None]:
+        """Let the schedule hold so many micro-batches at most; None: as many as it says."""
+        self._warm_up.most_in_flight = most_in_flight
+        try:
+            yield
+        finally:
+            self._warm_up.most_in_flight = None
 
     def _position(self, rank: int) -> int:
         """Return a rank's position in the pipeline."""
@@ -255,7 +276,7 @@ class Tracer:
     def _run(self, rank: int, keep: int | None, *, if_longer: bool = False) -> _Traced:
         """Trace a rank with at most `keep` blocks per stage; with `if_longer`, no sketch if those are all blocks."""
         self._hear(rank)
-        job, truncation, number = self._job, BlockTruncation(keep), self._num_traced(rank)
+        job, truncation, step = self._job, BlockTruncation(keep), self._step(rank)
         # What lies in reference cycles is freed at the same moments in every run.
         gc.collect()
         was_enabled = gc.isenabled()
@@ -264,17 +285,16 @@ class Tracer:
             with (
                 self._uncompiled(),
                 self._assuming(),
+                self._holding(step.most_in_flight),
                 composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
                 if _is_idle(truncation, keep, if_longer=if_longer):
-                    return _Traced(
-                        sketch=None, names=truncation.names, are_alike=truncation.are_alike, num_traced=number
-                    )
+                    return _Traced(sketch=None, names=truncation.names, are_alike=truncation.are_alike, step=step)
                 if self._fuses:
                     keep_as_compiled(run, self._preparation)
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
-                args, inputs, target = job.batch(number)
+                args, inputs, target = job.batch(step.num_microbatches)
                 with (
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
@@ -283,9 +303,9 @@ class Tracer:
                     make_lasting(run, args, target, inputs)
                     # Buckets are made in the first step, and plugins may measure in it.
                     differs = bool(run.context.claimants("first_step"))
-                    for step in (1, 2):
+                    for attempt in (1, 2):
                         observer.restart()
-                        run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=step)
+                        run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=attempt)
                         freed = observer.free_unused_state()
                         if not (buckets or differs or freed):
                             break
@@ -295,7 +315,7 @@ class Tracer:
                     sketch=sketch,
                     names=truncation.names,
                     are_alike=truncation.are_alike,
-                    num_traced=number,
+                    step=step,
                     notes=notes,
                 )
         finally:

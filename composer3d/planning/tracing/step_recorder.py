@@ -49,6 +49,7 @@ class Stretch:
         collectives: In order, each with whether the next operator waits for it.
         peaks: At the most bytes alive, by the module that ran: total bytes, bytes made in forwards, bytes of gradients,
             and the number of storages.
+        left: As it ends: bytes alive, bytes of them made in forwards, and the number of storages.
     """
 
     kind: SegmentKind
@@ -57,6 +58,7 @@ class Stretch:
     operators: Counter[Calls] = field(default_factory=Counter)
     collectives: list[tuple[Collective, bool]] = field(default_factory=list)
     peaks: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    left: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -147,6 +149,7 @@ class _Observer:
             self.storages.kind = MADE_LATER
             if token.kind == "forward":
                 self._measure_activations()
+            token.left = self.storages.live, self.storages.kinds[MADE_FORWARD], self.storages.num_live
             self._between = self._stretch("gradients", token.stage, None)
             self._note_peak()
 

@@ -31,6 +31,8 @@ def reset_units(units: Units) -> None:
         group._all_gather_result = group._partial_reduce_output = group.comm_ctx.all_gather_state = None
         getattr(group.comm_ctx, "reduce_scatter_states", []).clear()  # torch 2.11 has one, waited for later
         group._training_state = type(group._training_state).IDLE
+        if not hasattr(group.comm_ctx, "reduce_scatter_stream"):
+            continue  # no forward has begun
         group.finalize_backward()
         group.reshard()
     for state in units.states:

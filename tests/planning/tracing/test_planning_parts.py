@@ -15,7 +15,7 @@ from composer3d.interfaces import Action
 from composer3d.mesh import AXES, resolve
 from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.schedules.simulation import Costs, simulate
-from composer3d.planning.tracing.enough_microbatches import enough_microbatches
+from composer3d.planning.tracing.enough_microbatches import ShortStep, enough_microbatches, short_step
 from composer3d.planning.tracing.rank_roles import chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.second_process import Beside, halve
@@ -86,6 +86,59 @@ def test_no_more_microbatches_are_traced_than_differ():
     # GPipe holds all of them.
     gpipe = lambda number: [[Action(r, k, i) for k in "FB" for i in range(number)] for r in range(2)]  # noqa: E731
     assert enough_microbatches(gpipe, 6) == 6
+
+
+def test_a_step_of_one_stage_is_traced_with_two_microbatches_in_flight():
+    def orders_of(number):
+        return one_f_one_b(16, number)
+
+    whole = {position: short_step(orders_of, 64, position=position) for position in (0, 13, 15)}
+    assert [(step.num_microbatches, step.most_in_flight) for step in whole.values()] == [
+        (17, None),
+        (5, None),
+        (3, None),
+    ]
+    short = {position: short_step(orders_of, 64, position=position, can_hold_fewer=True) for position in (0, 13, 15)}
+    assert [(step.num_microbatches, step.most_in_flight, step.fewer_in_flight) for step in short.values()] == [
+        (3, 2, 14),
+        (3, 2, 1),
+        (3, 1, 0),
+    ]
+    # One whose forwards have all run before the second backward keeps no two of them beside a backward's gradients.
+    assert short_step(orders_of, 16, position=0, can_hold_fewer=True) == ShortStep(num_microbatches=16)
+
+
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [
+        pytest.param(0, ""),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(6, "", marks=pytest.mark.slow),
+        pytest.param(0, "[scheduling.activation_checkpoint]\n", marks=pytest.mark.slow),
+        pytest.param(2, "[scheduling.activation_checkpoint]\n", marks=pytest.mark.slow),
+    ],
+)
+def test_fewer_microbatches_in_flight_show_what_more_of_them_keep(rank, more, tmp_path):
+    """Bytes that differ are numbers kept for every micro-batch: losses, indices."""
+    text = f"[mesh]\npp = 4\ndp_shard = 2\n[sharding.fsdp2]\n{more}[scheduling.pipeline]\n"
+    case = Case(text, world_size=8, num_layers=20, num_microbatches=9)
+
+    def enough(position, can_hold_fewer):
+        step = short_step(lambda number: one_f_one_b(4, number), 9, position=position, can_hold_fewer=can_hold_fewer)
+        assert step == ShortStep(
+            num_microbatches=3, most_in_flight=min(2, 4 - position), fewer_in_flight=max(0, 2 - position)
+        )
+        return step
+
+    short = tracer_of(case, tmp_path, enough=enough).trace(rank)
+    whole = tracer_of(case, tmp_path, extrapolate=False).trace(rank)
+    one, other = figures(short), figures(whole)
+    assert (one["collectives"], one["flops"]) == (other["collectives"], other["flops"])
+    assert short.memory.module == whole.memory.module
+    assert abs(short.memory.peak - whole.memory.peak) <= 16 * case.num_microbatches
+    assert abs(short.memory.activations - whole.memory.activations) <= 16 * case.num_microbatches
+    same = ("parameters", "gradients", "optimizer", "buffers")
+    assert [getattr(short.memory, name) for name in same] == [getattr(whole.memory, name) for name in same]
 
 
 @pytest.mark.parametrize("position", [None, 0, 1])

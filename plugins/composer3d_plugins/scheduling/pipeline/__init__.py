@@ -32,6 +32,7 @@ from composer3d import (
     StepAction,
     StepPoint,
     Transform,
+    WarmUp,
     hookimpl,
     plugin,
     select_fqns,
@@ -226,6 +227,7 @@ class Pipeline:
             beginnings=[name.partition("@")[0] for name in self._beginnings()],
         )
         context.state[self] = _Memory(division=division)
+        context.stash(WarmUp).can_be_shorter = self.schedule == "1F1B"
         return list(division.blocks)
 
     def _beginnings(self) -> tuple[str, ...]:

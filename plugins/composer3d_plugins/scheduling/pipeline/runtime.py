@@ -21,6 +21,7 @@ from composer3d import (
     PluginError,
     RunContext,
     StepError,
+    WarmUp,
     receive_json,
     send_json,
     torch_compat,
@@ -139,7 +140,8 @@ class PipelineRuntime:
 
     def _make(self, num_microbatches: int) -> Any:
         num_stages = self._parts[0].num_stages
-        reason = self._order.refusal(num_microbatches)
+        most_in_flight = self._context.stash(WarmUp).most_in_flight
+        reason = self._order.refusal(num_microbatches) if most_in_flight is None else None
         if reason is not None:
             raise PluginError(
                 f"this batch has {num_microbatches} micro-batches, and {self._order.name} {reason}",
@@ -161,6 +163,10 @@ class PipelineRuntime:
         }
         if isinstance(self._order, CustomSchedule):
             return torch_compat.custom_pipeline_schedule(stages, self._order.orders, **options)
+        if most_in_flight is not None:
+            return torch_compat.shorter_pipeline_schedule(
+                self._order.name, stages[0], most_in_flight=most_in_flight, **options
+            )
         schedule = torch_compat.pipeline_schedule(self._order.name)
         return schedule(stages[0] if self._order.has_one_stage else stages, **options)
 
