@@ -86,7 +86,6 @@ if TYPE_CHECKING:
         Stateful,
         Unit,
         Units,
-        WarmUp,
     )
     from composer3d.jobs.job import Job, launch
     from composer3d.linear_selection import LinearSharding, linear_layers, linear_sharding, on_local_shards
@@ -96,6 +95,7 @@ if TYPE_CHECKING:
     from composer3d.observation.torch_errors import TorchErrors
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
+    from composer3d.planning.schedules.warm_up import WarmUp
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
     from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json, receive_json, send_json
@@ -117,6 +117,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "checking.checked": ("CheckResult", "check"),
     "planning.manifest_plan": ("PlanResult", "plan"),
+    "planning.schedules.warm_up": ("WarmUp",),
     "planning.suggesting.manifest_suggestions": ("SuggestResult",),
     "runner.run": ("RunResult", "run"),
     "jobs.job": ("Job", "launch"),
@@ -201,7 +202,6 @@ _MODULES = {
         "Stateful",
         "Unit",
         "Units",
-        "WarmUp",
     ),
     "hookspecs": ("hookimpl",),
     "importing.importer": ("import_config",),

@@ -36,7 +36,6 @@ __all__ = [
     "Stateful",
     "Unit",
     "Units",
-    "WarmUp",
 ]
 
 
@@ -243,21 +242,6 @@ class Decisions:
     """
 
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, eq=False)
-class WarmUp:
-    """Stash by which a plan traces fewer micro-batches in flight than a schedule has: `context.stash(WarmUp)`.
-
-    Attributes:
-        can_be_shorter: A plugin sets it whose schedule of one stage a rank can begin its backwards earlier, and runs
-            fewer micro-batches then than the schedule needs.
-        most_in_flight: A plan sets it while it traces: micro-batches that the rank holds at most; None: as the schedule
-            says.
-    """
-
-    can_be_shorter: bool = False
-    most_in_flight: int | None = None
 
 
 @dataclass(kw_only=True, eq=False)

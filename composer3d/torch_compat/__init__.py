@@ -155,7 +155,6 @@ from composer3d.torch_compat.pipelines import (
     inferring_from_zeros,
     pipeline_orders,
     pipeline_schedule,
-    shorter_pipeline_schedule,
     without_own_messages,
 )
 from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor, watched_checkpoints
@@ -327,7 +326,6 @@ __all__ = [
     "described_stage",
     "pipeline_orders",
     "pipeline_schedule",
-    "shorter_pipeline_schedule",
     "plain_tensors",
     "process_group",
     "ranks_of_group",

@@ -16,37 +16,31 @@ __all__ = [
     "inferring_from_zeros",
     "pipeline_orders",
     "pipeline_schedule",
-    "shorter_pipeline_schedule",
     "without_own_messages",
 ]
 
 
-def pipeline_schedule(name: str) -> Any:
-    """Return the class of a pipeline schedule by its name; the lookup is not exported (torch 2.11-2.15)."""
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    return get_schedule_class(name)
-
-
-def shorter_pipeline_schedule(
-    name: str, stage: Any, *, n_microbatches: int, most_in_flight: int, **options: Any
-) -> Any:
-    """Return a schedule of one stage a rank that begins its backwards earlier, and may run fewer micro-batches.
-
-    Two private attributes decide when 1F1B begins them (torch 2.11-2.15); its constructor alone asks for a micro-batch
-    a stage.
+def pipeline_schedule(name: str, *, most_in_flight: int | None = None) -> Any:
+    """Return the class of a pipeline schedule by its name; the lookup is not exported (torch 2.11-2.15).
 
     Args:
-        name: Of the schedule.
-        stage: This rank's.
-        n_microbatches: Of a step.
-        most_in_flight: Micro-batches whose forward has run, and whose backward has not.
-        options: Of the schedule's constructor.
+        name: torch's, such as `1F1B`.
+        most_in_flight: Micro-batches whose forward has run, and whose backward has not: what is returned makes a
+            schedule that begins its backwards earlier, and may run fewer micro-batches. Two private attributes decide
+            when 1F1B begins them; its constructor alone asks for a micro-batch a stage.
     """
-    schedule = pipeline_schedule(name)(stage, n_microbatches=max(n_microbatches, stage.num_stages), **options)
-    schedule._n_microbatches = n_microbatches
-    schedule._num_stages = stage.stage_index + min(most_in_flight, stage.num_stages - stage.stage_index)
-    return schedule
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    cls: Any = get_schedule_class(name)
+
+    def shorter(stage: Any, *, n_microbatches: int, **options: Any) -> Any:
+        behind = stage.num_stages - stage.stage_index
+        schedule = cls(stage, n_microbatches=max(n_microbatches, stage.num_stages), **options)
+        schedule._n_microbatches = n_microbatches
+        schedule._num_stages = stage.stage_index + min(behind, most_in_flight or behind)
+        return schedule
+
+    return cls if most_in_flight is None else shorter
 
 
 def custom_pipeline_schedule(stages: Any, orders: Sequence[Sequence[tuple[int, str, int]]], **options: Any) -> Any:

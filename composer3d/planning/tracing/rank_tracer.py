@@ -11,9 +11,10 @@ from typing import Any
 
 from composer3d import torch_compat
 from composer3d.composition import routed_lists
-from composer3d.interfaces import Decisions, WarmUp
+from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.hardware.cluster import StackName
+from composer3d.planning.schedules.warm_up import WarmUp
 from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
 from composer3d.planning.tracing.enough_microbatches import ShortStep
 from composer3d.planning.tracing.equal_blocks import BlockTruncation

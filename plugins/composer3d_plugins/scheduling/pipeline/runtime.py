@@ -163,11 +163,7 @@ class PipelineRuntime:
         }
         if isinstance(self._order, CustomSchedule):
             return torch_compat.custom_pipeline_schedule(stages, self._order.orders, **options)
-        if most_in_flight is not None:
-            return torch_compat.shorter_pipeline_schedule(
-                self._order.name, stages[0], most_in_flight=most_in_flight, **options
-            )
-        schedule = torch_compat.pipeline_schedule(self._order.name)
+        schedule = torch_compat.pipeline_schedule(self._order.name, most_in_flight=most_in_flight)
         return schedule(stages[0] if self._order.has_one_stage else stages, **options)
 
     def _send_value(self, value: Any, rank: int) -> None:
