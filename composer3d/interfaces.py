@@ -163,7 +163,7 @@ class Batch:
     copy: tuple[int, int] = (0, 1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Loss:
     """Result of a `loss_fn` that states its normalisation.
 
@@ -176,7 +176,7 @@ class Loss:
 
     sum: Tensor
     count: Tensor | int | float
-    auxiliary: Tensor | None = None
+    auxiliary: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import composer3d
 from composer3d.testing import assert_codec_conforms
 
 EXAMPLE = ("plugin-communication", "wire_plugin", "OrderedSums")
@@ -18,6 +21,15 @@ def test_its_codec_conforms(copied):
     from wire_plugin import Halves
 
     assert_codec_conforms(Halves())
+
+
+def test_its_codec_needs_no_plugin(copied):
+    """The lines that the manifest shows, in the place of its plugin's table."""
+    path = copied("plugin-communication") / "run.toml"
+    before, _, lines = path.read_text().partition("[communication.ordered_sums]")
+    path.write_text(before + "".join(f"{line[2:]}\n" for line in lines.splitlines() if re.match(r"# (\[|grad)", line)))
+    found = composer3d.check(path)
+    assert found.ok and "Halves" in path.read_text(), found.problems
 
 
 @pytest.mark.slow

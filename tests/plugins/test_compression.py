@@ -10,6 +10,7 @@ import torch
 from composer3d_plugins.communication.compression.codecs import make_codec
 from support.models import composed, gradient_error, mine, one_step, padded, reference_gradients, seeded
 
+import composer3d
 from composer3d import ManifestError, block_codec
 from composer3d.communication import IntegerBlocks, block_codecs
 from composer3d.testing import count_collectives, full, run_ranks
@@ -109,7 +110,7 @@ def test_stochastic_rounding_is_unbiased():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_is_sent_as_it_is_has_the_gradients_of_one_device(zero):
     """Units below `min_numel` take the same exchange, in float64."""
-    text = f"[sharding.fsdp2]\nzero = {zero}\n" + table(gradients="int8", weights="int8", min_numel=1 << 20)
+    text = f"[sharding.fsdp2]\nzero = {zero}\n" + table(gradients="int8", weights="int8", min_numel=875)
     for *errors, counted in run_ranks(partial(one_step, microbatch=3), 2, text):
         assert max(errors) < 1e-12
         assert ("reduce_scatter", "dp_shard") not in counted
@@ -264,6 +265,9 @@ def refusal(text):
         (FSDP + table(gradients="int7"), 'gradients = "int7" is no codec'),
         (FSDP + table(weights="int4"), 'weights = "int4" is no codec'),
         (FSDP + table(gradients="builtins:dict"), "returns dict, which has no num_bytes"),
+        (FSDP + table(gradients="int8", axes=[]), "axes = []: nothing is compressed"),
+        (FSDP + table(gradients="int8", min_numel=10**8), "min_numel = 100000000, and the whole model has"),
+        (FSDP + table(gradients="bf16", block=64), 'block has no effect with gradients = "bf16"'),
         (PIPELINE + table(gradients="int8"), "no plugin of this manifest shards or replicates parameters"),
         (
             FSDP + '[precision.float8]\nall_gather = true\nmodules = ["layers"]\n' + table(weights="int8"),
@@ -273,6 +277,20 @@ def refusal(text):
 )
 def test_refusals(text, said):
     assert said in run_ranks(refusal, 2, text)[0]
+
+
+def test_a_run_that_ends_before_it_compresses(tmp_path):
+    path = tmp_path / "run.toml"
+    text = 'composer3d = 1\nextends = "quickstart"\ntrain.steps = 40\n' + table(gradients="int8", start_step=40)
+    path.write_text(text)
+    found = composer3d.check(path)
+    assert not found.ok
+    assert str(found).endswith(
+        "run.toml:6:1: [communication.compression] start_step = 40, and the run has 40 steps, the last of which is "
+        "39: nothing is compressed; lower start_step, or train for longer"
+    )
+    path.write_text(text.replace("start_step = 40", "start_step = 39"))
+    assert composer3d.check(path).ok
 
 
 def test_one_rank_sends_nothing():

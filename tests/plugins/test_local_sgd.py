@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.islands import ISLANDS, LR, PLAIN, STEPS, batches, distance, equal, mine, table, trained
+from support.islands import ALONE, ISLANDS, LR, PLAIN, STEPS, batches, distance, equal, mine, table, trained
 from support.models import composed, full, padded, seeded, sum_loss, unpadded
 
 import composer3d
@@ -28,8 +28,8 @@ def test_an_outer_rate_of_1_without_momentum_is_averaging():
 
 
 def test_one_island_is_the_inner_run():
-    (alone,) = run_ranks(trained, 1, table("average", every=2))
-    (outer,) = run_ranks(trained, 1, table("diloco", every=2, outer_lr=1.0, outer_momentum=0.0))
+    (alone,) = run_ranks(trained, 1, ALONE + table("average", every=2))
+    (outer,) = run_ranks(trained, 1, ALONE + table("diloco", every=2, outer_lr=1.0, outer_momentum=0.0))
     (inner,) = run_ranks(trained, 1, "")
     assert equal(alone[-1], inner[-1]) and equal(outer[-1], inner[-1])
 
@@ -319,7 +319,7 @@ def test_an_exchange_in_flight_goes_on_with_another_number_of_islands(tmp_path):
     """Islands with the same samples are one, whose parameters are their mean; it sums over twice the samples."""
     text = table("streaming_diloco", every=4, overlap=1)
     undisturbed = run_ranks(partial(trained, make=doubled, save=(tmp_path / "saved", 3)), 2, PLAIN + text)
-    (alone,) = run_ranks(partial(trained, make=doubled, load=tmp_path / "saved", first=4), 1, text)
+    (alone,) = run_ranks(partial(trained, make=doubled, load=tmp_path / "saved", first=4), 1, ALONE + text)
     assert distance(undisturbed[0][-1], alone[-1]) < 1e-13
 
 
@@ -347,6 +347,13 @@ def refusal(text):
 )
 def test_refusals(text, said):
     assert said in run_ranks(refusal, 2, PLAIN + text)[0]
+
+
+def test_one_island_is_refused_unless_it_is_stated():
+    (found,) = run_ranks(refusal, 1, table("diloco", every=2))
+    assert found.startswith(":2:16: [communication.local_sgd] there is one island, and nobody to exchange with; "), (
+        found
+    )
 
 
 def test_a_run_that_ends_before_islands_meet(tmp_path):

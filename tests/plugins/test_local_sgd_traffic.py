@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.islands import PLAIN, table
+from support.islands import ALONE, PLAIN, table
 from support.models import composed, seeded, sum_loss, unpadded
 
 import composer3d
@@ -53,7 +53,7 @@ def test_collectives_are_those_that_a_plan_states():
         total = 2 * (codec.num_bytes(length) + 8)
         assert found == [None, (1, total)] * 2
         assert notes == planned("all-gathers", total, 2, what="outer gradients in int4")
-    ((*_, notes),) = run_ranks(counted, 1, table("diloco", every=2))
+    ((*_, notes),) = run_ranks(counted, 1, ALONE + table("diloco", every=2))
     assert notes == ["island = 1: there is one island, and nobody to exchange with; [mesh] island = 2 makes two"]
     for first, *_ in run_ranks(counted, 2, PLAIN + table("diloco", every=2, warmup_steps=1)):
         assert first == (1, num_bytes + 4)

@@ -8,6 +8,7 @@ from support.models import composed, full, sum_loss, unpadded
 
 STEPS, LR, ISLANDS = 6, 0.5, 2
 PLAIN = "[mesh]\nisland = 2\n"
+ALONE = "[mesh]\nisland = 1\n"
 
 
 def table(method, **options):

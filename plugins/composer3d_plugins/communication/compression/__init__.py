@@ -35,6 +35,8 @@ INTEGERS = ("int8", "int4")
 BIASED = ("powersgd", "topk", "onebit")  # what they lose has to be sent later
 GRADIENTS = ("bf16", "int8", "fp8", "int4", *BIASED)
 WEIGHTS = ("int8", "fp8")
+WITHOUT_BLOCKS = ("bf16", "powersgd")
+BLOCK = 256
 
 
 @plugin(family="communication")
@@ -64,8 +66,8 @@ class Compression:
 
     Args:
         gradients: Codec of gradients: bf16, int8, fp8, int4, powersgd, topk or onebit, or `module:callable`, which is
-            given `block` and returns a `composer3d.Codec`; default: they are exchanged in their own dtype. onebit is
-            for optimizers whose second moment stands still.
+            given `block`, if it takes it, and returns a `composer3d.Codec`; default: they are exchanged in their own
+            dtype. onebit is for optimizers whose second moment stands still.
         weights: Codec of gathered weights: int8 or fp8, or `module:callable`; default: they are gathered in their own
             dtype.
         axes: Axes over which gradients are compressed: dp_shard, dp_replicate; default: those with several ranks.
@@ -81,7 +83,7 @@ class Compression:
     gradients: str | None = Field(default=None, examples=["int8", "powersgd"])
     weights: str | None = Field(default=None, examples=["int8"])
     axes: tuple[str, ...] | None = None
-    block: int = Field(default=256, ge=8, le=1 << 20, examples=[8])
+    block: int = Field(default=BLOCK, ge=8, le=1 << 20, examples=[8])
     rounding: Literal["nearest", "stochastic"] = "nearest"
     rank: int | None = Field(default=None, ge=1, le=1 << 12, examples=[1])
     ratio: float | None = Field(default=None, gt=0, le=1, examples=[])
@@ -93,7 +95,7 @@ class Compression:
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse what would compress nothing."""
         self._refuse_unknown()
-        self._refuse_without_effect()
+        self._refuse_without_effect(context)
         axes, shards, replicas = self._axes(context), context.layout.shards, context.layout.replicas
         if self._has_feedback and shards in axes:
             raise PluginError(
@@ -126,7 +128,7 @@ class Compression:
         return Transform(
             name="compression",
             phase=Phase.COMMUNICATE,
-            select=lambda model, context: context.units(None),
+            select=self._select,
             apply=self._apply,
             uses=tuple(dict.fromkeys([*self._axes(context), *self._gathered(context)])),
         )
@@ -180,7 +182,23 @@ class Compression:
                     hint=f"write {', '.join(known[:-1])} or {known[-1]}, or a codec of your own as module:callable",
                 )
 
-    def _refuse_without_effect(self) -> None:
+    def _refuse_without_effect(self, context: RunContext) -> None:
+        num_steps = getattr(context.manifest.train, "steps", None)
+        if num_steps is not None and self.start_step >= num_steps:
+            raise PluginError(
+                f"start_step = {self.start_step}, and the run has {num_steps} steps, the last of which is "
+                f"{num_steps - 1}: nothing is compressed",
+                hint="lower start_step, or train for longer",
+                keys=("start_step",),
+            )
+        if self.axes is not None and not self.axes:
+            raise PluginError("axes = []: nothing is compressed", hint="leave axes out", keys=("axes",))
+        if self.block != BLOCK and {self.gradients, self.weights} <= {*WITHOUT_BLOCKS, None} and self.gradients:
+            raise PluginError(
+                f'block has no effect with gradients = "{self.gradients}", which has no blocks',
+                hint="leave block out",
+                keys=("block",),
+            )
         if self.rounding == "stochastic" and not {self.gradients, self.weights} & set(INTEGERS):
             raise PluginError(
                 'rounding = "stochastic" is for integers, and none are on the wire',
@@ -234,6 +252,16 @@ class Compression:
         if self.gradients is None:
             return ()
         return tuple(busy if self.axes is None else self.axes)
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        if self.min_numel > numel:
+            raise PluginError(
+                f"min_numel = {self.min_numel}, and the whole model has {numel} elements: nothing is compressed",
+                hint="lower min_numel, or leave it out",
+                keys=("min_numel",),
+            )
+        return context.units(None)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         wire: Wire = context.state[self]

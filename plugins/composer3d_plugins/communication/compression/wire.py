@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ class Wire:
         if ":" not in name:
             ratio = DEFAULT_RATIO if options.ratio is None else options.ratio
             return make_codec(name, block=options.block, generator=self._generator, ratio=ratio)
-        made = resolve_reference(name, self._context.manifest.document.folder)(block=options.block)
+        make = resolve_reference(name, self._context.manifest.document.folder)
+        made = make(block=options.block) if _takes_block(make) else make()
         lacking = [
             each for each in ("num_bytes", "encode", "decode", "bound", "is_repeatable") if not hasattr(made, each)
         ]
@@ -234,3 +236,11 @@ def _wide(parameter: nn.Parameter) -> Tensor:
 
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach().to(torch.promote_types(local.dtype, torch.float32))
+
+
+def _takes_block(make: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # of a class of C's, which says what it takes where it is called
+        return True
+    return any(each.name == "block" or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -116,6 +116,11 @@ class LocalSGD:
                 f"every = {self.every} has no room for {self.fragments} fragments that take {self.overlap} steps each",
                 hint="overlap has to be below every / fragments",
             )
+        if context.degrees[AXIS] == 1 and context.manifest.document.get(("mesh", AXIS)) is None:
+            raise PluginError(
+                f"there is one {AXIS}, and nobody to exchange with",
+                hint=f"[mesh] {AXIS} = 2 makes two, {AXIS} = 1 says that one is meant",
+            )
         num_steps = getattr(context.manifest.train, "steps", None)
         if num_steps is not None and self.warmup_steps + self.every > num_steps:
             raise PluginError(
