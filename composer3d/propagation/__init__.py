@@ -28,6 +28,7 @@ from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
 from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
+from composer3d.propagation.sequences.position_draws import PositionDraws, SequenceDraws
 from composer3d.propagation.sequences.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.sequences.sequence_operands import gather_along, gather_parts
@@ -62,6 +63,7 @@ __all__ = [
     "Marks",
     "Memory",
     "Placed",
+    "PositionDraws",
     "Products",
     "PropagatedModule",
     "PropagatedSequence",
@@ -73,6 +75,7 @@ __all__ = [
     "Relation",
     "SEQUENCE",
     "SMALL",
+    "SequenceDraws",
     "SequencePropagation",
     "SequenceRules",
     "Sharded",

@@ -20,7 +20,7 @@ from composer3d.step.microbatches import Digest, map_tensors, split_batch, tenso
 from composer3d.step.optimizers.optimizer_in_backward import exclusions
 from composer3d.step.optimizers.optimizer_probe import refused_of_shards
 from composer3d.step.optimizers.unit_steps import refused_in_units
-from composer3d.step.random_numbers.random_streams import Site
+from composer3d.step.random_numbers.draw_sites import Site
 from composer3d.step.random_numbers.sample_draws import draw_of
 from composer3d.step.sharded_tensors.full_tensors import full, gather_full
 

@@ -19,6 +19,7 @@ from composer3d.propagation.functions.random_functions import eagerly
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
@@ -80,6 +81,7 @@ class PropagatedSequence:
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
         form: Returns what the rules of a forward depend on beside its tensors.
+        draws_of: Gives what draws for a sharded sequence the numbers of its positions; None in a dry run on meta.
 
     Attributes:
         returned: Called with each tensor that the root returns, and its mark or None; returns what takes its place.
@@ -100,6 +102,7 @@ class PropagatedSequence:
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
         form: Callable[[], Hashable] = lambda: None,
+        draws_of: SequenceDraws | None = None,
     ) -> None:
         self._degree, self._rules, self._mesh, self._axis = degree, rules, mesh, axis
         self._blocks, self._inputs, self._begins = blocks, inputs, begins
@@ -109,7 +112,7 @@ class PropagatedSequence:
         self._is_alone = False
         self._has_flex = has_flex
         self._graphs: Graphs | None = None
-        self._form, self._keeps_marks = form, False
+        self._form, self._keeps_marks, self._draws_of = form, False, draws_of
         self._at_work: SequencePropagation | None = None
         self._rowwise, self._position_free = frozenset(rowwise), frozenset(position_free)
         # Of blocks at which a sequence begins, lengths of the shards that their hooks made.
@@ -224,7 +227,13 @@ class PropagatedSequence:
 
     def _propagate(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = SequencePropagation(
-            self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory()
+            self._degree,
+            fqn,
+            rules=self._rules,
+            mesh=self._mesh,
+            axis=self._axis,
+            memory=self._memory(),
+            draws_of=self._draws_of,
         )
         self._at_work = mode
         mode.has_begun = bool(specs_in(args, kwargs, axis=self._axis))
@@ -323,7 +332,7 @@ class PropagatedSequence:
             specs = specs_in(args, kwargs, axis=self._axis)
             mode = self._at_work
             if mode is not None:
-                mode.pauses.append(not specs)
+                mode.pauses.append(specs[0] if specs else None)
             entered.append((mode, specs[0] if specs else None))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -27,6 +27,7 @@ from composer3d.propagation.functions.multihead_attention import NAME, attend_wi
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.functions.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
 from composer3d.propagation.sequences.attention_call import AttentionCall, SequenceRules
+from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
 
@@ -53,6 +54,7 @@ class SequencePropagation(SequenceWholes):
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
         memory: Decisions of earlier forwards.
+        draws_of: As of `SequenceWholes`.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class SequencePropagation(SequenceWholes):
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
         memory: Memory | None = None,
+        draws_of: SequenceDraws | None = None,
     ) -> None:
-        super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis)
-        # Of rowwise modules at work, whose code sees its local shard: whether they were given whole tensors.
-        self.pauses: list[bool] = []
+        super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis, draws_of=draws_of)
+        # Of rowwise modules at work, whose code sees its local shard: what they were given; None for whole tensors.
+        self.pauses: list[ShardSpec | None] = []
         self._is_busy = False
 
     def __torch_function__(
@@ -75,9 +78,13 @@ class SequencePropagation(SequenceWholes):
     ) -> Any:
         """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
         if self._is_busy or self.pauses:
-            if not self._is_busy and self.pauses[0]:
+            if self._is_busy:
+                return func(*args, **(kwargs or {}))
+            if self.pauses[0] is None:
                 self._note_draw(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
+            with self._at_positions(name_of(func), args, kwargs or {}, self.pauses[0]):
+                return func(*args, **(kwargs or {}))
         self._is_busy = True
         try:
             if self._memory is not None and not self.inside:
@@ -221,6 +228,8 @@ class SequencePropagation(SequenceWholes):
         lengths = [None if spec is None else int(spec.shadow.shape[-2]) for spec in specs]
         mask, has_own_rows = self._mask(attn_mask, lengths[0])
         self._rules.note("attention", ATTENTION)
+        if dropout_p and self._sequence_draws is not None:
+            self._sequence_draws.by_rank(ATTENTION)
         with self._within():
             call = partial(
                 AttentionCall, q_length=lengths[0], k_length=lengths[1], has_own_rows=has_own_rows, scale=scale

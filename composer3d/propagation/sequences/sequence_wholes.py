@@ -7,6 +7,7 @@ Shapes as in `sequence_mode`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from composer3d.propagation.functions.view_shapes import Placed, Unplaceable, re
 from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of
+from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, windows_along
 from composer3d.propagation.shards import SEQUENCE, ShardSpec
 
@@ -47,6 +49,7 @@ class SequenceWholes(Propagation):
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
         memory: Decisions of earlier forwards.
+        draws_of: Gives what draws for a sharded sequence the numbers of its positions; None in a dry run on meta.
     """
 
     def __init__(
@@ -58,10 +61,11 @@ class SequenceWholes(Propagation):
         mesh: DeviceMesh | None,
         axis: str,
         memory: Memory | None,
+        draws_of: SequenceDraws | None,
     ) -> None:
         self._operands = SequenceOperands(degree, mesh, rules)
         super().__init__(degree, where, mesh=mesh, memory=memory, axis=axis, meeting=self._operands)
-        self._rules = rules
+        self._rules, self._sequence_draws = rules, draws_of
         # Whether anything is sharded yet: until then ranks may draw what they like for tensors that are whole.
         self.has_begun = True
 
@@ -75,6 +79,21 @@ class SequenceWholes(Propagation):
             elif name in STACKS:
                 return self._stacked(name, args, options, result)
         return result
+
+    def _stream(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], placed: Placed
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return where a function draws the numbers of this rank's positions."""
+        super()._stream(name, args, options, placed)
+        specs = self._specs_in(args, options)
+        return self._at_positions(name, args, options, specs[0]) if specs else contextlib.nullcontext()
+
+    def _at_positions(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], spec: ShardSpec
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._sequence_draws is None or not draws(name, args, options):
+            return contextlib.nullcontext()
+        return self._sequence_draws.at(spec)
 
     def _note_draw(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         if self.has_begun and draws(name_of(func), args, options):

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Rows", "DimShard", "fill", "row_seed"]
+    from composer3d.step.random_numbers.held_shards import Shards
+
+__all__ = ["Rows", "fill", "row_seed"]
 
 _BITS = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -41,44 +43,6 @@ class Rows:
     count: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class DimShard:
-    """The shard of a tensor that one of several ranks holds.
-
-    Args:
-        dim: The dim that is sharded.
-        parts: Sizes in the whole tensor of what stands one after another in it; each is sharded over all ranks.
-        index: Of the rank.
-        degree: Number of ranks.
-    """
-
-    dim: int
-    parts: tuple[int, ...]
-    index: int
-    degree: int
-
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor; that of what has no such dim as it is."""
-        if self.dim >= len(shape) or shape[self.dim] * self.degree != sum(self.parts):
-            return shape
-        return (*shape[: self.dim], sum(self.parts), *shape[self.dim + 1 :])
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether tensors of a shape are shards of this kind, or have one number for the whole dim."""
-        return self.dim >= len(shape) or shape[self.dim] == 1 or shape[self.dim] * self.degree == sum(self.parts)
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor."""
-        import torch
-
-        pieces = tensor.split(self.parts, self.dim)
-        sizes = (part // self.degree for part in self.parts)
-        return torch.cat(
-            [piece.narrow(self.dim, self.index * size, size) for piece, size in zip(pieces, sizes, strict=True)],
-            self.dim,
-        )
-
-
 def row_seed(key: int, row: int) -> int:
     """Return a 63-bit seed of one row."""
     word = (key + (row + 1) * _STEP) & _BITS
@@ -88,7 +52,7 @@ def row_seed(key: int, row: int) -> int:
 
 
 def fill(
-    out: Tensor, kind: str, parameters: tuple[float, ...], *, key: int, rows: Rows, shard: DimShard | None = None
+    out: Tensor, kind: str, parameters: tuple[float, ...], *, key: int, rows: Rows, shard: Shards | None = None
 ) -> Tensor:
     """Fill a tensor in place, whose dim 0 holds the rows in order, and return it.
 
@@ -107,7 +71,7 @@ def fill(
 
     with torch.no_grad():
         shape = tuple(out.shape) if shard is None else shard.whole(tuple(out.shape))
-        is_direct = out.is_contiguous() and shape == tuple(out.shape)
+        is_direct = out.is_contiguous() and (shard is None or not shard.applies(tuple(out.shape)))
         whole = out if is_direct else torch.empty(shape, dtype=out.dtype, device=out.device)
         flat_NK = whole.view(rows.count, -1)
         if flat_NK.shape[1] <= _MOST_MIXED and kind in _MIXED:
@@ -118,7 +82,7 @@ def fill(
                 generator.manual_seed(row_seed(key, rows.first + place))
                 getattr(flat_NK[place], kind)(*parameters, generator=generator)
         if not is_direct:
-            out.copy_(whole if shard is None or shape == tuple(out.shape) else shard.local(whole))
+            out.copy_(whole if shard is None else shard.local_of(whole, tuple(out.shape)))
     return out
 
 

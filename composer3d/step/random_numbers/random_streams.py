@@ -3,7 +3,8 @@
 *By sample.* A function mode of torch is on while micro-batches run. What draws with the samples along its leading dim
 draws, for each of them, from (seed, step, the sample's index in the global batch, FQN of the module whose code draws,
 how manieth draw of it): the rows of what one device draws for the global batch, whatever the data-parallel degree, the
-micro-batches, the stages of a pipeline, and on all ranks along tp. A single number (whether a layer is left out) is the
+micro-batches, the stages of a pipeline, and on all ranks along tp; of a sharded sequence each rank takes the numbers of
+its positions. A single number (whether a layer is left out) is the
 same for all samples of the step. Any other draw without samples takes the first one of the micro-batch, and a module
 that several stages call draws on each by itself; `verify` reports both. Recomputation draws what the forward drew:
 torch restores its default generator, whose state before each draw is remembered with what was drawn.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
@@ -29,7 +29,10 @@ from composer3d.mesh import Layout, Role
 from composer3d.observation.call_sites import caller
 from composer3d.step.microbatches import num_samples
 from composer3d.step.random_numbers import sample_draws
-from composer3d.step.random_numbers.counter_random import DimShard, Rows
+from composer3d.step.random_numbers.counter_random import Rows
+from composer3d.step.random_numbers.draw_sites import Drawn, Site
+from composer3d.step.random_numbers.generator_states import Generators
+from composer3d.step.random_numbers.held_shards import DimShard, PositionShard, Shards
 
 if TYPE_CHECKING:
     import torch
@@ -37,49 +40,10 @@ if TYPE_CHECKING:
 
     from composer3d.interfaces import Batch, Part
 
-__all__ = ["Site", "Streams"]
+__all__ = ["Streams"]
 
 Policy = Literal["auto", "samples", "ranks"]
 _EVALUATION = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A place in the code that draws.
-
-    Args:
-        fqn: Of the module whose code draws; "loss" for a loss.
-        function: Of torch.
-        place: File and line.
-        shape: Of what is drawn for a micro-batch.
-        num_samples: Of that micro-batch.
-        by_sample: Whether every sample has its own numbers, or all have one number.
-    """
-
-    fqn: str
-    function: str
-    place: str
-    shape: tuple[int, ...]
-    num_samples: int
-    by_sample: bool
-
-    def __str__(self) -> str:
-        return f"{self.function} in {self.fqn or 'the model'}{f', {self.place}' if self.place else ''}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drawn:
-    """One draw, to be repeated by a recomputation.
-
-    Args:
-        key: Its own.
-        rows: Samples of its micro-batch.
-        after: The seed that the default generators have after it.
-    """
-
-    key: int
-    rows: Rows
-    after: int
 
 
 class Streams:
@@ -107,14 +71,19 @@ class Streams:
         coordinates = layout.coordinates(rank)
         shared = layout.names(Role.STAGE, Role.BATCH, Role.SEQUENCE, Role.EXPERT, Role.INDEPENDENT)
         own = layout.names(Role.TENSOR)
-        self._seed, self._device = seed, device
+        self._seed, self._generators = seed, Generators(device=device)
         self._replicated = "/".join(f"{name}={coordinates[name]}" for name in shared)
         self._sharded = "/".join([self._replicated, *(f"{name}={coordinates[name]}" for name in own)])
         self._islands = "/".join(str(coordinates[name]) for name in layout.names(Role.INDEPENDENT))
-        self._positions = "/".join(str(coordinates[name]) for name in layout.names(Role.SEQUENCE))
+        sequences = layout.names(Role.SEQUENCE)
+        self._positions = "/".join(str(coordinates[name]) for name in sequences)
+        # Of what all ranks draw alike: as the first of them, which one device is.
+        self._first_positions = "/".join("0" for _ in sequences)
+        self._shares_positions = layout.degree(Role.SEQUENCE) > 1
         self._index, self._degree = layout.index(rank, Role.BATCH), layout.degree(Role.BATCH)
         self._tensor = {"index": layout.index(rank, Role.TENSOR), "degree": layout.degree(Role.TENSOR)}
         self._shard: DimShard | None = None
+        self._held: PositionShard | None = None
         self._place = (0, 0, 0)
         self._outside: list[Tensor] | None = None
         self._parts, self.policy = parts, policy
@@ -140,7 +109,7 @@ class Streams:
         self._rows: Rows | None = None
         self._counts: dict[str, int] = {}
         self._known: set[int] = set()
-        self._drawn: dict[int, _Drawn] = {}
+        self._drawn: dict[int, Drawn] = {}
 
     def mark(self) -> Callable[[], None]:
         """Return what forgets the samples that follow in the open step."""
@@ -181,14 +150,14 @@ class Streams:
             index: Of those that were announced; None draws by rank.
         """
         if self._outside is None:
-            self._outside = self._states()
+            self._outside = self._generators.states()
         self._note_late(step)
         self._place = (step, microbatch + (self.piece[2] if self.piece and step != _EVALUATION else 0), stage)
         self._rows = self._announced[index] if index is not None and index < len(self._announced) else None
         self._counts.clear()
         self._set(self._replicated, 0)
         if self.policy == "auto" and not self._has_drawn and not self._is_unseen:
-            self._marked = self._states()
+            self._marked = self._generators.states()
 
     def evaluate(self, microbatch: int, stage: int = 0) -> None:
         """Start the stream of a micro-batch of an evaluation: the same in each evaluation, batch for batch."""
@@ -199,7 +168,7 @@ class Streams:
         """Restore the random state that was there before the first `enter`; nothing if there was none."""
         self._turn_off()
         if self._outside is not None:
-            self._restore(self._outside)
+            self._generators.restore(self._outside)
             self._outside = None
 
     @contextlib.contextmanager
@@ -209,7 +178,7 @@ class Streams:
         A recomputation inside sets the state of its forward; regions that draw from the sharded stream then go on in
         the replicated one, as they did there.
         """
-        self._outside = self._states()
+        self._outside = self._generators.states()
         self._turn_on()
         try:
             yield
@@ -245,7 +214,10 @@ class Streams:
         """
         import torch
 
-        before, states = torch.default_generator.initial_seed(), self._states() if self._outside is None else None
+        before, states = (
+            torch.default_generator.initial_seed(),
+            self._generators.states() if self._outside is None else None,
+        )
         self._set(self._sharded, site + 1, before)
         outer, self._is_sharded, self._has_drawn = (self._is_sharded, self._shard), True, True
         self._shard = None if dim is None else DimShard(dim=dim, parts=tuple(parts), **self._tensor)
@@ -256,7 +228,40 @@ class Streams:
             if states is None:
                 self._set(self._replicated, 1, before)
             else:
-                self._restore(states)
+                self._generators.restore(states)
+
+    @contextlib.contextmanager
+    def at_positions(
+        self,
+        *,
+        dim: int,
+        ndim: int,
+        parts: tuple[int, ...],
+        index: Callable[[int], Tensor],
+        tokens: Callable[[int], int] = int,
+    ) -> Iterator[None]:
+        """Draw for a sharded sequence inside: by sample, the numbers of this rank's positions of the whole one.
+
+        Args:
+            dim: As of `PositionShard`, and so the others.
+            ndim: As above.
+            parts: As above.
+            index: As above.
+            tokens: As above.
+        """
+        outer, self._held = self._held, PositionShard(dim=dim, ndim=ndim, parts=parts, index=index, tokens=tokens)
+        try:
+            yield
+        finally:
+            self._held = outer
+
+    def note_by_rank(self, function: str) -> None:
+        """Note a site that draws on every rank by itself, where no mode sees it."""
+        if self._rows is not None and self.policy != "ranks":
+            fqn, place, _ = self._caller()
+            self.sites[fqn, function, place] = Site(
+                fqn=fqn, function=function, place=place, shape=(), num_samples=self._rows.count, by_sample=False
+            )
 
     # ---- draws by sample ---------------------------------------------------------------------------------------------
 
@@ -279,7 +284,7 @@ class Streams:
         import torch
 
         marked, self._marked = self._marked, None
-        if marked is not None and not self._has_drawn and not all(map(torch.equal, marked, self._states())):
+        if marked is not None and not self._has_drawn and not all(map(torch.equal, marked, self._generators.states())):
             if self._place[0] == self._first:
                 self._is_unseen = True  # by something that no mode sees, and will not see later either
                 return
@@ -299,25 +304,32 @@ class Streams:
         draw, before = sample_draws.draw_of(func, args, kwargs), torch.default_generator.initial_seed()
         if draw is None or before not in self._known:  # else the model has seeded the generators itself
             return func(*args, **kwargs)
-        drawn = self._drawn.get(before) or self._next(func, draw, before)
-        has_samples = draw.has_samples(drawn.rows.count, self._shard) and draw.by_sample is not None
+        shard = self._shards_of(draw)
+        drawn = self._drawn.get(before) or self._next(func, draw, before, shard)
+        has_samples = draw.has_samples(drawn.rows.count, shard) and draw.by_sample is not None
         if self._is_sharded and (self._shard is None or not has_samples):
             return func(*args, **kwargs)
         self.is_common = draw.is_common(drawn.rows.count)
         first = 0 if self.is_common else drawn.rows.first
-        self._seed_all(seed_of(drawn.key, first, 0 if self._shard is None else self._shard.index))
+        own = ("positions", self._positions) if shard is not None and shard.has_positions else ()
+        self._generators.seed(seed_of(drawn.key, first, 0 if self._shard is None else self._shard.index, *own))
         try:
             if not has_samples:
                 return func(*args, **kwargs)
             if self.watch is not None:
                 self.watch(func, args, kwargs)
             with torch_compat.without_torch_functions():
-                return draw.by_sample(drawn.key, drawn.rows, self._shard)  # type: ignore[misc]
+                return draw.by_sample(drawn.key, drawn.rows, shard)  # type: ignore[misc]
         finally:
             self.is_common = False
-            self._seed_all(drawn.after)
+            self._generators.seed(drawn.after)
 
-    def _next(self, func: Any, draw: sample_draws.Draw, before: int) -> _Drawn:
+    def _shards_of(self, draw: sample_draws.Draw) -> Shards | None:
+        """Return the shards of what is drawn; without positions where it has none, or is called with whole samples."""
+        shards = None if self._held is None or draw.is_called else Shards.of(self._shard, self._held)
+        return shards if shards is not None and shards.fits(draw.shape) else Shards.of(self._shard, None)
+
+    def _next(self, func: Any, draw: sample_draws.Draw, before: int, shard: Shards | None) -> Drawn:
         """Number a draw that no forward of this step has made before."""
         assert self._rows is not None, "inside a micro-batch"
         fqn, place, stage = self._caller()
@@ -325,8 +337,11 @@ class Streams:
         self._counts[fqn] = number + 1
         step, microbatch, _ = self._place
         which = microbatch >> 16 if step == _EVALUATION else 0
-        # Of positions along a sequence axis each rank has others, unless there is one number a sample.
-        own = "" if max((*draw.shape[1:], 1)) == 1 else self._positions
+        # Of one number a sample, and of positions that are known, ranks along a sequence axis have those of one device.
+        is_single = max((*draw.shape[1:], 1)) == 1
+        is_alike = not self._shares_positions or (shard is not None and shard.has_positions)
+        is_alike |= is_single and draw.shape[:1] in ((), (self._rows.count,))
+        own = self._positions if not is_alike else "" if is_single else self._first_positions
         key = seed_of(
             self._seed,
             "sample",
@@ -341,7 +356,7 @@ class Streams:
         self._num_draws += 1
         after = seed_of(self._seed, *self._place, self._replicated, 2, self._num_draws)
         self._known.add(after)
-        drawn = self._drawn[before] = _Drawn(key=key, rows=self._rows, after=after)
+        drawn = self._drawn[before] = Drawn(key=key, rows=self._rows, after=after)
         self._has_drawn = self._has_drawn or step != _EVALUATION
         site = (fqn, func.__name__, place)
         if site not in self.sites or self.watch is not None:
@@ -351,8 +366,9 @@ class Streams:
                 place=place,
                 shape=draw.shape,
                 num_samples=self._rows.count,
-                by_sample=(draw.has_samples(self._rows.count, self._shard) or draw.is_common(self._rows.count))
+                by_sample=(draw.has_samples(self._rows.count, shard) or draw.is_common(self._rows.count))
                 and (not self._is_sharded or self._shard is not None)
+                and is_alike
                 and stage is None,
             )
         return drawn
@@ -370,31 +386,7 @@ class Streams:
             return ("loss" if self.is_loss else ""), place, None
         return self._names[owner], place, self._split.get(owner)
 
-    # ---- torch's generators ------------------------------------------------------------------------------------------
-
-    def _states(self) -> list[Tensor]:
-        import torch
-
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        return states
-
-    def _restore(self, states: list[Tensor]) -> None:
-        import torch
-
-        torch.set_rng_state(states[0])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
-
     def _set(self, name: str, site: int, *before: int) -> None:
         seed = seed_of(self._seed, *self._place, name, site, *before)
         self._known.add(seed)
-        self._seed_all(seed)
-
-    def _seed_all(self, seed: int) -> None:
-        import torch
-
-        torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(seed)
+        self._generators.seed(seed)

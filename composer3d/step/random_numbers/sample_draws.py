@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.random_numbers.counter_random import DimShard, Rows, fill, row_seed
+from composer3d.step.random_numbers.counter_random import Rows, fill, row_seed
+from composer3d.step.random_numbers.held_shards import Shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +37,11 @@ class Draw:
     """
 
     shape: tuple[int, ...]
-    by_sample: Callable[[int, Rows, DimShard | None], Any] | None
+    by_sample: Callable[[int, Rows, Shards | None], Any] | None
     batch_dim: int = 0
     is_called: bool = False
 
-    def has_samples(self, count: int, shard: DimShard | None = None) -> bool:
+    def has_samples(self, count: int, shard: Shards | None = None) -> bool:
         """Return whether the leading dim holds so many samples."""
         if self.by_sample is None or (shard is not None and (self.is_called or not shard.fits(self.shape))):
             return False
@@ -90,7 +91,7 @@ def _filling(make: Callable[[], Tensor], shape: Any, kind: str, *parameters: Any
 
     p = parameters[0] if kind == "bernoulli_" else None
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Tensor:
         with torch.no_grad():
             out = make()
             if not isinstance(p, torch.Tensor):
@@ -186,7 +187,7 @@ def _normal(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     options = {key: kwargs[key] for key in ("dtype", "device") if key in kwargs}
     like = tensors[0] if tensors else torch.empty(0, **options)
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Tensor:
         out = torch.empty(shape, dtype=like.dtype, device=like.device)
         return fill(out, "normal_", (), key=key, rows=rows, shard=shard) * std + mean
 
@@ -219,7 +220,7 @@ def _dropout(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
             return Draw(shape=(), by_sample=None)
         shape = (*shape[:2], *(1,) * (x.ndim - 2))
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Tensor:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Tensor:
         kept = torch.empty(shape, dtype=torch.bool, device=x.device)
         kept = fill(kept, "bernoulli_", (1.0 - p,), key=key, rows=rows, shard=shard)
         if "alpha" in name:
@@ -247,7 +248,7 @@ def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get("inplace") or name.endswith("_"):
         return Draw(shape=tuple(first.shape), by_sample=None)
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
         found = []
         size = first.shape[0] // rows.count
         for place in range(rows.count):
@@ -281,7 +282,7 @@ def _heads(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if query.ndim != 3:
         return Draw(shape=(), by_sample=None)
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
         size = query.shape[1] // rows.count
         outputs, weights = [], []
         for place in range(rows.count):
@@ -317,7 +318,7 @@ def _recurrent(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return Draw(shape=(), by_sample=None)
     x, batch_dim = args[0], 0 if args[8] else 1
 
-    def by_sample(key: int, rows: Rows, shard: DimShard | None) -> Any:
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
         size = x.shape[batch_dim] // rows.count
         found = []
         # cuDNN keeps the state of its dropout for itself, whatever the seeds.

@@ -67,7 +67,9 @@ class ContextParallel:
     ulysses: positions are exchanged for heads, of which cp has to be a divisor.
     usp: so are they within groups of neighbouring ranks, between which keys and values are passed around a ring.
     universal: they are all-gathered, and torch's function runs on this rank's rows, with dropout and trained biases.
-    Memory: activations / cp; gather and universal: the keys and values of one attention.
+    What is drawn at random for sharded activations are the numbers that one device draws for a rank's positions.
+    Memory: activations / cp; gather and universal: the keys and values of one attention; of dropout one mask of all
+        positions at a time.
     Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
     cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's
     messages among cp / inner_degree ranks; universal 2 all-gathers forward, 2 reduce-scatters backward, and so do
@@ -224,7 +226,7 @@ class ContextParallel:
         return rows | ({"rowwise": list(found.rowwise)} if found.rowwise else {})
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
-        from composer3d.propagation import PropagatedSequence
+        from composer3d.propagation import PositionDraws, PropagatedSequence
         from composer3d_plugins.sharding.context_parallel.attention_methods import Method
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
         from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
@@ -270,6 +272,7 @@ class ContextParallel:
             lengths=found.lengths,
             has_flex=found.has_flex,
             mesh=mesh,
+            draws_of=PositionDraws(context=context, index=rules.index, tokens=rules.tokens),
             form=lambda: (tuple(found.sequences.lengths.items()), bool(found.sequences.positions)),
         )
         found.is_captured = lambda: sequence.is_captured
