@@ -358,7 +358,7 @@ def __getattr__(name: str) -> Any:
         return import_module("composer3d.patterns").select
     if name == "suggest":
         return import_module("composer3d.planning.suggesting.manifest_suggestions").suggest_for
-    if name in ("propagation", "torch_compat"):
+    if name in ("propagation", "runner", "torch_compat"):
         return import_module(f"composer3d.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'composer3d' has no attribute '{name}'")

@@ -10,7 +10,7 @@ from support.models import composed, mean_loss, mine, seeded, unpadded, write_ma
 
 import composer3d
 from composer3d import StepError
-from composer3d.testing import run_ranks
+from composer3d.testing import full, run_ranks
 
 FSDP = "[sharding.fsdp2]\n"
 
@@ -60,9 +60,36 @@ def test_parameters_that_the_optimizer_was_made_without():
     for said in run_ranks(trained, 2, unfreeze, FSDP, 1, freeze):
         assert said == (
             '"tok.weight" was frozen when the optimizer was made, which does not have it, so that it would stay as it '
-            "is; let it require gradients before run.optimizer(...), and freeze it afterwards, or pass "
-            "run.prepare(...) an optimizer of all parameters, frozen ones too"
+            "is; add it by optimizer.add_param_group, let it require gradients before run.optimizer(...), and freeze "
+            "it afterwards, or pass run.prepare(...) an optimizer of all parameters, frozen ones too"
         )
+
+
+def thawed_weights(text):
+    """Train four steps; before the third the optimizer is given the parameters that were frozen until then."""
+    torch.set_default_dtype(torch.float64)
+    model = seeded()
+    model.tok.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    run = composed(text, model)
+    model, optimizer = run.prepare(run.model, optimizer)
+    for step in range(4):
+        if step == 2:
+            model.tok.weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [model.tok.weight], "lr": 0.01})
+        tokens, targets = (mine(run, tensor) for tensor in unpadded(seed=step))
+        run.backward(torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: full(parameter) for fqn, parameter in run.named_parameters()}
+
+
+@pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
+def test_a_group_that_a_loop_adds_as_it_thaws_parameters_is_trained(text):
+    (alone,) = run_ranks(thawed_weights, 1, "")
+    for weights in run_ranks(thawed_weights, 2, text):
+        assert max(float((weights[fqn] - alone[fqn]).abs().max()) for fqn in alone) < 1e-12
+    assert not torch.equal(alone["tok.weight"], seeded().tok.weight.double())
 
 
 def call_with_others(run):

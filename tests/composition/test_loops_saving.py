@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -36,6 +37,28 @@ def test_one_ranks_shards_are_not_saved_for_the_whole_model(tmp_path):
     )
     found = run_ranks(saved_files, 2, tmp_path)
     assert found == [(shards, len(seeded().state_dict())), (shards, 0)]
+
+
+def saved_replicas(text, folder):
+    run = composed(text)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    run.forward_backward(tokens, target=targets)
+    run.optimizer(torch.optim.SGD, lr=0.1).step()
+    twin = copy.deepcopy(run.model)
+    whole = run.full_state_dict()
+    if run.context.rank == 0:
+        torch.save([run.model.state_dict(), twin.state_dict()], folder / "whole.pt")
+        for state in torch.load(folder / "whole.pt"):
+            model = Net()
+            model.load_state_dict(state)
+            assert all(torch.equal(tensor, whole[fqn]) for fqn, tensor in model.state_dict().items())
+    run.model.load_state_dict(run.model.state_dict())
+    assert all(isinstance(each, nn.Parameter) for each in run.model.state_dict(keep_vars=True).values())
+
+
+@pytest.mark.parametrize("more", ["", 'reducer = "bucketed"\n'])
+def test_what_every_rank_has_is_saved_as_one_devices(more, tmp_path):
+    run_ranks(saved_replicas, 2, f"[sharding.ddp]\n{more}", tmp_path)
 
 
 def saved_optimizers(layout, folder):

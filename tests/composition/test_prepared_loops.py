@@ -132,6 +132,10 @@ def refusals():
         with pytest.raises(StepError) as refused:
             run.prepare(thing)
         found.append(str(refused.value))
+    two = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.layers, model.tok)]
+    with pytest.raises(StepError) as refused:
+        run.prepare(model, *two)
+    found.append(str(refused.value))
     run.prepare(torch.optim.SGD(run.model.parameters(), lr=0.1))
     with pytest.raises(StepError) as refused:
         run.prepare(orphan)
@@ -147,6 +151,7 @@ def test_what_cannot_be_adopted_is_refused():
         "run.prepare was given a Linear that is not the model of this composition",
         "run.prepare was given a int; it takes the model, an optimizer, schedulers of it, and DataLoaders",
         "the LBFGS calls a closure again, and a composed step runs once",
+        "run.prepare was given 2 optimizers, SGD and SGD, and a composition has one, with groups; give one optimizer ",
         "the StepLR is of another optimizer than the composition's",
     ]
     for found in run_ranks(refusals, 2):

@@ -17,11 +17,8 @@ def test_it_votes(effect):
     assert effect(*EXAMPLE, every=1) == "changes collectives"
 
 
-def weights_after_a_step(folder, limit):
+def weights_after_a_step(manifest):
     torch.manual_seed(0)
-    manifest = folder / "small.toml"
-    table = f'[scheduling.careful_steps]\nuse = "steps_plugin:CarefulSteps"\nlimit = {limit}\n'
-    manifest.write_text(f"composer3d = 1\nmodel.blocks = '*'\n[sharding.fsdp2]\n{table}")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     run = composer3d.compose(model, manifest, loss_fn=mse_loss)
     optimizer = run.optimizer(torch.optim.SGD, lr=1.0)
@@ -36,8 +33,10 @@ def weights_after_a_step(folder, limit):
 
 @pytest.mark.parametrize(("limit", "is_skipped"), [(1e-9, True), (100.0, False)])
 def test_a_step_with_a_large_gradient_is_skipped_on_all_ranks(copied, limit, is_skipped):
-    folder = copied("plugin-scheduling")
-    assert run_ranks(weights_after_a_step, 2, folder, limit) == [[is_skipped] * 4] * 2
+    manifest = copied("plugin-scheduling") / "small.toml"
+    table = f'[scheduling.careful_steps]\nuse = "steps_plugin:CarefulSteps"\nlimit = {limit}\n'
+    manifest.write_text(f"composer3d = 1\nmodel.blocks = '*'\n[sharding.fsdp2]\n{table}")
+    assert run_ranks(weights_after_a_step, 2, manifest) == [[is_skipped] * 4] * 2
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import composed, mine, seeded, unpadded
+from support.models import composed, mine, padded, seeded, unpadded
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer3d import BatchError, StepError
@@ -130,23 +130,46 @@ def test_ranks_share_the_batches_of_a_loader(shuffle):
     assert sorted(sum(whole[0], [])) == list(range(20)) or shuffle
 
 
-def odd_batches():
+def small_batches():
     run = composed(FSDP)
-    data = torch.utils.data.TensorDataset(torch.arange(7))
-    with pytest.raises(BatchError) as caught:
-        list(run.loader(torch.utils.data.DataLoader(data, batch_size=4)))
-    return str(caught.value)
+    data = torch.utils.data.TensorDataset(torch.arange(9))
+    loader, read = run.loader(torch.utils.data.DataLoader(data, batch_size=4)), []
+    with pytest.warns(UserWarning) as told, pytest.raises(BatchError) as caught:
+        for (batch,) in loader:
+            read.append(len(batch))
+    return [str(each.message) for each in told], read, str(caught.value)
 
 
-def test_batches_that_do_not_divide_over_ranks_are_refused():
-    assert (
-        run_ranks(odd_batches, 2)
-        == [
-            "a batch of 3 samples does not divide over 2 ranks that read samples of their own; give the DataLoader a "
-            "batch_size that does, and drop_last=True"
-        ]
-        * 2
+def test_batches_of_fewer_samples_than_ranks_are_told_as_an_epoch_begins():
+    small = (
+        "a batch of 1 sample is too small for 2 ranks that read samples of their own; give the DataLoader "
+        "drop_last=True, or a batch_size that leaves more for its last batch"
     )
+    told = [f"batch 3 of the 3 of an epoch will be refused: {small}"]
+    assert run_ranks(small_batches, 2) == [(told, [2], small)] * 2
+
+
+def uneven_epoch(layout):
+    """Train on 22 sequences in batches of five: a rank has three or two of them, of other numbers of targets."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded(num_sequences=22)
+    run = composed(layout)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    sizes = []
+    for own_tokens, own_targets in run.loader(DataLoader(TensorDataset(tokens, targets), batch_size=5)):
+        sizes.append(len(own_tokens))
+        logits = run.model(own_tokens)
+        run.backward(F.cross_entropy(logits.flatten(0, -2), own_targets.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return sizes, {fqn: full(parameter) for fqn, parameter in run.named_parameters()}
+
+
+def test_batches_that_do_not_divide_over_ranks_are_one_devices():
+    (_, alone), *found = [*run_ranks(uneven_epoch, 1, FSDP), *run_ranks(uneven_epoch, 2, FSDP)]
+    assert [sizes for sizes, _ in found] == [[3, 3, 3, 3, 1], [2, 2, 2, 2, 1]]
+    for _, weights in found:
+        assert max(float((weights[fqn] - alone[fqn]).abs().max()) for fqn in alone) < 1e-12
 
 
 def skipping():

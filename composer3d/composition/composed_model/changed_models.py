@@ -62,12 +62,14 @@ def refuse_unfrozen(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> 
     ]
 
     def check() -> None:
-        for fqn, parameter in left_out:
-            if parameter.requires_grad and parameter.grad is not None:
+        unfrozen = [(fqn, p) for fqn, p in left_out if p.requires_grad and p.grad is not None]
+        added = {id(p) for group in optimizer.param_groups for p in group["params"]} if unfrozen else ()
+        for fqn, parameter in unfrozen:
+            if id(parameter) not in added:
                 raise StepError(
                     f'"{fqn}" was frozen when the optimizer was made, which does not have it, so that it would stay as '
-                    "it is; let it require gradients before run.optimizer(...), and freeze it afterwards, or pass "
-                    "run.prepare(...) an optimizer of all parameters, frozen ones too"
+                    "it is; add it by optimizer.add_param_group, let it require gradients before run.optimizer(...), "
+                    "and freeze it afterwards, or pass run.prepare(...) an optimizer of all parameters, frozen ones too"
                 )
 
     return check

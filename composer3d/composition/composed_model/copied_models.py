@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.composition.composed_model.unsaved_shards import Shards, are_sharded
+from composer3d.composition.composed_model.unsaved_shards import state_of_rank
 from composer3d.errors import StepError
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.sharded_tensors.stored_rows import know_copy
@@ -111,7 +111,7 @@ class _Copied:
         """Return this rank's shards, which torch.save refuses."""
         state: Any = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         is_whole_call = not args and not kwargs.get("prefix") and kwargs.get("destination") is None
-        return Shards(state) if is_whole_call and are_sharded(state.values()) else state
+        return state_of_rank(state) if is_whole_call else state
 
 
 def _copied_parameter(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,7 +14,7 @@ from composer3d.composition.composed_model.changed_models import refuse_passed_p
 from composer3d.composition.composed_model.copied_models import copy_composed
 from composer3d.composition.composed_model.plain_states import record_loaded, refuse_replacing
 from composer3d.composition.composed_model.second_derivatives import exchanging_axes, refuse_second_derivatives
-from composer3d.composition.composed_model.unsaved_shards import Shards, are_sharded, refuse_saving_model
+from composer3d.composition.composed_model.unsaved_shards import refuse_saving_model, state_of_rank
 from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.step.evaluation import reshard_units
@@ -110,7 +110,7 @@ def _watch_reading(module: nn.Module, context: RunContext) -> None:
             reshard_units(context.parts)
 
     def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
-        return Shards(state) if owner is module and not prefix and are_sharded(state.values()) else state
+        return state_of_rank(state) if owner is module and not prefix else state
 
     module.register_state_dict_pre_hook(reading)
     torch_compat.on_state_dict(module, read)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving", "refuse_saving_model"]
+__all__ = ["OptimizerShards", "Shards", "refuse_saving", "refuse_saving_model", "state_of_rank"]
 
 
 class Shards(OrderedDict[str, Any]):
@@ -82,6 +82,22 @@ def are_sharded(tensors: Iterable[Any]) -> bool:
         and any(not p.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements))
         for tensor in tensors
     )
+
+
+def state_of_rank(state: Any) -> Any:
+    """Return a model's state: what torch.save refuses where it holds shards, else plain tensors.
+
+    A model of one device loads the latter.
+    """
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    if are_sharded(state.values()):
+        return Shards(state)
+    for name, value in state.items():
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # which `keep_vars` asks for
+            state[name] = value.to_local()
+    return state
 
 
 def refuse_saving_shards(parameters: Iterable[Any]) -> None:

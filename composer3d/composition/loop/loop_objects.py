@@ -135,7 +135,8 @@ def _names_of_groups(optimizer: torch.optim.Optimizer, context: RunContext) -> l
     if left_out is not None:
         raise StepError(
             f'the {type(optimizer).__name__} leaves out "{left_out}", which requires gradients: all ranks would reduce '
-            "gradients that nothing uses, or clears; freeze it before compose, with requires_grad_(False)"
+            "gradients that nothing uses, or clears; freeze it before compose, with requires_grad_(False), or give it "
+            "a group of this optimizer, as a composition has one"
         )
     return names
 

@@ -287,6 +287,16 @@ class OwnLoop:
         Raises:
             StepError: Something is none of these, or cannot be adopted.
         """
+        import torch
+
+        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+        if len(optimizers) > 1:
+            named = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise StepError(
+                f"run.prepare was given {len(optimizers)} optimizers, {named}, and a composition has one, with groups; "
+                "give one optimizer all parameters, with a group for those of each, or compose the modules that each "
+                "steps by themselves"
+            )
         found = [self._prepared(thing) for thing in things]
         return found[0] if len(found) == 1 else tuple(found)
 

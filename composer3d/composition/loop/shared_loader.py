@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class _Part:
 
     def __init__(self, loader: DataLoader[Any], context: RunContext) -> None:
         self._batches: Any = loader.batch_sampler
-        self._generator, self._context, self._epoch = loader.generator, context, 0
+        self._generator, self._context, self._epoch, self._is_told = loader.generator, context, 0, False
 
     def __iter__(self) -> Iterator[list[int]]:
         import torch
@@ -40,17 +41,32 @@ class _Part:
                 torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             batches = [list(batch) for batch in self._batches]
         self._epoch += 1
-        for batch in batches:
-            if len(batch) % num:
-                raise BatchError(
-                    f"a batch of {len(batch)} samples does not divide over {num} ranks that read samples of their own; "
-                    "give the DataLoader a batch_size that does, and drop_last=True"
-                )
-            size = len(batch) // num
-            yield batch[context.reader * size : (context.reader + 1) * size]
+        reasons = {number: reason for number, batch in enumerate(batches) if (reason := _refusal(len(batch), num))}
+        if reasons and not self._is_told:
+            self._is_told = True
+            number, reason = next(iter(reasons.items()))
+            warnings.warn(
+                f"batch {number + 1} of the {len(batches)} of an epoch will be refused: {reason}", stacklevel=2
+            )
+        for number, batch in enumerate(batches):
+            if number in reasons:
+                raise BatchError(reasons[number])
+            size, more = divmod(len(batch), num)
+            begin = context.reader * size + min(context.reader, more)
+            yield batch[begin : begin + size + (context.reader < more)]
 
     def __len__(self) -> int:
         return len(self._batches)
+
+
+def _refusal(num_samples: int, num_ranks: int) -> str | None:
+    """Return why ranks cannot share a batch; None where they can: not where one would have no sample of it."""
+    if num_samples >= num_ranks:
+        return None
+    return (
+        f"a batch of {num_samples} sample{'s' * (num_samples > 1)} is too small for {num_ranks} ranks that read "
+        "samples of their own; give the DataLoader drop_last=True, or a batch_size that leaves more for its last batch"
+    )
 
 
 def _saying_the_last(
