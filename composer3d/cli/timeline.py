@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         write_output(arguments.svg, draw_svg(trace, drawn, title=title))
     if arguments.json:
-        say_json({**_report(report), "page": str(page)})
+        say_json({**_report(report), "missing": list(trace.missing), "page": str(page)})
         return 0
     for rank, times in report.ranks.items():
         named = vars(times) | {"exposed communication": times.collectives}
@@ -54,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
             f"{name.replace('_', ' ')} {1e3 * value:.1f} ms" for name, value in named.items() if name != "collectives"
         )
         say(f"rank {rank}: {figures}")
-    for line in statements(report):
+    for line in (*statements(report), *trace.remarks):
         say(line)
     say(str(page))
     return 0

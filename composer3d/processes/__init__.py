@@ -6,7 +6,15 @@ from composer3d.processes.child import Child, ChildError, ForeignCodeError
 from composer3d.processes.fake_process_group import fake_world
 from composer3d.processes.foreign_code import own_attribute, running
 from composer3d.processes.foreign_peers import refuse_foreign_peers
-from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.forking import (
+    Gate,
+    die_with,
+    fork,
+    limit_ranks,
+    prewarm,
+    refuse_open_group,
+    refuse_unsafe_fork,
+)
 from composer3d.processes.garbage import scanning_new_objects_only
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
@@ -55,6 +63,7 @@ __all__ = [
     "private_attempt",
     "private_folder_in",
     "refuse_foreign_peers",
+    "refuse_open_group",
     "refuse_unsafe_fork",
     "remove_if_abandoned",
     "running",

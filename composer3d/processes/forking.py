@@ -34,6 +34,7 @@ __all__ = [
     "fork",
     "limit_ranks",
     "prewarm",
+    "refuse_open_group",
     "refuse_unsafe_fork",
 ]
 
@@ -80,6 +81,20 @@ def refuse_unsafe_fork() -> None:
         _refuse_by_probe()
     elif threads:
         _refuse_with(threads)
+
+
+def refuse_open_group() -> None:
+    """Refuse to fork ranks from a process that is in a process group, which they would inherit.
+
+    Raises:
+        ForkError: A composition of this process is open, or it has made a group itself.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise ForkError(
+            "ranks cannot be forked from this process: it is in a process group, as of a composition that is open, and "
+            "they would be in it too; write run.close() first, or torch.distributed.destroy_process_group()"
+        )
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking import device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes import join_launcher, machine_error
+from composer3d.processes import join_launcher, machine_error, refuse_open_group
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
@@ -114,7 +114,7 @@ def run(
     Raises:
         ManifestError: The manifest has problems, all of which it has.
         LockError: Another run has the folder.
-        ForkError: This process has computed with tensors, so forked ranks would hang.
+        ForkError: This process has computed with tensors, so forked ranks would hang; or a composition of it is open.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
     if join_launcher() is not None:
@@ -126,6 +126,7 @@ def run(
         return RunResult(
             status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
         )
+    refuse_open_group()
     _refuse_running(str(manifest), overrides)
     checked = _startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
     if not checked.ok:

@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 from composer3d.errors import RankError
-from composer3d.processes import fork, keep_to_loopback, limit_ranks, prewarm, refuse_unsafe_fork, temporary_folder
+from composer3d.processes import (
+    fork,
+    keep_to_loopback,
+    limit_ranks,
+    prewarm,
+    refuse_open_group,
+    refuse_unsafe_fork,
+    temporary_folder,
+)
 from composer3d.registry import Catalogue
 
 __all__ = ["run_ranks"]
@@ -96,6 +104,7 @@ def run_ranks(
     """
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
     refuse_unsafe_fork()
+    refuse_open_group()
     prewarm()
     Catalogue.installed()  # which every rank would read
     with limit_ranks(world_size, limit=max_ranks), temporary_folder("world") as folder:

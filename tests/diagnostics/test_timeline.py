@@ -97,6 +97,32 @@ def test_damaged_files_are_named_or_passed_over(pipelined, tmp_path, name, damag
     assert code == 0 or str(run) in said.err
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"\xff\x00")])
+def test_ranks_without_a_trace_are_told(pipelined, tmp_path, damage, capsys):
+    run = shutil.copytree(pipelined, tmp_path / "run")
+    (run / "environment.json").write_text('{"world_size": 2}')
+    damage(run / "traces/rank-0.jsonl")
+    told = "no spans of rank 0, whose trace files are missing, empty or damaged: figures leave it out"
+    page = tmp_path / "page.html"
+    assert main(["timeline", str(run), "--html", str(page)]) == 0
+    assert told in capsys.readouterr().out.splitlines() and told in page.read_text()
+    assert main(["timeline", str(run), "--html", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [0]
+
+
+def test_lines_that_no_run_writes_are_named(tmp_path, capsys):
+    write(tmp_path, 0, [span("step", "s", "", 0, 1, step=0)])
+    row = json.loads((tmp_path / "rank-0.jsonl").read_text())
+    row["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["endTimeUnixNano"] = str(10**39)
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write(json.dumps(row))
+    assert main(["timeline", str(tmp_path)]) == 2
+    assert "rank-0.jsonl:2: holds what no run writes (ValueError: a span from 0 to 1e+39 ns)" in capsys.readouterr().err
+    for name, said in (("nothing", "there is no such folder"), ("rank-0.jsonl", "is a file, and no folder of a run")):
+        assert main(["timeline", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.rstrip().endswith(f"{name}: {said}")
+
+
 def test_equal_actions_have_the_bubble_of_the_formula(tmp_path):
     """A trace written by hand: 1F1B of two ranks and two micro-batches; forwards take 1 ms, backwards 2 ms."""
     actions = {0: [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 4, 6), ("B", 1, 7, 9)]}

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import composer3d
 from composer3d.errors import ForkError, RankError
+from composer3d.processes import fake_world
 from composer3d.testing import run_ranks
 
 
@@ -31,6 +33,14 @@ def test_ranks_compute_together_and_return_by_rank(world_size):
 
     expected = sum(10 + rank for rank in range(world_size))
     assert run_ranks(work, world_size, 10) == [(rank, torch.tensor([expected]), 1) for rank in range(world_size)]
+
+
+def test_a_process_in_a_group_starts_no_ranks():
+    """As a cell's composition that is open: its ranks would be in its group."""
+    with fake_world(2, 0):
+        for start in (lambda: run_ranks(os.getpid, 2), lambda: composer3d.run("quickstart")):
+            with pytest.raises(ForkError, match="as of a composition that is open, .* write run.close\\(\\) first"):
+                start()
 
 
 def test_the_environment_is_that_of_torchrun_and_stays_in_the_ranks():

@@ -15,6 +15,8 @@ from composer3d.registry import Catalogue
 
 __all__ = ["Span", "Trace", "read_trace"]
 
+_MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -48,6 +50,7 @@ class Trace:
         memory: Resident bytes of every rank, in order of time.
         rows: Of `metrics.jsonl`, as far as there is one.
         truncated: Files whose last line is truncated, as by a kill.
+        missing: Ranks of the run of which there is no span.
     """
 
     ranks: Mapping[int, tuple[Span, ...]]
@@ -55,6 +58,16 @@ class Trace:
     memory: Mapping[int, tuple[float, ...]]
     rows: tuple[Mapping[str, Any], ...]
     truncated: tuple[str, ...]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on what the trace lacks."""
+        found = [f"{name} was cut off: its rank was killed" for name in self.truncated]
+        if self.missing:
+            number = f"rank{'s' * (len(self.missing) > 1)} {', '.join(map(str, self.missing))}"
+            found.append(f"no spans of {number}, whose trace files are missing, empty or damaged: figures leave it out")
+        return found
 
 
 def read_trace(run: Path) -> Trace:
@@ -67,6 +80,10 @@ def read_trace(run: Path) -> Trace:
     Raises:
         ComposerError: There are no trace files, or none with spans.
     """
+    if not run.is_dir():
+        raise ComposerError(
+            f"{run}: {'is a file, and no folder of a run' if run.exists() else 'there is no such folder'}"
+        )
     folder = run / "traces" if (run / "traces").is_dir() else run
     matches = [(re.fullmatch(r"rank-(\d+)\.jsonl", path.name), path) for path in folder.glob("rank-*.jsonl")]
     files = {int(match[1]): path for match, path in matches if match}
@@ -79,8 +96,9 @@ def read_trace(run: Path) -> Trace:
         groups[rank] = []
         for part in _parts(path):
             rows, complete = _lines(part)
-            with _written_by_a_run(part):
-                groups[rank] += [_group(row) for row in rows]
+            for number, row in enumerate(rows, start=1):
+                with _written_by_a_run(f"{part}:{number}"):
+                    groups[rank].append(_group(row))
             if not complete:
                 truncated.append(part.name)
     if not any(groups.values()):
@@ -101,7 +119,17 @@ def read_trace(run: Path) -> Trace:
         memory={rank: _memory(folder / f"rank-{rank}.metrics.jsonl") for rank in ranks},
         rows=tuple(row for row in _lines(metrics)[0] if isinstance(row, dict)) if metrics.is_file() else (),
         truncated=tuple(truncated),
+        missing=tuple(sorted({*groups, *range(_num_ranks(run))} - ranks.keys())),
     )
+
+
+def _num_ranks(run: Path) -> int:
+    """Return the ranks of a run, as its folder says; 0 where it does not."""
+    try:
+        number = json.loads((run / "environment.json").read_bytes())["world_size"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 0
+    return number if type(number) is int and 0 < number <= _MOST_RANKS else 0
 
 
 def _parts(path: Path) -> list[Path]:
@@ -126,17 +154,17 @@ def _lines(path: Path) -> tuple[list[Any], bool]:
 
 
 @contextlib.contextmanager
-def _written_by_a_run(path: Path) -> Iterator[None]:
+def _written_by_a_run(place: Path | str) -> Iterator[None]:
     """Refuse values that no run writes.
 
     Raises:
-        ComposerError: Names the file.
+        ComposerError: Names the file, and the line where that is known.
     """
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ComposerError(
-            f"{path}: holds what no run writes ({type(error).__name__}: {error}); remove the file, or those lines"
+            f"{place}: holds what no run writes ({type(error).__name__}: {error}); remove the file, or those lines"
         ) from error
 
 
@@ -150,12 +178,15 @@ def _group(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], list[Span]]:
 
 
 def _span(span: Mapping[str, Any]) -> Span:
+    start, end = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+    if not 0 <= start <= end < 2**64:
+        raise ValueError(f"a span from {start:.3g} to {end:.3g} ns")
     return Span(
         name=span["name"],
         id=span["spanId"],
         parent=span.get("parentSpanId", ""),
-        start=int(span["startTimeUnixNano"]),
-        end=int(span["endTimeUnixNano"]),
+        start=start,
+        end=end,
         attributes=_attributes(span.get("attributes", ())),
     )
 

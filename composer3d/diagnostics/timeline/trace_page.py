@@ -134,7 +134,7 @@ def draw_page(trace: Trace, report: Report, steps: Sequence[int], *, title: str)
         steps: Numbers of the steps in the picture.
         title: Of the page.
     """
-    lines = [*statements(report), *(f"{name} was cut off: its rank was killed" for name in trace.truncated)]
+    lines = [*statements(report), *trace.remarks]
     is_merged = any(
         span.attributes.get("count", 1) > 1 and not span.is_collective
         for spans in trace.ranks.values()

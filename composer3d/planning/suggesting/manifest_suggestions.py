@@ -147,7 +147,8 @@ def suggest_for(
 
     given = GivenManifest.of(str(manifest), overrides, world_size, load_hardware(hardware))
     memory = memory_bytes or given.hardware.device.memory_bytes
-    costs, choices, keeps = given.costs, search_choices(given.offers), kept(list(keep), given.own)
+    costs, choices = given.costs, search_choices(given.offers)
+    keeps = kept(list(keep), given.own, choices.words)
     suggestions, searched, refused = suggest(
         costs,
         given.own,

@@ -30,21 +30,22 @@ _ORDERS: Mapping[str, Callable[[int, int], bool]] = {"<=": operator.le, ">=": op
 _PIN = re.compile(r"([a-z_]+) *(?:(=|<=|>=) *([A-Za-z0-9_]+))?")
 
 
-def kept(pins: Sequence[str], own: Setup) -> Callable[[Setup], bool]:
+def kept(pins: Sequence[str], own: Setup, words: Mapping[str, Sequence[str]] | None = None) -> Callable[[Setup], bool]:
     """Return whether a layout keeps what is pinned.
 
     Args:
         pins: As on the command line; a bare key keeps what the manifest says.
         own: The manifest in numbers.
+        words: Values by key, of those whose values are words, that a search chooses from beside the manifest's own.
 
     Raises:
-        ComposerError: A key is not known, or cannot be compared so.
+        ComposerError: A key is not known, or cannot be compared so; or no layout has such a value.
     """
-    conditions = [_condition(pin, own) for pin in pins]
+    conditions = [_condition(pin, own, words or {}) for pin in pins]
     return lambda setup: all(condition(setup) for condition in conditions)
 
 
-def _condition(pin: str, own: Setup) -> Callable[[Setup], bool]:
+def _condition(pin: str, own: Setup, words: Mapping[str, Sequence[str]]) -> Callable[[Setup], bool]:
     match = _PIN.fullmatch(pin.strip())
     if match is None:
         raise ComposerError(f'"{pin}" pins nothing; write for example tp=8, "tp<=8" or recompute')
@@ -56,6 +57,10 @@ def _condition(pin: str, own: Setup) -> Callable[[Setup], bool]:
         least = 0 if key == "zero" else 1
         if not value.isdigit() or (relation != ">=" and int(value) < least):
             raise ComposerError(f'"{pin}" holds of no layout: {key} is a whole number of at least {least}')
+    if value is not None and relation == "=" and key in words:
+        known = sorted({*words[key], str(read(own))})
+        if value not in known:
+            raise ComposerError(f'"{pin}" holds of no layout: {key} is {" or ".join(known)}')
     if relation == "=":
         wanted = str(read(own)) if value is None else value
         return lambda setup: str(read(setup)) == wanted

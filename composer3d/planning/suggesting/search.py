@@ -81,6 +81,16 @@ class Choices:
     cp: bool = False
     ep: bool = False
 
+    @property
+    def words(self) -> Mapping[str, Sequence[str]]:
+        """Values by key, of those whose values are words."""
+        return {
+            "schedule": ["none", *(name for name, _ in self.schedules)],
+            "recompute": self.recompute,
+            "offload": ["false", *["true"] * self.offload],
+            "precision": [],
+        }
+
 
 def search_choices(offers: Sequence[Offered]) -> Choices:
     """Return what the installed plugins let a search choose."""

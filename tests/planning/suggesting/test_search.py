@@ -108,11 +108,18 @@ def test_pins_are_kept(pins, holds):
         ("recompute<=2", '"recompute<=2" compares what is no number'),
         ("tp==2", '"tp==2" pins nothing'),
         ("tp<=x", '"tp<=x" holds of no layout'),
+        ("recompute=sometimes", '"recompute=sometimes" holds of no layout: recompute is full or none or selective'),
+        (
+            "schedule=GPipe2",
+            '"schedule=GPipe2" holds of no layout: schedule is 1F1B or Interleaved1F1B or ZBVZeroBubble',
+        ),
+        ("offload=maybe", '"offload=maybe" holds of no layout: offload is false or true'),
+        ("precision=int3", '"precision=int3" holds of no layout: precision is '),
     ],
 )
 def test_pins_that_mean_nothing(pin, message):
     with pytest.raises(ComposerError) as caught:
-        kept([pin], RUN)
+        kept([pin], RUN, Choices().words)
     assert str(caught.value).startswith(message)
 
 
