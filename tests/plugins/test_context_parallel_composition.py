@@ -73,6 +73,14 @@ def test_recomputed_and_offloaded_activations():
     assert_equal_to_one_device(2, cases)
 
 
+def test_what_is_offloaded_and_recomputed_in_part_has_lost_its_marks():
+    """A block's inputs come back from the host as other tensors, which a recomputation marks again."""
+    budget = '[scheduling.activation_checkpoint]\nmode = "budget"\nbudget_fraction = 0.5\n'
+    inside = 'units = ["layers.*.attention"]\n'
+    tables = [recompute("selective"), recompute("full") + inside, budget]
+    assert_equal_to_one_device(2, [cp("gather", FSDP + table + OFFLOAD) for table in tables])
+
+
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 

@@ -275,7 +275,7 @@ def _recomputed(fqn: str, block: nn.Module, options: dict[str, Any]) -> Callable
             return checkpoint(forward, *args, **options, **kwargs)
         found = Found(fqn=fqn, block=block, arguments=(args, kwargs))
         within = {**options, "context_fn": found.contexts(options.get("context_fn"))}
-        return checkpoint(forward, *args, **within, **kwargs)
+        return checkpoint(found.marking(forward), *args, **within, **kwargs)
 
     return recomputed
 

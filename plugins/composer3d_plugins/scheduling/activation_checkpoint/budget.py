@@ -147,8 +147,9 @@ class Budget:
             choice = self.chosen.get(fqn, Choice())
             if not choice.is_recomputed:
                 return forward(*args, **kwargs)
-            contexts = Found(fqn=fqn, block=unit, arguments=(args, kwargs)).contexts(self._contexts(choice))
-            return checkpoint(forward, *args, **options, context_fn=contexts, **kwargs)
+            found = Found(fqn=fqn, block=unit, arguments=(args, kwargs))
+            contexts = found.contexts(self._contexts(choice))
+            return checkpoint(found.marking(forward), *args, **options, context_fn=contexts, **kwargs)
 
         return budgeted
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, torch_compat
-from composer3d.propagation import KeptState
+from composer3d.propagation import KeptState, copy_mark
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +36,9 @@ class Found:
         block: Keeps its buffers and attributes, whatever is recomputed.
         arguments: Of the forward; recomputations refuse tensors among them that were changed in place since.
 
+    Arguments may come back as other tensors, as from host memory, that a propagation knows nothing of: recomputations
+    mark them as the forward's were, or a shard would be computed with as if it were whole.
+
     Memory: until the backward a copy of the tensors that the forward changes; during the forward, of all.
     """
 
@@ -44,9 +48,13 @@ class Found:
     _versions: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
     _before: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
     _kept: KeptState | None = None
+    _marks: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self, arguments: Any) -> None:
-        """Remember the versions of the arguments."""
+        """Remember the versions of the arguments, and their marks."""
+        import torch
+
+        self._marks = [copy_mark(each, torch.empty(0, device="meta")) for each in tensors_in(arguments)]
         # Whoever recomputes keeps them, or has them elsewhere, such as in host memory.
         self._versions = [(weakref.ref(tensor), version) for tensor, version in versions(arguments)]
 
@@ -62,6 +70,18 @@ class Found:
             return _Inside(self.recording, inner[0]), _Inside(self.restored, inner[1])
 
         return both
+
+    def marking(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward whose arguments are marked as those of this one, where it is called again."""
+
+        @functools.wraps(forward)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if torch_compat.in_backward():
+                for tensor, mark in zip(tensors_in((args, kwargs)), self._marks, strict=True):
+                    copy_mark(mark, tensor)
+            return forward(*args, **kwargs)
+
+        return marked
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -167,10 +187,14 @@ class _Inside:
 
 def versions(*trees: Any) -> list[tuple[Tensor, int]]:
     """Return the tensors among values, each with the number of changes in place that it has seen."""
+    return [(tensor, _version(tensor)) for tensor in tensors_in(trees)]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among values, in their order."""
     import torch
 
-    tensors = [leaf for leaf in torch_compat.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
-    return [(tensor, _version(tensor)) for tensor in tensors]
+    return [leaf for leaf in torch_compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _version(tensor: Tensor) -> int:
