@@ -43,6 +43,10 @@ def short_step(orders_of: OrdersOf, num_microbatches: int, *, position: int, can
     A rank of one stage that runs some forwards, then a backward and a forward in turn, then the backwards that are left
     (1F1B) has the same step with any number of micro-batches in flight, but for what these keep.
 
+    What a rank sent last before its first backward is kept until all forwards have run. In a long step it is kept
+    beside as many micro-batches as the rank ever holds, and in the shortest step with two in flight too. In others it
+    is not, nor is it with three in flight.
+
     Args:
         orders_of: As for `enough_microbatches`.
         num_microbatches: Of the whole step.
@@ -50,19 +54,18 @@ def short_step(orders_of: OrdersOf, num_microbatches: int, *, position: int, can
         can_hold_fewer: Whether the schedule can begin its backwards earlier than it says.
     """
     orders = orders_of(num_microbatches) if can_hold_fewer else None
-    if orders is not None:
-        order = orders[position]
-        held = peak_held(order)
-        most = min(held, _IN_FLIGHT)
-        number = max(_ALONE, most + 1)
-        turns = num_microbatches - held
-        if (
-            number + held - most <= num_microbatches
-            and len({action.stage for action in order}) == 1
-            and [action.kind for action in order] == [*"F" * held, *"BF" * turns, *"B" * held]
-        ):
-            return ShortStep(num_microbatches=number, most_in_flight=most, fewer_in_flight=held - most)
-    return ShortStep(num_microbatches=enough_microbatches(orders_of, num_microbatches, position=position))
+    order = [] if orders is None else orders[position]
+    held = peak_held(order)
+    most = min(held, _IN_FLIGHT if num_microbatches >= 2 * held - 1 else _IN_FLIGHT + 1)
+    number = max(_ALONE, most + (num_microbatches > held))
+    is_followed = (
+        number + held - most <= num_microbatches
+        and len({action.stage for action in order}) == 1
+        and [action.kind for action in order] == [*"F" * held, *"BF" * (num_microbatches - held), *"B" * held]
+    )
+    if not is_followed:
+        return ShortStep(num_microbatches=enough_microbatches(orders_of, num_microbatches, position=position))
+    return ShortStep(num_microbatches=number, most_in_flight=most, fewer_in_flight=held - most)
 
 
 def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:

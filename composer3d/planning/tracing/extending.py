@@ -160,7 +160,8 @@ def hold_more(sketch: Sketch, *, in_flight: int, by: int) -> Sketch:
     """Return the sketch of a step of one stage that begins its backwards later, by some micro-batches.
 
     Every micro-batch in flight keeps what the second forward left, from the last forward before the first backward to
-    the first backward after the last forward. The number of micro-batches is not changed.
+    the first backward after the last forward that is not the step's first, which finds no gradients. The number of
+    micro-batches is not changed.
 
     Args:
         sketch: Of a step with at least two micro-batches in flight, where `by` is above 0.
@@ -173,7 +174,8 @@ def hold_more(sketch: Sketch, *, in_flight: int, by: int) -> Sketch:
     forwards = [place for place in actions if sketch.stretches[place].kind == "forward"]
     first, second = (sketch.stretches[place].left for place in forwards[:2])
     kept, made_kept, number_kept = (by * (after - before) for before, after in zip(first, second, strict=True))
-    begin, end = forwards[in_flight - 1], actions[actions.index(forwards[-1]) + 1]
+    begin, following = forwards[in_flight - 1], actions[actions.index(forwards[-1]) + 1 :]
+    end = next(place for place in following if sketch.stretches[place].microbatch != 0)
     stretches = [
         replace(
             stage,
@@ -233,8 +235,8 @@ def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
     follows = next((s.kind for s in actions[last:] if s.kind != "forward"), "backward")
     kinds = [kind for kind in next(way for way in ways if follows in way) if any(s.kind == kind for s in actions)]
     behind = {kind: next((s for s in actions[last:] if s.kind == kind), actions[last]) for kind in kinds}
-    if any(s.microbatch == num_microbatches - 1 for s in behind.values()):
-        # The last micro-batch differs from the others: take all of the one before it.
+    if any(s.microbatch in (0, num_microbatches - 1) for s in behind.values()):
+        # The first and the last micro-batch differ from the others: take all of the one before the last.
         before = num_microbatches - 2
         return [s for s in actions if s.microbatch == before]
     return [actions[last], *behind.values()]

@@ -196,8 +196,15 @@ def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
 
 
-def make_lasting(run: Composition, args: Sequence[Any], target: Any, inputs: Mapping[str, Any]) -> None:
-    """Allocate what a run's first step allocates for good: the weights of the batch digest."""
+def make_lasting(run: Composition, args: Sequence[Any], inputs: Mapping[str, Any], target: Any) -> None:
+    """Allocate what a run's first step allocates for good: the weights of the batch digest.
+
+    Args:
+        run: The composition.
+        args: Of the whole batch of a step, however many of its micro-batches are traced.
+        inputs: Of the same batch.
+        target: Of the same batch.
+    """
     run._engine.identity((tuple(args), dict(inputs), target))
 
 

@@ -301,7 +301,7 @@ class Tracer:
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
                     torch_compat.lone_buckets() as buckets,
                 ):
-                    make_lasting(run, args, target, inputs)
+                    make_lasting(run, *job.batch(job.num_microbatches))
                     # Buckets are made in the first step, and plugins may measure in it.
                     differs = bool(run.context.claimants("first_step"))
                     for attempt in (1, 2):

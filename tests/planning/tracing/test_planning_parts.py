@@ -88,46 +88,54 @@ def test_no_more_microbatches_are_traced_than_differ():
     assert enough_microbatches(gpipe, 6) == 6
 
 
-def test_a_step_of_one_stage_is_traced_with_two_microbatches_in_flight():
+@pytest.mark.parametrize(
+    ("position", "num_microbatches", "without", "short"),
+    [
+        (0, 64, 17, (3, 2, 14)),
+        (0, 30, 17, (4, 3, 13)),
+        (0, 16, 16, (3, 3, 13)),
+        (13, 64, 5, (3, 2, 1)),
+        (15, 64, 3, (3, 1, 0)),
+    ],
+)
+def test_a_step_of_one_stage_is_traced_with_few_microbatches_in_flight(position, num_microbatches, without, short):
     def orders_of(number):
         return one_f_one_b(16, number)
 
-    whole = {position: short_step(orders_of, 64, position=position) for position in (0, 13, 15)}
-    assert [(step.num_microbatches, step.most_in_flight) for step in whole.values()] == [
-        (17, None),
-        (5, None),
-        (3, None),
-    ]
-    short = {position: short_step(orders_of, 64, position=position, can_hold_fewer=True) for position in (0, 13, 15)}
-    assert [(step.num_microbatches, step.most_in_flight, step.fewer_in_flight) for step in short.values()] == [
-        (3, 2, 14),
-        (3, 2, 1),
-        (3, 1, 0),
-    ]
-    # One whose forwards have all run before the second backward keeps no two of them beside a backward's gradients.
-    assert short_step(orders_of, 16, position=0, can_hold_fewer=True) == ShortStep(num_microbatches=16)
+    assert short_step(orders_of, num_microbatches, position=position) == ShortStep(num_microbatches=without)
+    step = short_step(orders_of, num_microbatches, position=position, can_hold_fewer=True)
+    assert (step.num_microbatches, step.most_in_flight, step.fewer_in_flight) == short
+
+
+RECOMPUTED = "[scheduling.activation_checkpoint]\n"
 
 
 @pytest.mark.parametrize(
-    ("rank", "more"),
+    ("rank", "num_microbatches", "more", "in_flight"),
     [
-        pytest.param(0, ""),
-        pytest.param(2, "", marks=pytest.mark.slow),
-        pytest.param(6, "", marks=pytest.mark.slow),
-        pytest.param(0, "[scheduling.activation_checkpoint]\n", marks=pytest.mark.slow),
-        pytest.param(2, "[scheduling.activation_checkpoint]\n", marks=pytest.mark.slow),
+        pytest.param(0, 9, "", 2),
+        pytest.param(2, 9, "", 2, marks=pytest.mark.slow),
+        pytest.param(6, 9, "", 1, marks=pytest.mark.slow),
+        pytest.param(0, 4, "", 3, marks=pytest.mark.slow),
+        pytest.param(0, 5, "", 3, marks=pytest.mark.slow),
+        pytest.param(0, 7, "", 2, marks=pytest.mark.slow),
+        pytest.param(2, 4, "", 3, marks=pytest.mark.slow),
+        pytest.param(0, 9, RECOMPUTED, 2, marks=pytest.mark.slow),
+        pytest.param(0, 6, RECOMPUTED, 3, marks=pytest.mark.slow),
+        pytest.param(0, 4, RECOMPUTED, 3, marks=pytest.mark.slow),
+        pytest.param(2, 9, RECOMPUTED, 2, marks=pytest.mark.slow),
     ],
 )
-def test_fewer_microbatches_in_flight_show_what_more_of_them_keep(rank, more, tmp_path):
+def test_fewer_microbatches_in_flight_show_what_more_of_them_keep(rank, num_microbatches, more, in_flight, tmp_path):
     """Bytes that differ are numbers kept for every micro-batch: losses, indices."""
     text = f"[mesh]\npp = 4\ndp_shard = 2\n[sharding.fsdp2]\n{more}[scheduling.pipeline]\n"
-    case = Case(text, world_size=8, num_layers=20, num_microbatches=9)
+    case = Case(text, world_size=8, num_layers=20, num_microbatches=num_microbatches)
 
     def enough(position, can_hold_fewer):
-        step = short_step(lambda number: one_f_one_b(4, number), 9, position=position, can_hold_fewer=can_hold_fewer)
-        assert step == ShortStep(
-            num_microbatches=3, most_in_flight=min(2, 4 - position), fewer_in_flight=max(0, 2 - position)
+        step = short_step(
+            lambda number: one_f_one_b(4, number), num_microbatches, position=position, can_hold_fewer=can_hold_fewer
         )
+        assert position != rank // 2 or step.most_in_flight == in_flight
         return step
 
     short = tracer_of(case, tmp_path, enough=enough).trace(rank)
