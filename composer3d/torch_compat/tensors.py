@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,10 @@ _WRAPPERS: dict[type, bool] = {}  # asked for every operator
 
 def is_wrapper_subclass(cls: type) -> bool:
     """Return whether a tensor class wraps tensors and dispatches again: DTensor, AsyncCollectiveTensor, float8."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-
     known = _WRAPPERS.get(cls)
     if known is None:
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
         known = _WRAPPERS[cls] = is_traceable_wrapper_subclass_type(cls)
     return known
 
@@ -70,11 +71,20 @@ def storage_key(tensor: Any) -> int:
 def written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to, as its schema says; schemas have no public home."""
     written: list[Any] = []
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in tree_leaves(value) if leaf is not None]
+    for index, name in _written_arguments(operator):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written += [leaf for leaf in tree_leaves(value) if leaf is not None]
     return written
+
+
+@functools.cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return place and name of the arguments that an operator writes to: schemas are read anew at each access."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 # What no tree consists of: most arguments of operators are of these types, and of tensors.
@@ -88,13 +98,17 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """
     import torch
 
+    return _map(function, tree, torch.Tensor)
+
+
+def _map(function: Callable[[Any], Any], tree: Any, tensor: type) -> Any:
     kind = type(tree)
-    if kind in _LEAVES or isinstance(tree, torch.Tensor):
+    if kind in _LEAVES or isinstance(tree, tensor):
         return function(tree)
     if kind is tuple or kind is list:
-        return kind([tree_map(function, each) for each in tree])
+        return kind([_map(function, each, tensor) for each in tree])
     if kind is dict:
-        return {key: tree_map(function, each) for key, each in tree.items()}
+        return {key: _map(function, each, tensor) for key, each in tree.items()}
     from torch.utils._pytree import tree_map as map_any
 
     return map_any(function, _known(tree))
@@ -102,23 +116,23 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts; see `tree_map`."""
+    import torch
+
     found: list[Any] = []
-    _add_leaves(tree, found)
+    _add_leaves(tree, found, torch.Tensor)
     return found
 
 
-def _add_leaves(tree: Any, found: list[Any]) -> None:
-    import torch
-
+def _add_leaves(tree: Any, found: list[Any], tensor: type) -> None:
     kind = type(tree)
-    if kind in _LEAVES or isinstance(tree, torch.Tensor):
+    if kind in _LEAVES or isinstance(tree, tensor):
         found.append(tree)
     elif kind is tuple or kind is list:
         for each in tree:
-            _add_leaves(each, found)
+            _add_leaves(each, found, tensor)
     elif kind is dict:
         for each in tree.values():
-            _add_leaves(each, found)
+            _add_leaves(each, found, tensor)
     else:
         from torch.utils._pytree import tree_leaves as leaves_of_any
 
