@@ -22,6 +22,7 @@ __all__ = [
     "largest_of",
     "relative",
     "scale_of",
+    "told_apart",
     "tolerances",
 ]
 
@@ -68,6 +69,23 @@ def difference(actual: Tensor, reference: Tensor, *, scale: float = 0.0) -> floa
         return 0.0
     largest = max(largest_of(other), scale)
     return distance / largest if largest else math.inf
+
+
+def told_apart(value: float, other: float = 1.0, *, digits: int = 4) -> str:
+    """Return a number with the digits that tell it from another one, two of their difference.
+
+    Args:
+        value: The number; a factor is told from 1, which multiplies nothing.
+        other: What it would be if all were right.
+        digits: Of a number that is far from the other.
+
+    >>> told_apart(2.0), told_apart(1.001), told_apart(1.0002345)
+    ('2', '1.001', '1.00023')
+    """
+    largest = max(abs(value), abs(other))
+    share = abs(value - other) / largest if 0.0 < largest < math.inf else 0.0
+    # A float has no more than 17.
+    return f"{value:.{min(max(digits, 2 - math.floor(math.log10(share))), 17) if share > 0.0 else digits}g}"
 
 
 def relative(actual: float, reference: float) -> float:

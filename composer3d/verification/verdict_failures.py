@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from composer3d.verification.causes.rounding_causes import multiplied
+from composer3d.verification.comparison import told_apart
 from composer3d.verification.evidence.drawn_steps import drawing_failures
 from composer3d.verification.restored_run import failures_of_restored
 from composer3d.verification.verdict import KINDS, Evidence, Kind
@@ -35,7 +36,9 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
             number = evidence.number(name, which)  # type: ignore[arg-type]
             if not number.rel <= limits[name]:
-                yield f"{what} differs by {number.rel:.3g} of its value, more than {limits[name]:.3g} ({label})"
+                rel, limit = number.rel, limits[name]
+                shown, allowed = told_apart(rel, limit, digits=3), told_apart(limit, rel, digits=3)
+                yield f"{what} differs by {shown} of its value, more than {allowed} ({label})"
         for kind in KINDS:
             wrong = evidence.wrong(kind, which)
             if wrong:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from composer3d.verification.comparison import COMPARED, Limits
+from composer3d.verification.comparison import COMPARED, Limits, told_apart
 from composer3d.verification.reference_steps import Reference
 from composer3d.verification.rounding import rounding, signs
 from composer3d.verification.session import limits_of
@@ -12,6 +14,26 @@ from composer3d.verification.session import limits_of
 def test_a_loss_is_as_far_off_as_its_furthest_sample():
     rounded, exact = Reference(initial={}, samples=[1.0, 2.0]), Reference(initial={}, samples=[1.0, 1.6])
     assert rounding(rounded, exact, in_parts=True)["loss"][""] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "told"),
+    [
+        (2.0, 1.0, "2"),
+        (0.1234567, 1.0, "0.1235"),
+        (1.001, 1.0, "1.001"),
+        (1.00012, 1.0, "1.00012"),
+        (0.99988, 1.0, "0.99988"),
+        (1.0 + 3e-9, 1.0, "1.000000003"),
+        (1.0, 1.0, "1"),
+        (0.30001, 0.3, "0.30001"),
+        (0.3, 0.30001, "0.3"),
+        (math.inf, 1.0, "inf"),
+        (0.0, 0.0, "0"),
+    ],
+)
+def test_a_number_is_told_with_the_digits_that_tell_it_from_another(value, other, told):
+    assert told_apart(value, other) == told
 
 
 def test_signs_take_turns():

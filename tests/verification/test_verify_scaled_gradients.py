@@ -14,6 +14,7 @@ from composer3d.testing import assert_parity
 table = planted("scaling_faults")
 MIXED = "[precision.mixed]\n"
 RANKS = r"all gradients of the ranks are 1\.0[12]\d* times what one device has \(in the run's dtypes\)"
+RANKS_A_LITTLE = r"all gradients of the ranks are 1\.0003 times what one device has \(in the run's dtypes\)"
 ALONE = r"all gradients of one device with its precision plugins are {} times what it has in float64"
 ONE = "1 gradients of one device with its precision plugins are multiples of what it has in float64, as that of "
 SAID = "roundings add errors and do not multiply: one of those plugins scales gradients"
@@ -23,11 +24,12 @@ SAID = "roundings add errors and do not multiply: one of those plugins scales gr
     ("text", "line"),
     [
         (FSDP + MIXED + table("precision", "growing", "ranks", factor=1.02), RANKS),
+        (DDP + table("precision", "growing", "ranks", factor=1.0003), RANKS_A_LITTLE),
         (FSDP + MIXED + table("precision", "growing", "reduced", factor=1.02), ALONE.format(r"1\.0[12]\d*")),
         (DDP + table("precision", "growing", "one", factor=1.02), ONE),
         (FSDP + MIXED + table("precision", "growing", "backward", factor=2.0), ALONE.format(r"(2|1\.99\d*)")),
     ],
-    ids=["2 % on ranks", "2 % in bfloat16", "of one parameter", "in a backward"],
+    ids=["2 % on ranks", "0.03 % on ranks", "2 % in bfloat16", "of one parameter", "in a backward"],
 )
 def test_a_factor_is_named(text, line):
     told = refuted(text, own_dtype=True, microbatch=3)

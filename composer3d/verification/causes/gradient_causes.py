@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
 from composer3d.verification.causes.cause_wording import first_gradients, module_of, pieces_of_ranks, some
+from composer3d.verification.comparison import told_apart
 from composer3d.verification.evidence.deviations import AlongAxis, Deviation
 from composer3d.verification.evidence.known_changes import OTHERS
 from composer3d.verification.evidence.multiples import Multiple, common
@@ -51,7 +52,7 @@ def _leftover(evidence: Evidence) -> Iterator[str]:
     if late and late == wrong.keys():
         yield f"the gradients of {some(sorted(late))} in step {number} are those of step {number - 1}: used a step late"
     elif times is not None:
-        shown = "" if abs(times - 1.0) <= _ALIKE else f"{times:.4g} times "
+        shown = "" if abs(times - 1.0) <= _ALIKE else f"{told_apart(times)} times "
         yield (
             f"the gradients of step {number} hold {shown}those of step {number - 1} besides: they are not zeroed, or "
             "kept and added again"

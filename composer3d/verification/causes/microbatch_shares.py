@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.mesh import Role
 from composer3d.verification.causes.factor_meanings import meaning_of
+from composer3d.verification.comparison import told_apart
 
 if TYPE_CHECKING:
     from composer3d.verification.evidence.microbatch_weights import Weights
@@ -79,7 +80,9 @@ def _scaled(shares: _Shares) -> str:
     if not _equal(shares.values):
         return ""
     factor = statistics.fmean(shares.values)
-    return f"{shares.whose} are {factor:.6g} times the right ones{meaning_of(shares.evidence, factor)}"
+    return (
+        f"{shares.whose} are {told_apart(factor, digits=6)} times the right ones{meaning_of(shares.evidence, factor)}"
+    )
 
 
 def _mean_of_means(shares: _Shares) -> str:
@@ -174,7 +177,7 @@ def _weighed(shares: _Shares) -> str:
         why = "; each rank's are scaled by a number of its own before they are reduced"
     elif not alike and all(value > 0 for value in shares.values):
         why = "; each is scaled by itself before all are accumulated, as by clipping, or a scale, in between"
-    shown = ", ".join(f"{value:.4g}" for value in shares.values)
+    shown = ", ".join("1" if _is(value, 1.0) else told_apart(value) for value in shares.values)
     return f"the micro-batches weigh {shown} in {shares.whose}, where each should weigh 1{why}"
 
 
@@ -198,7 +201,9 @@ def _auxiliary(evidence: Evidence, weights: Weights) -> str:
     if factor is None:
         return ""
     meaning = meaning_of(evidence, factor)
-    return f"the auxiliary loss weighs {factor:.6g} times what it should, and all else is right{meaning}"
+    return (
+        f"the auxiliary loss weighs {told_apart(factor, digits=6)} times what it should, and all else is right{meaning}"
+    )
 
 
 def _maximum(evidence: Evidence, weights: Weights) -> str:
@@ -239,7 +244,8 @@ def _common_factor(evidence: Evidence) -> Iterator[str]:
         ((factor, fqns),) = factors.items()
         everything = {fqn for _, _, fqn, _ in evidence.deviations("gradients")}
         whose = f"{len(fqns)} parameters" if len(fqns) > _NAMED or len(fqns) == len(everything) else ", ".join(fqns)
-        yield f"the gradients of {whose} are {factor:.6g} times the right ones{meaning_of(evidence, factor)}"
+        shown, meaning = told_apart(factor, digits=6), meaning_of(evidence, factor)
+        yield f"the gradients of {whose} are {shown} times the right ones{meaning}"
 
 
 _ALL = "all gradients"

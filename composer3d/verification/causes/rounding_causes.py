@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from composer3d.verification.causes.cause_wording import some
+from composer3d.verification.comparison import told_apart
 from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.evidence.gains import ALL, Gain
 from composer3d.verification.verdict import Evidence, Kind
@@ -50,11 +51,11 @@ def _is_multiplied_alone(fqn: str, gain: Gain) -> bool:
 
 def _said(factors: Mapping[str, float], whose: str, beside: str) -> str:
     if ALL in factors:
-        return f"all gradients {whose} are {factors[ALL]:.4g} times what {beside} (in the run's dtypes)"
+        return f"all gradients {whose} are {told_apart(factors[ALL])} times what {beside} (in the run's dtypes)"
     fqn = min(factors)
     return (
-        f"{len(factors)} gradients {whose} are multiples of what {beside}, as that of {fqn}, {factors[fqn]:.4g} times "
-        "(in the run's dtypes)"
+        f"{len(factors)} gradients {whose} are multiples of what {beside}, as that of {fqn}, "
+        f"{told_apart(factors[fqn])} times (in the run's dtypes)"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
 from composer3d.verification.causes.cause_wording import SHOWN, names_of, pieces_of_ranks, some
+from composer3d.verification.comparison import told_apart
 from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.evidence.multiples import Multiple, common
 from composer3d.verification.verdict import Evidence
@@ -99,7 +100,11 @@ def _how_ranks_differ(evidence: Evidence, fqns: Sequence[str]) -> str:
         return f"; {who} leaves them as they are"
     known = [first[fqn].multiples.get(Multiple.UPDATE) for fqn in fqns if fqn in first]
     factor = common(value for value in known if value is not None)
-    return f"; {who} is wrong" if factor is None else f"; on {who} the updates are {factor:.4g} times the right ones"
+    return (
+        f"; {who} is wrong"
+        if factor is None
+        else f"; on {who} the updates are {told_apart(factor)} times the right ones"
+    )
 
 
 def _not_handed_over(evidence: Evidence, fqns: Iterable[str]) -> str:
@@ -128,11 +133,14 @@ def _clipping(evidence: Evidence) -> Iterator[str]:
         yield f"the gradients of {some(sorted(evidence.wrong('clipped', step=number)))} change before the optimizer"
         return
     shown = ", ".join(
-        f"{'no single number' if factor is None else format(factor, '.4g')} on rank {rank}"
+        f"{'no single number' if factor is None else told_apart(factor, right)} on rank {rank}"
         for rank, factor in list(wrong.items())[:SHOWN]
     )
+    nearest = min(
+        (factor for factor in wrong.values() if factor is not None), key=lambda f: abs(f - right), default=right
+    )
     yield (
-        f"gradients are scaled by {shown} between backward and optimizer, where {right:.4g} is right: "
+        f"gradients are scaled by {shown} between backward and optimizer, where {told_apart(right, nearest)} is right: "
         f"{_why_scaled(factors, wrong)}"
     )
 
@@ -196,8 +204,8 @@ def _scaled(evidence: Evidence, moved: Wrong) -> Iterator[str]:
         yield f"{what} are not updated, where the gradients are right{where}"
     else:
         yield (
-            f"the updates of {what} are {factor:.4g} times the right ones, from the same gradients: the learning rate "
-            f"is another one, or applied more than once{where}"
+            f"the updates of {what} are {told_apart(factor)} times the right ones, from the same gradients: the "
+            f"learning rate is another one, or applied more than once{where}"
         )
 
 

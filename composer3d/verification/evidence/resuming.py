@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import all_gather_json
 from composer3d.errors import ComposerError
 from composer3d.step import local
-from composer3d.verification.comparison import fit
+from composer3d.verification.comparison import fit, told_apart
 from composer3d.verification.evidence.kept_state import changed, kept_beside
 from composer3d.verification.evidence.random_draws import recording
 from composer3d.verification.one_device import of_dtype
@@ -325,7 +325,7 @@ def _how(key: str, found: Tensor | None, right: Tensor, saved: _Snapshot) -> str
             return f"is {_called(other)}" if not kind else f"is that of {_called(other).removeprefix(f'{kind} of ')}"
     multiple = fit(found, right) if found.is_floating_point() else None
     if multiple is not None and multiple.residual <= 1e-6 and multiple.factor:
-        return f"is {multiple.factor:.4g} times what it was"
+        return f"is {told_apart(multiple.factor)} times what it was"
     distance = float((found.double() - right.double()).abs().max())
     largest = float(right.double().abs().max())
     return f"is off by {distance / largest if largest else math.inf:.3g} of its largest element"
