@@ -33,6 +33,7 @@ from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Statef
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
+from composer3d.observation.issuers import sources_of
 from composer3d.observation.torch_errors import TorchErrors
 from composer3d.processes.arrival import await_all
 from composer3d.processes.foreign_peers import refuse_foreign_peers
@@ -279,6 +280,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
         groups=groups,
         owners={name: owner for name, owner in (of_views | owners).items() if owner},
         store=torch_compat.default_store(),
+        sources=sources_of(context.plugins),
     )
     flight.errors = context.stash(TorchErrors)
     return flight

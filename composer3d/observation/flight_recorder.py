@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from composer3d import torch_compat
@@ -31,18 +30,17 @@ from composer3d.observation.hang_report import Account, RecordedCollective, diag
 from composer3d.observation.lost_peers import chain_of, lost_a_peer
 from composer3d.observation.mismatch_ending import end_rank, notice
 from composer3d.observation.rank_questions import RankQuestions
+from composer3d.observation.recorded_collectives import KEPT, Groups, collectives
 from composer3d.observation.torch_errors import TorchErrors
 
-__all__ = ["Flight", "Groups", "collectives"]
+__all__ = ["Flight"]
 
 _LOOK_S = 0.5  # how often a rank looks for an alarm
 _MISMATCH = "a rank was sent another number of bytes than its collective expects"
 _ANSWER_S = 2.0  # how long the first one waits for answers
 _CLOSE_S = 10.0  # how long the end waits for a look in progress: a store that is there answers long before
 _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
-_KEPT = 64  # collectives of each group that a rank tells of
 _CLOSED = 1024  # spans that it remembers
-_CHECKPOINT = "composer3d_checkpoint"  # the group of saves in the background: a rank does not wait there
 _SILENT = ("nccl",)  # backends that raise nothing in the thread that waits: torch's watchdog ends the process
 _LATE = 0.8  # of the timeout: then what such a backend waits for is told, before the watchdog ends everything
 _LOOKS = 6  # looks for an alarm before each look for what is late
@@ -59,7 +57,6 @@ _GROUP_CALLS = "/composer3d/step/control_numbers.py"
 
 log = logging.getLogger(__name__)
 
-Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # by a process group's name: its axis and its ranks
 _Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and when it began
 
 
@@ -77,13 +74,24 @@ class Flight:
         groups: Axis and ranks by name of the process group.
         owners: The plugin that owns an axis, by axis.
         store: Key-value store of all ranks, under one prefix.
+        sources: Plugins by their source, as of `issuers.sources_of`.
 
     Memory: the open spans, and the last thousand that were closed. Collectives: none; after a failure a few messages a
     rank through the store.
     """
 
-    def __init__(self, *, layout: Layout, rank: int, groups: Groups, owners: Mapping[str, str], store: Any) -> None:
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        rank: int,
+        groups: Groups,
+        owners: Mapping[str, str],
+        store: Any,
+        sources: Mapping[str, str],
+    ) -> None:
         self._layout, self._rank, self._groups, self._owners, self._store = layout, rank, groups, owners, store
+        self._sources = sources
         self._open: list[_Open] = []
         self._broken: tuple[_Open, ...] = ()
         self._closed: deque[tuple[str, int | None, int, int]] = deque(maxlen=_CLOSED)
@@ -141,7 +149,7 @@ class Flight:
         else:
             self._open[:] = [span for span in self._open if span is not token]
 
-    def leave(self, error: BaseException | None = None, *, kept: int = _KEPT) -> dict[str, Any]:
+    def leave(self, error: BaseException | None = None, *, kept: int = KEPT) -> dict[str, Any]:
         """Return this rank's state, at its failure if it failed, as JSON values; from any thread.
 
         Args:
@@ -288,7 +296,7 @@ class Flight:
     def _now(self) -> Account:
         return self._account(_stack(sys._current_frames().get(self._main or 0)))
 
-    def _account(self, frames: Sequence[Any], *, kept: int = _KEPT) -> Account:
+    def _account(self, frames: Sequence[Any], *, kept: int = KEPT) -> Account:
         """Return this rank's account; `frames` from the outermost to the innermost."""
         outside = [frame for frame in frames if _TORCH not in frame.f_code.co_filename]
         place, own = "", None
@@ -321,43 +329,7 @@ class Flight:
         names = {entry["process_group"][0] for entry in entries} - self._groups.keys()
         others = {name: ranks for name in names if (ranks := torch_compat.ranks_of_group(name)) is not None}
         spans = {name: (self._layout.span(ranks), ranks) for name, ranks in others.items()}
-        return collectives(entries, self._groups, others=spans, kept=kept)
-
-
-def collectives(
-    entries: Sequence[Mapping[str, Any]], groups: Groups, *, others: Groups = MappingProxyType({}), kept: int = _KEPT
-) -> list[RecordedCollective]:
-    """Read a flight recorder's entries, oldest first; only the last ones of each group are kept.
-
-    Args:
-        entries: As torch writes them in JSON; gloo's and NCCL's are alike.
-        groups: Axis and ranks by name of the process group.
-        others: The same of groups that are no axis' own.
-        kept: Most collectives per group.
-    """
-    groups = {**others, **groups}
-    found: dict[str, list[RecordedCollective]] = {}
-    for entry in sorted(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"]))):
-        name, described = entry["process_group"]
-        if name not in groups or described == _CHECKPOINT or entry.get("is_p2p"):
-            continue
-        axis, ranks = groups[name]
-        backend, _, op = entry["profiling_name"].partition(":")
-        collective = RecordedCollective(
-            axis=axis,
-            ranks=ranks,
-            number=int(entry["collective_seq_id"]),
-            op=op.lstrip("_").removesuffix("_base"),
-            sizes=tuple(tuple(size) for size in entry["input_sizes"]),
-            time_ns=int(entry["time_created_ns"]),
-            dtypes=tuple(entry["input_dtypes"]),
-            backend=backend,
-            group=name if name in others else "",
-            pending=not entry["retired"] and entry["state"] != "completed",
-        )
-        found.setdefault(f"{name} {backend}", []).append(collective)
-    newest = [collective for rows in found.values() for collective in rows[-kept:]]
-    return sorted(newest, key=lambda collective: collective.time_ns)
+        return collectives(entries, self._groups, others=spans, kept=kept, sources=self._sources)
 
 
 def _late(entries: Sequence[Mapping[str, Any]], now_ns: int) -> float | None:

@@ -42,6 +42,9 @@ class RecordedCollective:
         backend: Backend that runs it: a group may have one for each device type, and each counts its own.
         group: Name of the group among groups of the same ranks; empty for the axis' own, and for the world's.
         pending: Whether it has not completed, by its backend's record.
+        issuer: The plugin that issued it, or composer3d; empty for the owner of its axis, and for a line of a loop or a
+            model; None where the record does not tell.
+        caller: File, line and function that called it, of a plugin, a loop or a model.
     """
 
     axis: str
@@ -54,6 +57,8 @@ class RecordedCollective:
     backend: str = ""
     group: str = ""
     pending: bool = False
+    issuer: str | None = None
+    caller: str = ""
 
     def __str__(self) -> str:
         return f"{self.op} of {', '.join(str(list(size)) for size in self.sizes) or 'nothing'}"
@@ -168,14 +173,22 @@ def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[st
     found = mismatch or (None if accounts[0].exchanges else _missing(accounts))
     if found is None:
         return None
-    collective, odd, text = found
-    own = next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
+    collective, odd, here, text = found
+    issuers = {rank: _issuer(ran, layout, owners, _own(ran, accounts)) for rank, ran in here.items()}
+    # Where ranks ran those of several issuers, each is named with its rank.
+    several = issuers if len(set(issuers.values())) > 1 else {}
+    names = dict.fromkeys(issuer.partition(", ")[0] if several else issuer for issuer in issuers.values())
     return Fault(
         kind="missing" if mismatch is None else "mismatch",
         collective=collective,
         odd=odd,
-        text=f"{_where(collective, layout, owners, own)}: " + text(layout),
+        text=f"{_where(collective, ' and '.join(names))}: " + text(layout, several),
     )
+
+
+def _own(collective: RecordedCollective, accounts: Sequence[Account]) -> bool | None:
+    """Return whether a collective is composer3d's own, of a rank that is in it; None where none is."""
+    return next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
 
 
 def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, str]) -> tuple[tuple[int, ...], str]:
@@ -206,16 +219,23 @@ def _when(account: Account) -> str:
     return f"in step {account.step}" if account.inside else f"after step {account.step}"
 
 
-def _where(collective: RecordedCollective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
+def _where(collective: RecordedCollective, issuers: str) -> str:
     ranks = " and ".join(map(str, collective.ranks)) if len(collective.ranks) <= 4 else f"{len(collective.ranks)} ranks"
     return (
         f"collective {collective.number} over {collective.axis} "
-        f"({'' if ' ranks' in ranks else 'ranks '}{ranks}; {_plugin(collective, layout, owners, own)})"
+        f"({'' if ' ranks' in ranks else 'ranks '}{ranks}; {issuers})"
     )
 
 
-def _plugin(collective: RecordedCollective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
-    """Name who issued it: the owner of its axis; composer3d's own run over all ranks, which may be one axis."""
+def _issuer(collective: RecordedCollective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
+    """Name who issued it, with the line of a plugin, a loop or a model.
+
+    Where its record does not tell, that is the owner of its axis; composer3d's own run over all ranks, which may be one
+    axis.
+    """
+    if collective.issuer is not None:
+        name = collective.issuer or ("" if collective.caller else owners.get(collective.axis, "composer3d"))
+        return ", ".join(filter(None, (name, collective.caller)))
     if own or collective.axis not in owners:
         return "composer3d"
     shared = own is None and len(collective.ranks) == layout.world_size
@@ -232,7 +252,7 @@ def _by_line(accounts: Sequence[Account]) -> dict[Any, dict[int, dict[int, Recor
 
 
 def _mismatch(accounts: Sequence[Account]) -> Any:
-    """Find the earliest collective of any group that ranks ran differently."""
+    """Find the earliest collective of any group that ranks ran differently, and what each of them ran."""
     found: list[tuple[RecordedCollective, dict[int, RecordedCollective]]] = []
     for rows in _by_line(accounts).values():
         for number in sorted(set.intersection(*(set(row) for row in rows.values()))):
@@ -247,16 +267,18 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
     odd = tuple(rank for rank, other in here.items() if other.essence != usual)
     told = next(other for other in here.values() if other.essence == usual)
 
-    def text(layout: Names) -> str:
+    def text(layout: Names, issuers: Mapping[int, str]) -> str:
         alike = any(str(here[rank]) == str(told) for rank in odd)  # but for their dtypes
 
-        def act(ran: RecordedCollective) -> str:
-            return f"{ran} in {', '.join(ran.dtypes)}" if alike else str(ran)
+        def act(rank: int) -> str:
+            ran = f"{here[rank]} in {', '.join(here[rank].dtypes)}" if alike else str(here[rank])
+            return f"{ran} ({issuers[rank]})" if issuers else ran
 
-        shown = ", ".join(f"{layout.who(rank)} ran {act(here[rank])}" for rank in odd[:_SHOWN])
-        return f"{shown}, while {_ranks(rank for rank in here if rank not in odd)} ran {act(told)}"
+        others = [rank for rank in here if rank not in odd]
+        shown = ", ".join(f"{layout.who(rank)} ran {act(rank)}" for rank in odd[:_SHOWN])
+        return f"{shown}, while {_ranks(others)} ran {act(others[0])}"
 
-    return collective, odd, text
+    return collective, odd, here, text
 
 
 def _missing(accounts: Sequence[Account]) -> Any:
@@ -278,12 +300,12 @@ def _missing(accounts: Sequence[Account]) -> Any:
     last, odd = found
     late = all(rank in by_rank for rank in odd)
 
-    def text(layout: Names) -> str:
+    def text(layout: Names, issuers: Mapping[int, str]) -> str:
         who = " and ".join(layout.who(rank) for rank in odd[:_SHOWN])
         waits = _ranks(rank for rank in last.ranks if rank not in odd and rank in by_rank)
         return f"{who} did not {'run' if late else 'come through'} {last}, in which {waits} waited"
 
-    return last, odd, text
+    return last, odd, {rank: last}, text
 
 
 def _waited_in(account: Account) -> RecordedCollective:
@@ -320,7 +342,7 @@ def told_act(account: Account, layout: Names, owners: Mapping[str, str]) -> str:
         parts.append(f"at {account.place}")
     if account.collectives:
         last = account.collectives[-1]
-        parts.append(f"last collective {last} over {last.axis} ({_plugin(last, layout, owners, account.own)})")
+        parts.append(f"last collective {last} over {last.axis} ({_issuer(last, layout, owners, account.own)})")
     if account.has_closed:
         parts.append("and closed its run: its loop had fewer steps than others, or skipped one")
     return ", ".join(parts)

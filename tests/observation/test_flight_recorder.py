@@ -12,7 +12,8 @@ import torch.distributed as dist
 from support.models import composed, mine, padded
 
 from composer3d import RankError, StepError, torch_compat
-from composer3d.observation.flight_recorder import _late, collectives
+from composer3d.observation.flight_recorder import _late
+from composer3d.observation.recorded_collectives import collectives
 from composer3d.testing import run_ranks
 
 TIMEOUT_S = 2.0
@@ -77,19 +78,19 @@ REASON = (
             "missing",
             r"all_reduce of \[5\]",
             r"in step 1, at test_flight\w*.py:\d+ in faulty_step, "
-            r"last collective all_reduce of \[5\] over dp_shard \(fsdp2\)",
+            r"last collective all_reduce of \[5\] over dp_shard \(test_flight_recorder.py:\d+ in faulty_step\)",
             id="a collective that only one rank calls",
         ),
     ],
 )
 def test_a_missing_collective_names_everything(case, missed, first):
     (text, took_s), (other, _) = run_ranks(failing, 2, case)
-    plugin = "composer3d" if case == "hangs" else "fsdp2"
+    issuer = "composer3d" if case == "hangs" else r"test_flight_recorder.py:\d+ in faulty_step"
     assert re.fullmatch(
-        REASON + rf"collective \d+ over dp_shard \(ranks 0 and 1; {plugin}\): "
+        REASON + rf"collective \d+ over dp_shard \(ranks 0 and 1; {issuer}\): "
         rf"rank 1 \(dp_shard 1\) did not run {missed}, in which rank 0 waited\n"
         r"rank 1 \(dp_shard 1\): in step 1, at test_flight\w*.py:\d+ in linger, last collective \w+ of \[[\d, ]*\] "
-        r"over dp_shard \(fsdp2 or composer3d\)\n"
+        r"over dp_shard \((fsdp2|composer3d)\)\n"
         rf"rank 0 \(dp_shard 0\): {first}",
         text,
     ), text
@@ -111,16 +112,16 @@ def test_collectives_of_the_process_that_forked_the_ranks_are_not_taken_for_thei
 
 
 def test_another_collective_is_named():
-    # A rank that fails first knows that the collective was not composer3d's; one that only answers is past it.
     (text, took_s), (other, _) = run_ranks(failing, 2, "other")
     assert re.fullmatch(
-        REASON + r"collective (\d+) over dp_shard \(ranks 0 and 1; fsdp2( or composer3d)?\): "
-        r"rank 1 \(dp_shard 1\) ran all_gather of \[5\], "
-        r"while rank 0 ran all_reduce of \[5\]\n"
+        REASON + r"collective (\d+) over dp_shard \(ranks 0 and 1; test_flight_recorder.py:\d+ in faulty_step and "
+        r"test_flight_recorder.py:\d+ in faulty_step\): "
+        r"rank 1 \(dp_shard 1\) ran all_gather of \[5\] \(test_flight_recorder.py:\d+ in faulty_step\), "
+        r"while rank 0 ran all_reduce of \[5\] \(test_flight_recorder.py:\d+ in faulty_step\)\n"
         r"rank 1 \(dp_shard 1\): in step 1, at test_flight\w*.py:\d+ in (linger|faulty_step), "
-        r"last collective all_gather of \[5\] over dp_shard \(fsdp2( or composer3d)?\)\n"
+        r"last collective all_gather of \[5\] over dp_shard \(test_flight_recorder.py:\d+ in faulty_step\)\n"
         r"rank 0 \(dp_shard 0\): in step 1, at test_flight\w*.py:\d+ in faulty_step, "
-        r"last collective all_reduce of \[5\] over dp_shard \(fsdp2( or composer3d)?\)",
+        r"last collective all_reduce of \[5\] over dp_shard \(test_flight_recorder.py:\d+ in faulty_step\)",
         text,
     ), text
     assert other == text

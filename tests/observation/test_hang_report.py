@@ -89,6 +89,17 @@ def test_calls_that_run_ahead_of_nccl_do_not_hide_what_it_waits_in():
     )
 
 
+def test_issuers_are_named_with_each_rank_where_ranks_ran_those_of_several():
+    vote = replace(row(2, size=(5,)), issuer="voting", caller="voting.py:30 in _vote")
+    accounts = [account(0, replace(row(2), issuer="")), account(1, vote)]
+    assert told(accounts, dp_shard=2)[1:] == [
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2 and voting): rank 1 (dp_shard 1) ran all_reduce of [5] "
+        "(voting, voting.py:30 in _vote), while rank 0 ran all_reduce of [4] (fsdp2)",
+        f"rank 1 (dp_shard 1): {HERE}all_reduce of [5] over dp_shard (voting, voting.py:30 in _vote)",
+        f"rank 0 (dp_shard 0): {HERE}all_reduce of [4] over dp_shard (fsdp2)",
+    ]
+
+
 def test_another_dtype_is_a_mismatch():
     accounts = [
         account(0, replace(row(2), dtypes=("Float",))),

@@ -62,7 +62,8 @@ def loop(text, fault, folder):
             "[sharding.fsdp2]\n",
             "state",
             1,
-            r"rank 1 \(dp_shard 1\) ran all_gather of \[1\], while rank 0 ran all_gather of \[\d+\]\n"
+            r"rank 1 \(dp_shard 1\) ran all_gather of \[1\] \(composer3d\), "
+            r"while rank 0 ran all_gather of \[\d+\] \(fsdp2\)\n"
             r"rank 1 \(dp_shard 1\): after step 0, in full_state_dict, at test_mismatched_sizes.py:\d+ in loop, ",
             id="gathering a state",
         ),

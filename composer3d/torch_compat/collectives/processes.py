@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -262,7 +263,8 @@ def flight_records(*, waiting: bool = False) -> list[dict[str, Any]]:
     """Return what torch's flight recorders hold of this process's last collectives, as torch writes it in JSON.
 
     The recorders of gloo and of NCCL are two, each with an underscored function, the second only in builds with NCCL;
-    their other form is a pickle (torch 2.11-2.15).
+    their other form, a pickle that torch made in this process, has the stack of every call, its innermost frame first,
+    which is here under `frames` (torch 2.11-2.15).
 
     Args:
         waiting: Only NCCL's, and only those that were not seen to come back: gloo's recorder cannot tell them.
@@ -273,8 +275,19 @@ def flight_records(*, waiting: bool = False) -> list[dict[str, Any]]:
     for name in ("_dump_nccl_trace_json",) if waiting else ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=waiting)).get("entries") or []
+            found = json.loads(dump(includeCollectives=True, onlyActive=waiting)).get("entries") or []
+            stacks = {} if waiting else _stacks(getattr(_distributed_c10d, name.removesuffix("_json"), None))
+            entries += [{**entry, "frames": stacks.get(entry["record_id"], [])} for entry in found]
     return entries
+
+
+def _stacks(dump: Callable[..., bytes] | None) -> dict[int, list[dict[str, Any]]]:
+    """Return the stacks of a recorder's calls by the numbers of their records."""
+    if dump is None:
+        return {}
+    # Torch's own bytes, of plain values.
+    found = pickle.loads(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))
+    return {entry["record_id"]: entry.get("frames") or [] for entry in found.get("entries") or ()}
 
 
 def group_name(group: Any) -> str:
