@@ -88,7 +88,13 @@ if TYPE_CHECKING:
         Units,
     )
     from composer3d.jobs.job import Job, launch
-    from composer3d.linear_selection import LinearSharding, linear_layers, linear_sharding, on_local_shards
+    from composer3d.linear_selection import (
+        ConvertedLayers,
+        LinearSharding,
+        linear_layers,
+        linear_sharding,
+        on_local_shards,
+    )
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, Layout, Role
@@ -165,7 +171,7 @@ _MODULES = {
     "step.gradients": ("average_whole", "averaging_action"),
     "step.units.own_meshes": ("own_meshes", "whole_in_own_meshes"),
     "step.units.unit_dtypes": ("divide_by_dtype",),
-    "linear_selection": ("LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
+    "linear_selection": ("ConvertedLayers", "LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json", "receive_json", "send_json"),
@@ -230,6 +236,7 @@ __all__ = [
     "CodedExchange",
     "ComposerError",
     "Composition",
+    "ConvertedLayers",
     "DataDependent",
     "DataError",
     "Decisions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from composer3d.errors import PluginError
@@ -14,7 +15,30 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"]
+__all__ = ["ConvertedLayers", "LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"]
+
+
+@dataclass(kw_only=True, eq=False)
+class ConvertedLayers:
+    """Stash of the layers whose products a plugin computes otherwise: `context.stash(ConvertedLayers)`.
+
+    Noted in `select` of CONVERT, for plugins that replace plain linear layers later: their own `select` knows.
+
+    Attributes:
+        by_fqn: The plugin that converts a layer, by FQN.
+    """
+
+    by_fqn: dict[str, str] = field(default_factory=dict)
+
+    def note(self, fqns: Sequence[str], *, by: str) -> list[str]:
+        """Note layers, and return them.
+
+        Args:
+            fqns: Of the layers.
+            by: Name of the plugin.
+        """
+        self.by_fqn.update(dict.fromkeys(fqns, by))
+        return list(fqns)
 
 
 def linear_layers(

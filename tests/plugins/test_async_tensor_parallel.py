@@ -176,6 +176,44 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
+CONVERTED = """composer3d = 1
+model.use = "composer3d.models:llama"
+model.args = { dim = 64, num_layers = 2, num_heads = 4, ffn_dim = 128 }
+data = { use = "synthetic", seq_len = 32, vocab_size = 64 }
+train.steps = 2
+run.device = "cpu"
+[mesh]
+tp = 2
+[sharding.tensor_parallel]
+sequence_parallel = true
+[communication.async_tensor_parallel]
+"""
+
+
+@pytest.mark.parametrize("table", ["float8", "int8", "qat", "qlora", "mxfp8"])
+def test_check_and_plan_say_that_converted_layers_leave_nothing_to_overlap(table, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONVERTED + f"[precision.{table}]\n")
+    said = [str(problem) for problem in composer3d.check(path).problems if problem.severity == "error"]
+    assert said == [
+        f"{path}:11:16: [communication.async_tensor_parallel] all 14 linear layers that exchange the sequence, as "
+        f'"layers.0.attention.wq", are converted by {table}, whose products are no plain ones: there is nothing to '
+        f"overlap; remove this table, or leave some of them out of {table}"
+    ]
+    with pytest.raises(ManifestError, match="there is nothing to overlap"):
+        composer3d.plan(path)
+
+
+def test_what_is_not_converted_overlaps(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONVERTED + '[precision.float8]\nexclude = ["layers.*.feed_forward"]\n')
+    rows = {row["name"]: row["fqns"] for row in composer3d.check(path).report["plan"]}
+    assert {name: fqns for name, fqns in rows.items() if name.startswith("async_tensor_parallel")} == {
+        "async_tensor_parallel.gathered": [f"layers.{n}.feed_forward.{w}" for n in (0, 1) for w in ("w1", "w3")],
+        "async_tensor_parallel.summed": [f"layers.{n}.feed_forward.w2" for n in (0, 1)],
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import (
+    ConvertedLayers,
     Phase,
     PlannedShards,
     PluginError,
@@ -103,7 +104,7 @@ class MXFP8:
             beside=stacked_layers(model),
         )
         context.state[self] = chosen
-        return chosen
+        return context.stash(ConvertedLayers).note(chosen, by="mxfp8")
 
     def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
         """Return the selected layers; [""] if their selection failed, which has reported its own error."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    ConvertedLayers,
     Decisions,
     Phase,
     PluginError,
@@ -131,10 +132,25 @@ class AsyncTensorParallel:
                 "no linear layer gathers or sums a sequence that is sharded: there is nothing to overlap",
                 hint=f"write sequence_parallel = true where {axis} is owned; where it stands, remove this table",
             )
-        return [fqn for fqn in context.fqns if fqn in planned]
+        if not self._is_decomposed(context):
+            return [fqn for fqn in context.fqns if fqn in planned]
+        by = context.stash(ConvertedLayers).by_fqn
+        converted = [fqn for fqn in context.fqns if fqn in planned and fqn in by]
+        plain = [fqn for fqn in context.fqns if fqn in planned and fqn not in by]
+        if not plain:
+            names = " and ".join(sorted({by[fqn] for fqn in converted}))
+            raise PluginError(
+                f'all {len(converted)} linear layers that exchange the sequence, as "{converted[0]}", are converted by '
+                f"{names}, whose products are no plain ones: there is nothing to overlap",
+                hint=f"remove this table, or leave some of them out of {names}",
+            )
+        self._note_left(converted, context)
+        return plain
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
-        planned = context.stash(SequenceProjections).planned
+        planned: Mapping[str, str] = context.stash(SequenceProjections).planned
+        if self._is_decomposed(context):
+            planned = {fqn: kind for fqn, kind in planned.items() if fqn not in context.stash(ConvertedLayers).by_fqn}
         how = "" if self._is_decomposed(context) else "fused_"
         rows = {
             f"{how}{kind}": [fqn for fqn in context.fqns if planned.get(fqn) == kind] for kind in ("gathered", "summed")
@@ -161,10 +177,13 @@ class AsyncTensorParallel:
         for fqn in changed:
             made[fqn].replace(partial(functions[made[fqn].kind], num_chunks=self.chunks or 2))
         left = [fqn for fqn in fqns if fqn not in made]
-        if left:
-            noted = f"converted layers keep their exchange of {_axis(context)}: {', '.join(left)}"
-            context.stash(Decisions).notes.append(noted)
+        self._note_left(left, context)
         return list(fqns)
+
+    def _note_left(self, fqns: Sequence[str], context: RunContext) -> None:
+        if fqns:
+            noted = f"converted layers keep their exchange of {_axis(context)}: {', '.join(fqns)}"
+            context.stash(Decisions).notes.append(noted)
 
     def _pipeline(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         if not any(module._compiled_call_impl is not None for module in model.modules()):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    ConvertedLayers,
     LayoutOffer,
     LayoutTraits,
     Phase,
@@ -156,7 +157,7 @@ class Float8:
                 model, context, modules=None, multiple=MULTIPLE, beside=stacked_layers(model)
             )  # refuses to leave all blocks as they are
         context.state[self] = chosen
-        return chosen
+        return context.stash(ConvertedLayers).note(chosen, by="float8")
 
     def _select_again(self, model: nn.Module, context: RunContext) -> list[str]:
         """Return the layers chosen before, or raise the same error again."""

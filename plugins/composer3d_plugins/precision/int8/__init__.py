@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import (
+    ConvertedLayers,
     Phase,
     PluginError,
     RunContext,
@@ -76,9 +77,10 @@ class Int8:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        return linear_layers(
+        chosen = linear_layers(
             model, context, modules=self.modules, exclude=self.exclude, multiple=16, beside=stacked_layers(model)
         )
+        return context.stash(ConvertedLayers).note(chosen, by="int8")
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         import torch

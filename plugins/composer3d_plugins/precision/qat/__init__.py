@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    ConvertedLayers,
     Exports,
     Phase,
     RunContext,
@@ -89,6 +90,7 @@ class QAT:
             if fqn in stacked
             for name, dim in summed_dims(model.get_submodule(fqn), fqn=fqn, by="qat").items()
         }
+        context.stash(ConvertedLayers).note(chosen, by="qat")
         exports = context.stash(Exports)
         exports.form = lambda tensors: flattened(self._rounded(tensors, experts), sources=sources, **options)
         exports.config = lambda: described(model, sources=sources, **options)

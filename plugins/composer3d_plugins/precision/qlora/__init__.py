@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    ConvertedLayers,
     Exports,
     Phase,
     PlannedShards,
@@ -214,7 +215,8 @@ class QLoRA:
         # Patterns of optimizer groups may name adapters.
         context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
         context.parameter_fqns += tuple(f"{each.fqn}.{name}" for each in stacked for name in each.adapters)
-        return list(dict.fromkeys([*quantised, *adapted, *context.state[self].stacked]))
+        converted = dict.fromkeys([*quantised, *adapted, *context.state[self].stacked])
+        return context.stash(ConvertedLayers).note(list(converted), by="qlora")
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
         chosen: Chosen = context.state[self]
