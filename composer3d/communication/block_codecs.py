@@ -51,7 +51,8 @@ class Cast:
 
     def decode(self, payload_RP: Tensor, length: int) -> Tensor:
         """Return the elements, float32 RN."""
-        return payload_RP.contiguous().view(self.dtype).float()
+        # Flat: rows without elements have any stride.
+        return payload_RP.reshape(-1).view(self.dtype).view(len(payload_RP), length).float()
 
     def bound(self, x_RN: Tensor) -> Tensor:
         """Return the largest error of each element."""

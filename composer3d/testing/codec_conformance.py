@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["assert_codec_conforms"]
 
-LENGTHS = (1, 2, 3, 7, 8, 63, 64, 65, 256, 257, 1000)
+LENGTHS = (0, 1, 2, 3, 7, 8, 63, 64, 65, 256, 257, 1000)
 _ROWS = 3
 
 
@@ -31,7 +31,7 @@ def assert_codec_conforms(codec: Codec, *, lengths: Sequence[int] = LENGTHS) -> 
 
     Args:
         codec: A `composer3d.Codec`.
-        lengths: Values of N, 1 at least.
+        lengths: Values of N; 0 where a rank's shard of every parameter is empty.
 
     Raises:
         AssertionError: With what does not hold, and for which elements.
@@ -39,7 +39,8 @@ def assert_codec_conforms(codec: Codec, *, lengths: Sequence[int] = LENGTHS) -> 
     for length in lengths:
         for name, x_RN in _numbers(length):
             _judge(codec, x_RN, f"{name} of {length} elements")
-        _judge_what_is_not_finite(codec, length)
+        if length:
+            _judge_what_is_not_finite(codec, length)
 
 
 def _numbers(length: int) -> Iterator[tuple[str, Tensor]]:

@@ -7,8 +7,21 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from composer3d_plugins.communication.compression.codecs import make_codec
-from support.models import composed, gradient_error, mine, one_step, padded, reference_gradients, seeded
+from composer3d_plugins.communication.compression.exchange import Owed, gather_rows, mean_of_replicas, reduce_rows
+from support.models import (
+    composed,
+    gradient_error,
+    mine,
+    one_step,
+    padded,
+    reference_gradients,
+    seeded,
+    write_manifest,
+)
+from torch import nn
+from torch.nn.functional import mse_loss
 
 import composer3d
 from composer3d import ManifestError, block_codec
@@ -37,7 +50,7 @@ def numbers(rows, length):
 
 
 @pytest.mark.parametrize("block", [15, 16])
-@pytest.mark.parametrize("length", [1, 2, 7, 16, 255, 256, 257, 1000])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 16, 255, 256, 257, 1000])
 @pytest.mark.parametrize("name", [*NAMES, *BIASED])
 def test_errors_are_within_the_bound_and_payloads_have_their_bytes(name, length, block):
     codec, x = make_codec(name, block=block), numbers(3, length)
@@ -47,7 +60,7 @@ def test_errors_are_within_the_bound_and_payloads_have_their_bytes(name, length,
     assert decoded.dtype == torch.float32 and decoded.shape == x.shape
     assert bool(((decoded - x).abs() <= codec.bound(x)).all())
     # A bound that is as large as the numbers would hold nothing.
-    if name not in BIASED:
+    if name not in BIASED and length:
         assert float(codec.bound(x).mean()) < 0.1 * float(x.abs().max())
 
 
@@ -104,7 +117,56 @@ def test_stochastic_rounding_is_unbiased():
     assert not torch.equal(decoded[0], decoded[1])
 
 
+def exchanged_nothing():
+    """Exchange rows without elements by every codec; return the shapes of what a rank has then."""
+    found = {}
+    for name in (*NAMES, *BIASED, None):
+        codec, group = None if name is None else make_codec(name, block=16), dist.group.WORLD
+        owed = Owed(sender_N=torch.zeros(0), owner_N=torch.zeros(0))
+        found[name] = [
+            tuple(each.shape)
+            for each in (
+                reduce_rows(torch.zeros(2, 0), codec, group),
+                gather_rows(torch.zeros(0), codec, group),
+                mean_of_replicas(torch.zeros(0), codec, group),
+                mean_of_replicas(torch.zeros(0), codec, group, owed),
+            )
+        ]
+    return found
+
+
+def test_a_rank_whose_shards_are_empty_exchanges_payloads_of_no_bytes():
+    assert all(make_codec(name, block=16).num_bytes(0) == 0 for name in (*NAMES, *BIASED))
+    for found in run_ranks(exchanged_nothing, 2):
+        assert found == dict.fromkeys((*NAMES, *BIASED, None), [(0,), (2, 0), (0,), (0,)])
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def narrow_step(text):
+    """Return the sizes of a rank's shards of a layer with one output, and its gradients beside one device's."""
+    torch.manual_seed(0)
+    model, reference, x, y = nn.Linear(5, 1), nn.Linear(5, 1), torch.randn(4, 5), torch.randn(4, 1)
+    reference.load_state_dict(model.state_dict())
+    mse_loss(reference(x), y).backward()
+    run = composer3d.compose(model, write_manifest(text), loss_fn=mse_loss)
+    here = run.context.data_parallel_rank
+    with run.step(0):
+        run.forward_backward(x[here : here + 1], target=y[here : here + 1])
+        run.clip_grad_norm_(math.inf)
+        found = {name: full(p.grad) for name, p in run.named_parameters()}
+    sizes = [parameter.to_local().numel() for parameter in model.parameters()]
+    run.close()
+    errors = [(found[name] - p.grad).abs().max() / p.grad.abs().max() for name, p in reference.named_parameters()]
+    return sizes, float(max(errors))
+
+
+def test_a_rank_whose_shards_are_empty_takes_part():
+    mesh = "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
+    found = run_ranks(narrow_step, 4, mesh + table(gradients="int8", weights="int8"))
+    assert [sizes for sizes, _ in found] == [[5, 1], [0, 0]] * 2
+    assert max(error for _, error in found) < 0.05  # of 8 bits, three times
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -64,8 +64,8 @@ class Largest:
         import torch
 
         num_blocks, block, kept = self._sizes(length)
-        value_RKT = _read(payload_RP[:, : 4 * num_blocks * kept], torch.float32).view(-1, num_blocks, kept)
-        place_RKT = _read(payload_RP[:, 4 * num_blocks * kept :], torch.int16).view(-1, num_blocks, kept)
+        value_RKT = _read(payload_RP[:, : 4 * num_blocks * kept], torch.float32).view(len(payload_RP), num_blocks, kept)
+        place_RKT = _read(payload_RP[:, 4 * num_blocks * kept :], torch.int16).view(len(payload_RP), num_blocks, kept)
         x_RKB = value_RKT.new_zeros(*value_RKT.shape[:2], block)
         return x_RKB.scatter_(2, place_RKT.long(), value_RKT).flatten(1)[:, :length]
 
@@ -113,7 +113,7 @@ class Signs:
         import torch
 
         num_blocks = -(-length // self.block)
-        size_RK = _read(payload_RP[:, : 4 * num_blocks], torch.float32).view(-1, num_blocks)
+        size_RK = _read(payload_RP[:, : 4 * num_blocks], torch.float32).view(len(payload_RP), num_blocks)
         bit_RN = ((payload_RP[:, 4 * num_blocks :, None] >> _shifts(payload_RP)) & 1).flatten(1)[:, :length]
         return (bit_RN.float() * 2 - 1) * size_RK.repeat_interleave(self.block, dim=1)[:, :length]
 
