@@ -72,6 +72,16 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "shard_dim_alltoall": ("all_to_all", 0),
 }
 
+# Of gathers, the position of what a rank puts in.
+_GATHERED: Mapping[str, int] = {
+    "_allgather_base_": 1,
+    "all_gather_into_tensor_out": 0,
+    "allgather_": 1,
+    "allgather_coalesced_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "gather_": 1,
+}
+
 # Functions of torch that call a module's forward with its hooks, and that run a backward.
 _CALLS = {"torch.nn.modules.module": ("_call_impl",), "torch.autograd.graph": ("_engine_run_backward",)}
 
@@ -101,6 +111,23 @@ class Collective:
     issuer: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """A collective that is about to run.
+
+    Args:
+        op: As of `Collective`.
+        axis: As of `Collective`.
+        ranks: As of `Collective`.
+        tensors: What this rank puts in.
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
 class Collectives:
     """The collectives seen so far, in the order in which they were issued."""
 
@@ -123,6 +150,17 @@ class Collectives:
         """Count an operator that has run, if it is a collective."""
         if self.is_collective(operator):
             _record(self, operator.name().split(".")[0].split("::")[1], args)
+
+    def sent(self, operator: Any, args: tuple[Any, ...]) -> Issued | None:
+        """Return a collective of an operator before it runs; None for one without tensors of its own, and messages."""
+        name = operator.name().split(".")[0].split("::")[1]
+        op, position = _OPERATORS.get(name, (name, 0))
+        if name in ("barrier", "monitored_barrier_", "batch_p2p_ops") or op in ("send", "recv"):
+            return None
+        found = process_group(_group_of(args))
+        ranks = tuple(dist.get_process_group_ranks(found))
+        tensors = tuple(_tensors(args[_GATHERED.get(name, position)]))
+        return Issued(op=op, axis=self._axis(found, ranks), ranks=ranks, tensors=tensors)
 
     @property
     def rows(self) -> tuple[Collective, ...]:
@@ -203,8 +241,7 @@ def _record(collectives: Collectives, name: str, args: tuple[Any, ...]) -> None:
         for operation, tensor in zip(operations, tensors, strict=True):
             collectives._add(operation.removeprefix("i"), [tensor], group)
         return
-    # A c10d operator carries its group boxed, before anything else that is boxed; a functional one carries it last.
-    group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), args[-1])
+    group = _group_of(args)
     if name in ("barrier", "monitored_barrier_"):
         collectives._add("barrier", [], group)
         return
@@ -212,6 +249,11 @@ def _record(collectives: Collectives, name: str, args: tuple[Any, ...]) -> None:
     # The functional all-gathers return their result and carry only their input; its size is known all the same.
     factor = args[1] if name.startswith("all_gather_into_tensor") else 1
     collectives._add(op, list(_tensors(args[position])), group, factor)
+
+
+def _group_of(args: tuple[Any, ...]) -> Any:
+    # A c10d operator carries its group boxed, before anything else that is boxed; a functional one carries it last.
+    return next((arg for arg in args if isinstance(arg, torch.ScriptObject)), args[-1])
 
 
 def _issuer() -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from composer3d import Phase, StepAction, StepPoint, Transform, hookimpl, plugin
+from composer3d import Metric, Phase, StepAction, StepPoint, Transform, hookimpl, plugin
 
 
 def gradients(state):
@@ -71,6 +71,28 @@ class Undeclared:
 
     def _sum(self, state):
         dist.all_reduce(torch.ones(1), group=state.context.mesh.get_group("dp_shard"))
+
+
+@plugin(family="profiling")
+class Swapped:
+    """Measure the mean of two gradients' norms over ranks, of which the second rank sends the second first.
+
+    Collectives: two all-reduces a step.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("swapped", StepPoint.GRADIENTS_LOCAL, self._mean)
+
+    def _mean(self, state):
+        norms = [grad.to_local().norm().view(1) for grad in list(gradients(state))[:2]]
+        for norm in reversed(norms) if state.context.rank else norms:
+            dist.all_reduce(norm, group=state.context.mesh.get_group("dp_shard"))
+        state.context.state[self] = float(norms[0] / norms[1])
+
+    @hookimpl
+    def composer3d_measure(self, context, step):
+        return [Metric(name="swapped_ratio", value=context.state.get(self, 0.0))]
 
 
 @plugin(family="communication")

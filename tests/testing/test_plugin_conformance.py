@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support import nonconforming_plugins as faulty
 
 from composer3d.registry import Catalogue
 from composer3d.testing.conformance import HEADINGS, Conformance, NonConformance, conformance_checks, run_conformance
+from composer3d.testing.conformance.paired_payloads import Sent, out_of_order
 
 # Heading, plugin, verdict, and a part of the message.
 FAULTS = [
@@ -22,6 +25,12 @@ FAULTS = [
         Conformance(plugin=faulty.PlannedOtherwise, collectives={("all_reduce", "dp_shard"): 2}),
         "undeclared collectives",
         "+1 all_reduce over dp_shard beside +2 all_reduce over dp_shard as stated",
+    ),
+    (
+        "collectives",
+        Conformance(plugin=faulty.Swapped),
+        "collectives out of order",
+        "step 0, what rank 0 puts into number 1 (norm, norms[0]), at nonconforming_plugins.py:",
     ),
     ("numerics", Conformance(plugin=faulty.WrongGradients), "wrong numbers", "gradients differ by more than"),
     ("state", Conformance(plugin=faulty.LostState), "lost state", "in the step after a load"),
@@ -63,6 +72,49 @@ def test_a_fault_is_found_under_its_heading(heading, case, verdict, said):
         check()
     assert caught.value.verdict == verdict
     assert said in str(caught.value)
+
+
+def sent(values, names, place, *, is_nothing=False, ranks=(0, 1), step=0):
+    return Sent(
+        step=step,
+        op="all_reduce",
+        axis="dp_shard",
+        ranks=ranks,
+        size="torch.float32 (1,)",
+        values=values,
+        names=names,
+        place=place,
+        is_nothing=is_nothing,
+    )
+
+
+FIRST, SECOND = sent("1.5", "a", "own.py:1 in add"), sent("2.5", "b", "own.py:1 in add")
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param([FIRST, SECOND], id="values"),
+        pytest.param([replace(FIRST, values=""), replace(SECOND, values="")], id="names"),
+        pytest.param([sent("", "", "own.py:1 in add"), sent("", "", "own.py:2 in add")], id="lines"),
+        pytest.param([FIRST, SECOND, sent("3.5", "c", "own.py:1 in add")], id="three"),
+    ],
+)
+def test_collectives_in_another_order_are_told(one):
+    other = [*one[1:], one[0]]
+    assert out_of_order([one, one]) == ""
+    assert "what rank 0 puts into number 1" in out_of_order([one, other])
+    assert f"rank 1 puts into number {len(one)}: each is reduced with another one" in out_of_order([one, other])
+    # Of another group, or of another step, they are others.
+    assert out_of_order([one, [replace(each, ranks=(1, 2)) for each in other], []]) == ""
+    assert out_of_order([one, [replace(each, step=1) for each in other]]) == ""
+
+
+def test_what_each_rank_adds_in_its_turn_is_in_order():
+    own, nothing = sent("1.5", "own", "own.py:1 in add"), sent("", "zeros", "own.py:2 in add", is_nothing=True)
+    assert out_of_order([[own, nothing], [nothing, own]]) == ""
+    # Numbers of a rank's own, which are no other rank's.
+    assert out_of_order([[replace(FIRST, values="1"), SECOND], [replace(FIRST, values="3"), SECOND]]) == ""
 
 
 def test_every_heading_has_a_fault_that_it_finds():

@@ -12,6 +12,7 @@ from composer3d.testing.conformance.conformance_case import Conformance, Written
 from composer3d.testing.conformance.effects import effect_of
 from composer3d.testing.conformance.manifest_proof import prove_manifest
 from composer3d.testing.conformance.observed_steps import Observed, cpu_times, observe
+from composer3d.testing.conformance.paired_payloads import out_of_order, sent_on_equal_batches
 
 if TYPE_CHECKING:
     from composer3d.verification import Verdict
@@ -63,7 +64,7 @@ class Suite:
         return f"{self.written.world_size} ranks compute what one device computes, {verdict.num_steps} steps"
 
     def collectives(self) -> str:
-        """Collectives are those of a trace, and those that the plugin declares."""
+        """Collectives are those of a trace, those that the plugin declares, and in one order on all ranks."""
         _, failures = self._proof()
         if failures["collectives"]:
             raise NonConformance("collectives apart from their trace", _lines(failures["collectives"]))
@@ -73,6 +74,7 @@ class Suite:
                 before = other[rank].collectives[number] if other is not None and rank < len(other) else {}
                 more = _more(found.collectives[number], before)
                 self._judge_collectives(more, has_before=other is not None)
+        self._judge_order_of_ranks()
         return _counts(_more(mine[0].collectives[-1], other[0].collectives[-1] if other else {})) or "none of its own"
 
     def state(self) -> str:
@@ -216,6 +218,13 @@ class Suite:
                 raise NonConformance(
                     "undeclared collectives", f"{count} {op} over {axis} in a step, and the docstring {said}"
                 )
+
+    def _judge_order_of_ranks(self) -> None:
+        size = self.written.world_size
+        sent = sent_on_equal_batches(self.written.manifest(self.options), self.case.plugin, world_size=size)
+        apart = out_of_order(sent)
+        if apart:
+            raise NonConformance("collectives out of order", apart)
 
 
 def _declared(plugin: type) -> str | None:

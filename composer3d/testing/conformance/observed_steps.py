@@ -23,7 +23,7 @@ from composer3d.torch_compat import dispatch_mode
 if TYPE_CHECKING:
     from composer3d import Composition
 
-__all__ = ["Observed", "cpu_times", "observe"]
+__all__ = ["NUM_STEPS", "Loop", "Observed", "cpu_times", "digest", "is_of", "observe"]
 
 NUM_STEPS = 2
 _TIMED = 7  # blocks of steps of each composition, taken in turns
@@ -92,13 +92,13 @@ def _observe(
     answers: set[str] = set()
     _watch_hooks(plugin, answers, rename)
     files = _watch_files(plugin)
-    with _Loop(manifest, backwards=backwards, purpose=purpose) as loop:
+    with Loop(manifest, backwards=backwards, purpose=purpose) as loop:
         gradients, collectives = [], []
         for number in range(NUM_STEPS):
             found, counted = loop.observed_step(number)
             gradients.append(found)
             collectives.append(counted)
-        parameters = {fqn: _digest(parameter) for fqn, parameter in loop.run.named_parameters()}
+        parameters = {fqn: digest(parameter) for fqn, parameter in loop.run.named_parameters()}
         metrics = tuple(sorted(loop.run.report(NUM_STEPS, {})))
         operators: Counter[str] = Counter()
         with dispatch_mode(functools.partial(_count, operators)):
@@ -118,7 +118,7 @@ def _observe(
 
 
 def _time(manifests: Mapping[str, Path]) -> dict[str, float]:
-    loops = {name: _Loop(path) for name, path in manifests.items()}
+    loops = {name: Loop(path) for name, path in manifests.items()}
     times: dict[str, list[float]] = {name: [] for name in loops}
     number = 0
     for block in range(_TIMED + 1):
@@ -134,10 +134,19 @@ def _time(manifests: Mapping[str, Path]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-class _Loop:
-    """A composition with its optimizer and batches, made as `verify` makes them, in the run's own dtypes."""
+class Loop:
+    """A composition with its optimizer and batches, made as `verify` makes them, in the run's own dtypes.
 
-    def __init__(self, manifest: Path, *, backwards: bool = False, purpose: str = "run") -> None:
+    Args:
+        manifest: Of a run, or of a loop.
+        backwards: Register plugins in the reverse order.
+        purpose: As for `compose`.
+        is_alike: Give all ranks the first one's batches.
+    """
+
+    def __init__(
+        self, manifest: Path, *, backwards: bool = False, purpose: str = "run", is_alike: bool = False
+    ) -> None:
         from composer3d import compose
         from composer3d.verification import read_manifest, subject_of
 
@@ -160,8 +169,9 @@ class _Loop:
         )
         self._optimizer = subject.make_optimizer(self.run)
         self._batches: list[Any] = []
+        self._is_alike = is_alike
 
-    def __enter__(self) -> _Loop:
+    def __enter__(self) -> Loop:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -171,7 +181,8 @@ class _Loop:
         """Return this rank's batch of a step; a few are read, and used in turns."""
         context = self.run.context
         if not self._batches:
-            rank, degree = context.data_parallel_rank, context.data_parallel_degree
+            rank = 0 if self._is_alike else context.data_parallel_rank
+            degree = context.data_parallel_degree
             self._batches = [self._subject.batch(step, rank, degree) for step in range(NUM_STEPS)]
         return self._batches[number % NUM_STEPS]
 
@@ -193,7 +204,7 @@ class _Loop:
 
         def look() -> None:
             for fqn, parameter in self.run.named_parameters():
-                digests[fqn] = "none" if parameter.grad is None else _digest(parameter.grad)
+                digests[fqn] = "none" if parameter.grad is None else digest(parameter.grad)
 
         with count_collectives(self.run.mesh) as counted:
             self.step(number, look)
@@ -205,8 +216,8 @@ def _count(calls: Counter[str], func: Any, types: Any, args: Any, kwargs: Any) -
     return func(*args, **kwargs)
 
 
-def _digest(tensor: Any) -> str:
-    """Return a digest of this rank's elements and of their dtype."""
+def digest(tensor: Any) -> str:
+    """Return a digest of this rank's elements, with their dtype and shape."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = local.detach().cpu().contiguous()
     try:
@@ -275,8 +286,13 @@ def _watch_files(plugin: type) -> list[str]:
 def _is_called_by(module: str) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == module or name.startswith(f"{module}."):
+        if is_of(frame, module):
             return True
         frame = frame.f_back
     return False
+
+
+def is_of(frame: FrameType, module: str) -> bool:
+    """Return whether a frame runs a module's code, or that of a module below it."""
+    name = frame.f_globals.get("__name__", "")
+    return bool(name == module or name.startswith(f"{module}."))
