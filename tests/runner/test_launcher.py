@@ -161,12 +161,12 @@ def test_tensors_that_do_not_fit_are_told_with_what_every_rank_ran(told):
     matches(
         rf"rank 0 of 2 {WHO} was killed by SIGABRT in mismatched \(launch_cases.py:\d+\) at step 1\n"
         r"a collective failed in step 1: a rank was sent another number of bytes than its collective expects\n"
-        r"collective \d+ over dp_shard \(ranks 0 and 1; fsdp2\): rank 1 \(dp_shard 1\) ran all_reduce of \[5000\], "
-        r"while rank 0 ran all_reduce of \[5\]\n"
+        r"collective \d+ over dp_shard \(ranks 0 and 1; launch_cases.py:\d+ in mismatched\): "
+        r"rank 1 \(dp_shard 1\) ran all_reduce of \[5000\], while rank 0 ran all_reduce of \[5\]\n"
         r"rank 1 \(dp_shard 1\): in step 1, at launch_cases.py:\d+ in mismatched, "
-        r"last collective all_reduce of \[5000\] over dp_shard \(fsdp2\)\n"
+        r"last collective all_reduce of \[5000\] over dp_shard \(launch_cases.py:\d+ in mismatched\)\n"
         r"rank 0 \(dp_shard 0\): in step 1, at launch_cases.py:\d+ in mismatched, "
-        r"last collective all_reduce of \[5\] over dp_shard \(fsdp2\)\n"
+        r"last collective all_reduce of \[5\] over dp_shard \(launch_cases.py:\d+ in mismatched\)\n"
         r"also ended: rank 1 \(connection lost\)\n" + where(case.output),
         report,
     )
