@@ -148,20 +148,19 @@ def suggest_for(
     given = GivenManifest.of(str(manifest), overrides, world_size, load_hardware(hardware))
     memory = memory_bytes or given.hardware.device.memory_bytes
     costs, choices = given.costs, search_choices(given.offers)
-    keeps = kept(list(keep), given.own, choices.words)
+    pinned: dict[str, Any] = {"keep": kept(list(keep), given.own, choices.words), "choices": choices}
     suggestions, searched, refused = suggest(
         costs,
         given.own,
         given.hardware,
         world_size=world_size,
         memory_bytes=memory,
-        keep=keeps,
         plan=given.planned,
         given=None if isinstance(given.as_given, str) else given.as_given,
-        choices=choices,
+        **pinned,
     )
     of_model = costs.num_blocks, given.own, given.hardware, world_size
-    worlds = () if searched.num_tried else nearest_worlds(*of_model, keep=keeps, choices=choices)
+    worlds = () if searched.num_tried else nearest_worlds(*of_model, **pinned)
     if costs.refused and not searched.num_tried:
         unshared = _unshared(given.own.global_batch, world_size, worlds)
         raise ComposerError(f"no layout of the model can be traced{unshared}: {costs.refused[0]}")
