@@ -6,7 +6,6 @@ Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the comman
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import traceback
@@ -35,6 +34,7 @@ from composer3d.cli import (
     verify,
 )
 from composer3d.cli.output import complain, print_problems, say
+from composer3d.cli.standard_streams import OutputError, discard, flush, open_missing_streams
 from composer3d.errors import ComposerError, ForkError, ManifestError, did_you_mean
 from composer3d.processes import machine_error
 
@@ -66,7 +66,7 @@ WRONG, FAILED = 2, 3
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Imports neither torch nor a plugin."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="composer3d",
         description="Compose parallelism onto any torch.nn.Module from a TOML manifest.",
         epilog="Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; "
@@ -77,6 +77,16 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add(subparsers)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse leaves by itself after a help that it could not write, as if it had."""
+
+    def print_help(self, file: Any = None) -> None:
+        if file is None:
+            say(self.format_help().removesuffix("\n"))
+        else:
+            super().print_help(file)
 
 
 class _Version(argparse.Action):
@@ -120,18 +130,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name; default: this process's.
     """
-    words = sys.argv[1:] if argv is None else argv
+    open_missing_streams()
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        flush()
+    except OutputError as error:
+        discard(sys.stdout)
+        if error.is_read_no_more:  # the reader, `head` for example, has seen enough
+            return 0
+        complain(str(error))
+        return FAILED
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run one command, report its errors, and return its exit code."""
     if (wrong := _misspelt(words) or _empty(words)) is not None:
         complain(wrong)
         return WRONG
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = build_parser().parse_args(words)
     except SystemExit as leaving:  # argparse leaves by itself: 0 after --help, 2 for a wrong command line
         return leaving.code if isinstance(leaving.code, int) else WRONG
     try:
         code: int = arguments.execute(arguments)
-        sys.stdout.flush()
         return code
+    except OutputError:
+        raise
     except ManifestError as error:
         print_problems(error.problems)
         return WRONG
@@ -144,9 +169,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return FAILED
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         return _unexpected(error)
 

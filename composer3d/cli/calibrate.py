@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from composer3d.cli.options import Subparsers, path, positive
-from composer3d.cli.output import say, write_output
+from composer3d.cli.output import refuse_unwritable, say, write_output
 
 __all__ = ["add", "execute"]
 
+BEGINS = "devices_per_node"  # a hardware file that this command wrote
 MINUTES = 2.0
 _LONGEST = 5.0
 
@@ -50,6 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from composer3d.manifest import dump
     from composer3d.planning.hardware import measure_machine
 
+    if os.environ.get("RANK", "0") == "0":  # which is the one that writes
+        refuse_unwritable(arguments.output, begins=BEGINS)
     tables = measure_machine(seconds=60 * arguments.minutes, num_ranks=arguments.nproc_per_node)
     if tables is None:
         return 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from composer3d.cli.options import Subparsers, add_json, add_overrides, path, positive, size
-from composer3d.cli.output import coloured, complain, print_problems, say, say_json
+from composer3d.cli.output import coloured, complain, print_problems, refuse_unwritable, say, say_json
 
 __all__ = ["add", "execute"]
 
@@ -84,7 +84,12 @@ def execute(arguments: argparse.Namespace) -> int:
             f"--to {arguments.to}, or --to ./{arguments.to} for a folder of that name"
         )
         return 2
-    return _export_weights(arguments)
+    try:
+        target = path(arguments.to)
+    except argparse.ArgumentTypeError as error:
+        complain(f"--to: {error}")
+        return 2
+    return _export_weights(arguments, target)
 
 
 def _given(arguments: argparse.Namespace, *, of_manifests: bool) -> str | None:
@@ -104,6 +109,7 @@ def _export_config(arguments: argparse.Namespace) -> int:
     if output is not None and output.exists():
         complain(f"{output} exists and is not overwritten; name another file with --output FILE")
         return 2
+    refuse_unwritable(output)
     result = export_config(
         str(arguments.source),
         to=arguments.to,
@@ -131,13 +137,13 @@ def _export_config(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
-def _export_weights(arguments: argparse.Namespace) -> int:
+def _export_weights(arguments: argparse.Namespace, target: Path) -> int:
     """Write the weights of a checkpoint."""
     from composer3d.runner import export_checkpoint
 
     written = export_checkpoint(
         arguments.source,
-        to=Path(arguments.to),
+        to=target,
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard or DEFAULT_SHARD_BYTES,
         merge=arguments.merge,

@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 
 from composer3d.cli.options import Subparsers, add_json, path, positive
-from composer3d.cli.output import coloured, complain, print_problems, say, say_json
+from composer3d.cli.output import (
+    coloured,
+    complain,
+    print_problems,
+    refuse_unwritable,
+    refuse_unwritable_folder,
+    say,
+    say_json,
+)
 
 __all__ = ["NAME", "add", "execute"]
 
@@ -101,6 +109,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if output is not None and output.exists():
         complain(f"{output} exists and is not overwritten; name another file with --output FILE")
         return 2
+    refuse_unwritable(output)
     result = import_config(
         source,
         flags=flags,
@@ -151,6 +160,7 @@ def _import_checkpoint(arguments: argparse.Namespace) -> int:
     if wrong is not None:
         complain(wrong)
         return 2
+    refuse_unwritable_folder(arguments.to)
     try:
         result = import_checkpoint(
             arguments.source[0],

@@ -28,7 +28,12 @@ def add(subparsers: Subparsers) -> None:
         "with --list, list what is shipped.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the shipped manifest or example")
-    parser.add_argument("--to", metavar="PATH", type=path, help="where to; default: ./NAME.toml, or the folder ./NAME")
+    parser.add_argument(
+        "--to",
+        metavar="PATH",
+        type=path,
+        help="a file, or a folder for it; default: ./NAME.toml; of an example a new folder; default: ./NAME",
+    )
     parser.add_argument("--list", action="store_true", help="list shipped manifests and examples, and ask nothing")
     parser.set_defaults(execute=execute)
 
@@ -60,7 +65,9 @@ def execute(arguments: argparse.Namespace) -> int:
         hint = did_you_mean(arguments.name, names)
         complain(f'there is no shipped manifest or example "{arguments.name}"' + (f"; {hint}" if hint else ""))
         return 2
-    return _manifest(manifests[arguments.name], arguments.to or Path(f"{arguments.name}.toml"))
+    file = f"{arguments.name}.toml"
+    target: Path = arguments.to or Path(file)
+    return _manifest(manifests[arguments.name], target / file if target.is_dir() else target)
 
 
 def _guided() -> int:
@@ -73,9 +80,17 @@ def _guided() -> int:
 
     devices = torch.cuda.device_count() if device.type == "cuda" else 2
     code = guide(from_terminal, devices=devices, device=device.type, heading=f"#:schema {SCHEMA}\n")
-    if code == 0:
-        Path(SCHEMA).write_text(f"{schema_text()}\n", encoding="utf-8")
-    return code
+    return code or _schema(Path(SCHEMA))
+
+
+def _schema(path: Path) -> int:
+    """Write the schema for editors; 2 where it cannot be."""
+    try:
+        path.write_text(f"{schema_text()}\n", encoding="utf-8")
+    except OSError as error:
+        complain(f"{path} cannot be written: {(error.strerror or str(error)).lower()}")
+        return 2
+    return 0
 
 
 def _manifest(text: str, target: Path) -> int:
@@ -84,13 +99,14 @@ def _manifest(text: str, target: Path) -> int:
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(f"#:schema {SCHEMA}\n{text}")
-        schema.write_text(f"{schema_text()}\n", encoding="utf-8")
     except FileExistsError:
         complain(f"{target} exists and is not overwritten; name another file with --to FILE")
         return 2
     except OSError as error:
         complain(f"{target} cannot be written: {(error.strerror or str(error)).lower()}")
         return 2
+    if code := _schema(schema):
+        return code
     say(f"wrote {target}, and {schema} for editors; next: composer3d check {target}")
     return 0
 
@@ -102,7 +118,8 @@ def _example(name: str, folder: Path | None) -> int:
     example, target = shipped_examples()[name], folder or Path(name)
     written = copy_example(example, target, first_lines=f"#:schema {SCHEMA}\n")
     schema = target / SCHEMA
-    schema.write_text(f"{schema_text()}\n", encoding="utf-8")
+    if code := _schema(schema):
+        return code
     say("\n".join(f"wrote {file}" for file in [*written, schema]))
     say("next:\n" + textwrap.indent("\n".join([f"cd {target}", *example.start]), "  "))
     return 0

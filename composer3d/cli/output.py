@@ -10,18 +10,38 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
 
+from composer3d.cli.standard_streams import discard, flush, writing_output
 from composer3d.errors import ComposerError, Problem
+from composer3d.processes import file_objection, folder_objection
 
-__all__ = ["coloured", "complain", "print_problems", "print_table", "say", "say_json", "write_output"]
+__all__ = [
+    "DRAWING",
+    "PAGE",
+    "coloured",
+    "complain",
+    "print_problems",
+    "print_table",
+    "refuse_unwritable",
+    "refuse_unwritable_folder",
+    "say",
+    "say_json",
+    "write_output",
+]
 
 FORMAT = 1
 _NARROWEST = 10  # characters of a column below which a drawn table is hard to read
-_KIND = 9  # characters: <!doctype, <svg xmln
+DRAWING, PAGE = "<svg xmln", "<!doctype"  # begin such files
+_KIND = 9  # characters that tell kinds of files apart
 
 
 def say(text: str) -> None:
-    """Write a line to standard output."""
-    sys.stdout.write(f"{text}\n")
+    """Write a line to standard output.
+
+    Raises:
+        OutputError: It cannot be written to.
+    """
+    with writing_output():
+        sys.stdout.write(f"{text}\n")
 
 
 def say_json(content: Mapping[str, Any]) -> None:
@@ -46,14 +66,50 @@ def write_output(path: Path, text: str) -> None:
         ComposerError: It holds something else, or cannot be written.
     """
     try:
-        if path.is_file():
-            with path.open("rb") as file:
-                begins = file.read(_KIND)
-            if begins and begins.lower() != text[:_KIND].lower().encode():
-                raise ComposerError(f"{path} exists, holds something else and is not overwritten; name another file")
+        _refuse_others(path, text[:_KIND])
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def refuse_unwritable(path: Path | None, *, begins: str | None = None) -> None:
+    """Refuse a file that a command could not write at its end, before the command does its work.
+
+    Args:
+        path: None is not refused.
+        begins: With what `write_output` is going to write, which replaces a file that begins alike; default: not known.
+
+    Raises:
+        ComposerError: It cannot be written, or holds something else.
+    """
+    if path is None:
+        return
+    if (reason := file_objection(path)) is not None:
+        raise ComposerError(f"{path}: cannot be written: {reason}")
+    if begins is not None:
+        _refuse_others(path, begins[:_KIND])
+
+
+def refuse_unwritable_folder(path: Path | None) -> None:
+    """Refuse a folder that a command could not make, or write into, at its end.
+
+    Args:
+        path: None is not refused.
+
+    Raises:
+        ComposerError: It cannot be made, or written into.
+    """
+    if path is not None and (reason := folder_objection(path)) is not None:
+        raise ComposerError(f"{path}: cannot be written: {reason}")
+
+
+def _refuse_others(path: Path, begins: str) -> None:
+    """Raise a ComposerError if there is a file that does not begin alike."""
+    if path.is_file():
+        with path.open("rb") as file:
+            found = file.read(_KIND)
+        if found and found.lower() != begins.lower().encode():
+            raise ComposerError(f"{path} exists, holds something else and is not overwritten; name another file")
 
 
 def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> str:
@@ -76,12 +132,21 @@ def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> s
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error, without secrets, after flushing standard output."""
+    """Write a line to standard error, without secrets, after flushing standard output.
+
+    Where standard error cannot be written to, nobody can be told that, and the exit code remains.
+
+    Raises:
+        OutputError: Standard output cannot be written to.
+    """
     from composer3d.manifest import redacted
 
-    sys.stdout.flush()
-    sys.stderr.write(f"{redacted(text)}\n")
-    sys.stderr.flush()
+    flush()
+    try:
+        sys.stderr.write(f"{redacted(text)}\n")
+        sys.stderr.flush()
+    except OSError:
+        discard(sys.stderr)
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
@@ -117,7 +182,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table = Table(*columns)
         for row in rows:
             table.add_row(*map(Text, row))
-        console.print(table)
+        with writing_output():
+            console.print(table)
         return
     lines = [columns, *rows]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]

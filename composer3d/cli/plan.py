@@ -17,7 +17,7 @@ from composer3d.cli.options import (
     price,
     size,
 )
-from composer3d.cli.output import coloured, print_problems, say, say_json, write_output
+from composer3d.cli.output import PAGE, coloured, print_problems, refuse_unwritable, say, say_json, write_output
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if len(arguments.manifests) > 1:
         return _table(arguments)
     source = arguments.manifests[0]
+    refuse_unwritable(arguments.html, begins=PAGE)
     found = _plan(arguments, source)
     if found is None:
         return WRONG

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, path, positive
-from composer3d.cli.output import say, say_json, write_output
+from composer3d.cli.output import DRAWING, refuse_unwritable, say, say_json, write_output
 
 __all__ = ["add", "execute"]
 
@@ -46,6 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Simulate and draw; 2 if the manifest is wrong or has no pipeline."""
     from composer3d.planning import Costs, schedule
 
+    refuse_unwritable(arguments.svg, begins=DRAWING)
     found = schedule(
         arguments.manifest,
         world_size=arguments.world_size,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.cli.options import Subparsers, add_json, amount, path
-from composer3d.cli.output import coloured, complain, say, say_json
+from composer3d.cli.output import coloured, complain, refuse_unwritable, say, say_json
 from composer3d.errors import ComposerError
 
 __all__ = ["add", "execute"]
@@ -50,6 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and arguments.output.exists():
         complain(f"{arguments.output} exists and is not overwritten; name another file with --output")
         return 2
+    refuse_unwritable(arguments.output)
     silent = arguments.json
     found = self_test(
         minutes=arguments.minutes, with_host=arguments.with_host, tell=(lambda item: None) if silent else tell

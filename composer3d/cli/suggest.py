@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
-from composer3d.cli.output import print_problems, say, say_json
+from composer3d.cli.output import print_problems, refuse_unwritable_folder, say, say_json
 from composer3d.errors import ManifestError
 
 __all__ = ["add", "execute"]
@@ -42,6 +42,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
     from composer3d import suggest
 
+    refuse_unwritable_folder(arguments.write)
     try:
         found = suggest(
             arguments.manifest,
@@ -54,10 +55,10 @@ def execute(arguments: argparse.Namespace) -> int:
     except ManifestError as error:
         print_problems(error.problems)
         return 2
-    if arguments.write is not None:
-        found.write(arguments.write)
     if arguments.json:
         say_json(found.to_json())
     else:
         say(str(found))
+    if arguments.write is not None:  # afterwards: files of an earlier search that differ are refused
+        found.write(arguments.write)
     return 0 if found.ok else 1

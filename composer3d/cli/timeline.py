@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.options import Subparsers, add_json, path, positive
-from composer3d.cli.output import say, say_json, write_output
+from composer3d.cli.output import DRAWING, PAGE, refuse_unwritable, say, say_json, write_output
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Read, measure, draw; 2 if there is no trace."""
     from composer3d.diagnostics.timeline import draw_page, draw_svg, measure, read_trace, statements
 
+    refuse_unwritable(arguments.html, begins=PAGE)
+    refuse_unwritable(arguments.svg, begins=DRAWING)
     trace = read_trace(arguments.run)
     report = measure(trace)
     if not report.steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
-from composer3d.cli.output import complain, print_problems, say, say_json
+from composer3d.cli.output import complain, print_problems, refuse_unwritable, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
 __all__ = ["add", "execute"]
@@ -50,6 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if arguments.output is not None and arguments.output.exists():
         raise ComposerError(f"{arguments.output} is there, and would be replaced; name another file")
+    refuse_unwritable(arguments.output)
     try:
         result = tune_on_machine(
             arguments.manifest,

@@ -89,4 +89,4 @@ def _show(problems: Sequence[Problem]) -> None:
 def _tell(what: str) -> None:
     """Report progress on a terminal."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"composer3d verify: {what.replace('_rank', '').replace('_', ' ')} ...\n")
+        complain(f"composer3d verify: {what.replace('_rank', '').replace('_', ' ')} ...")

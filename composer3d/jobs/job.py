@@ -73,7 +73,8 @@ class Job:
 
         Raises:
             ManifestError: The run would not start.
-            ComposerError: The cluster's command is not there, or failed; or the job's file holds something else.
+            ComposerError: The cluster's command is not there, or failed; or the job's file holds something else, or
+                cannot be written.
         """
         if not self.ok:
             raise ManifestError(self.problems)
@@ -81,9 +82,14 @@ class Job:
         command = _SUBMIT[self.system]
         if shutil.which(command[0]) is None:
             raise ComposerError(f"--submit: there is no {command[0]} on this machine; it would be given {file.name}")
-        if file.exists() and file.read_bytes() != self.text.encode():
-            raise ComposerError(f"{file} exists, differs and is not overwritten; remove it, or give the job a --name")
-        file.write_text(self.text, encoding="utf-8")
+        try:
+            if file.exists() and file.read_bytes() != self.text.encode():
+                raise ComposerError(
+                    f"{file} exists, differs and is not overwritten; remove it, or give the job a --name"
+                )
+            file.write_text(self.text, encoding="utf-8")
+        except OSError as error:
+            raise ComposerError(f"{file} cannot be written: {(error.strerror or str(error)).lower()}") from error
         done = subprocess.run([*command, file.name], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise ComposerError(f"{' '.join(command)} {file.name}: {(done.stderr or done.stdout).strip()}")

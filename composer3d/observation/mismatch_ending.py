@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+from composer3d.processes.forking import flush_output
+
 __all__ = ["aborting", "end_rank", "notice"]
 
 _aborts: Callable[[], object] | None = None
@@ -44,7 +46,9 @@ def end_rank(text: str) -> None:
     """
     if _aborts is not None:
         return
-    sys.stdout.flush()
-    sys.stderr.write(f"composer3d.errors.StepError: {text}\n")
-    sys.stderr.flush()
+    flush_output()
+    with contextlib.suppress(OSError, ValueError):  # the rank ends all the same, for others wait for it
+        if sys.stderr is not None:
+            sys.stderr.write(f"composer3d.errors.StepError: {text}\n")
+            sys.stderr.flush()
     os._exit(1)

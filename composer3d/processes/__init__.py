@@ -32,6 +32,7 @@ from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
 from composer3d.processes.single_thread import single_threaded
 from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
+from composer3d.processes.write_probes import file_objection, folder_objection
 
 __all__ = [
     "Child",
@@ -46,7 +47,9 @@ __all__ = [
     "device_index",
     "die_with",
     "fake_world",
+    "file_objection",
     "find_launch",
+    "folder_objection",
     "fork",
     "is_at",
     "join_launcher",

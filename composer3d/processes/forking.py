@@ -124,10 +124,11 @@ def _refuse_by_probe() -> None:
 
 
 def flush_output() -> None:
-    """Write what is buffered, unless code of others has closed it."""
+    """Write what is buffered, unless code of others has closed it, or this process was started without."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
 
 
 def fork() -> int:

@@ -46,7 +46,8 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
         folder: That is made; default: the name.
 
     Raises:
-        PluginError: The name is none, or an installed plugin's, the family is unknown, or the folder is there.
+        PluginError: The name is none, or an installed plugin's, the family is unknown, or the folder is there or
+            cannot be made.
     """
     if family not in FAMILIES:
         raise PluginError(f'there is no family "{family}"', hint=did_you_mean(family, FAMILIES))
@@ -82,6 +83,9 @@ def new_plugin(name: str, *, family: str, folder: str | Path | None = None) -> N
         target.mkdir(parents=True)
     except FileExistsError:
         raise PluginError(f"{target} is there and is not overwritten", hint="name another folder with --to") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise PluginError(f"{target} cannot be made: {reason}", hint="name another folder with --to") from error
     for path, text in texts.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text, encoding="utf-8")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from composer3d.processes import (
     refuse_unsafe_fork,
     temporary_folder,
 )
+from composer3d.processes.forking import flush_output
 from composer3d.registry import Catalogue
 
 __all__ = ["run_ranks"]
@@ -158,8 +158,7 @@ def _be_rank(job: _Job, rank: int) -> NoReturn:
         job.file("failure", rank).write_text(json.dumps(failure))
     finally:
         # Neither pytest's teardown nor the parent's exit handlers are a rank's business.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)
 
 

@@ -158,8 +158,9 @@ def _report_once(failure: FailureReport, folder: Path, output: Path) -> None:
         cause = None
     cause = cause or failure
     cause.write_error_json(output)
-    sys.stderr.write(cause.render(output))
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(cause.render(output))
+        sys.stderr.flush()
 
 
 def _is_first_to_report(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import CheckpointError
+from composer3d.processes import file_objection
 from composer3d.runner.weights.merged_weights import MergedWeights
 from composer3d.runner.weights.quantised_weights import find_form
 
@@ -154,7 +155,8 @@ def export(
         The files with the keys in each.
 
     Raises:
-        CheckpointError: The checkpoint is not complete or holds no model, the target exists, or one file is too small.
+        CheckpointError: The checkpoint is not complete or holds no model, the target exists or cannot be written, or
+            one file is too small.
 
     Memory: one file's tensors. Collectives: none.
     """
@@ -204,7 +206,7 @@ def _places(to: Path, num_shards: int, total_bytes: int) -> list[Path]:
     files = _files(to, num_shards)
     if len(files) < num_shards:
         raise CheckpointError(f"{to}: one file would have {total_bytes} bytes; name a folder, or raise --max-shard")
-    existing = next((file for file in (*files, files[0].with_name(INDEX)) if file.exists()), None)
+    existing = next((file for file in (*files, files[0].with_name(INDEX)) if os.path.exists(file)), None)
     if existing is not None:
         raise CheckpointError(f"{existing} exists and is not overwritten; name another place with --to")
     folder = files[0].parent
@@ -214,7 +216,19 @@ def _places(to: Path, num_shards: int, total_bytes: int) -> list[Path]:
         raise CheckpointError(
             f"{to}: {folder} is no folder and cannot be made one; name another place with --to"
         ) from None
+    except OSError as error:
+        raise CheckpointError(_unwritable(folder, error.strerror or str(error))) from error
+    if (reason := file_objection(_beside(files[0]))) is not None:
+        raise CheckpointError(_unwritable(files[0], reason))
     return files
+
+
+def _unwritable(path: Path, reason: str) -> str:
+    return f"{path} cannot be written: {reason.lower()}; name another place with --to"
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f"{file.name}.tmp")
 
 
 def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
@@ -228,7 +242,7 @@ def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> Non
 def _write(file: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     from safetensors.torch import save_file
 
-    beside = file.with_name(f"{file.name}.tmp")
+    beside = _beside(file)
     beside.touch()
     mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
     save_file(tensors, beside, metadata={"format": "pt", **metadata})
