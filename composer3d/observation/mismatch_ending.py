@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from composer3d.processes.forking import flush_output
+from composer3d.processes import flush_output
 
 __all__ = ["aborting", "end_rank", "notice"]
 

@@ -9,6 +9,7 @@ from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.forking import (
     Gate,
     die_with,
+    flush_output,
     fork,
     limit_ranks,
     prewarm,
@@ -49,6 +50,7 @@ __all__ = [
     "fake_world",
     "file_objection",
     "find_launch",
+    "flush_output",
     "folder_objection",
     "fork",
     "is_at",

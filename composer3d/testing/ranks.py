@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from composer3d.errors import RankError
 from composer3d.processes import (
+    flush_output,
     fork,
     keep_to_loopback,
     limit_ranks,
@@ -28,7 +29,6 @@ from composer3d.processes import (
     refuse_unsafe_fork,
     temporary_folder,
 )
-from composer3d.processes.forking import flush_output
 from composer3d.registry import Catalogue
 
 __all__ = ["run_ranks"]
