@@ -65,7 +65,7 @@ from composer3d.torch_compat.compilers.captured_graphs import (
 )
 from composer3d.torch_compat.compilers.compiling import compile_graph, compile_module, trace_quantisers, uncompiled
 from composer3d.torch_compat.compilers.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
-from composer3d.torch_compat.copies import class_before_units, unchanged_versions
+from composer3d.torch_compat.copies import class_before_units, empty_containers, unchanged_versions
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
 from composer3d.torch_compat.fakes.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
 from composer3d.torch_compat.fakes.fake_tensors import (
@@ -254,6 +254,7 @@ __all__ = [
     "drawing_operators",
     "drop_early",
     "dump_memory_history",
+    "empty_containers",
     "entries_of",
     "fake_group",
     "fake_tensors",

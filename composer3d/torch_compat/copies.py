@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-__all__ = ["class_before_units", "unchanged_versions"]
+__all__ = ["class_before_units", "empty_containers", "unchanged_versions"]
+
+_CONTAINERS = (OrderedDict, dict, set, list)
 
 
 def class_before_units(module: Any) -> Any:
@@ -20,6 +23,23 @@ def class_before_units(module: Any) -> Any:
     from torch.distributed.fsdp import FSDPModule
 
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def empty_containers(model: nn.Module) -> dict[int, Any]:
+    """Return new containers in place of those of a model's modules that are empty, by `id`: a memo of `copy.deepcopy`.
+
+    A module has a dozen of them, most for hooks, and a copy takes each `OrderedDict` apart and puts it together again:
+    two thirds of the time of a copy on meta.
+
+    Args:
+        model: Not changed.
+    """
+    return {
+        id(value): type(value)()
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(value) in _CONTAINERS and not value
+    }
 
 
 @contextlib.contextmanager

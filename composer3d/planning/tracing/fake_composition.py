@@ -176,7 +176,8 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     Whatever it was made for, plugins see the purpose `plan`.
     """
     with preparation.context.as_rank(rank), _planned(preparation.context):
-        model = copy.deepcopy(preparation.model, torch_compat.recomputed_tensors(preparation.model))
+        memo = torch_compat.empty_containers(preparation.model) | torch_compat.recomputed_tensors(preparation.model)
+        model = copy.deepcopy(preparation.model, memo)
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))

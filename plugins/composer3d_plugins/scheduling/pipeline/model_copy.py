@@ -8,10 +8,15 @@ import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
+
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["copy_model"]
+
+# Most of what modules hold; nothing is inside of these.
+_PLAIN = frozenset({bool, float, int, str, type(None)})
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -27,6 +32,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     walk = _Walk(model)
     twins = {function: _twin(function, walk) for function in walk.functions()}
+    for key, empty in torch_compat.empty_containers(model).items():
+        memo.setdefault(key, empty)
     memo.update({id(function): twin for function, twin in twins.items()})
     made = copy.deepcopy(model, memo)
     for function, twin in twins.items():
@@ -100,6 +107,8 @@ def _content(cell: types.CellType) -> Iterator[Any]:
 
 def _inside(value: Any) -> list[Any]:
     """Return what a container, a function, a part of a call, or a module that is held elsewhere holds."""
+    if type(value) in _PLAIN:
+        return []
     from torch import nn
 
     if isinstance(value, dict):
