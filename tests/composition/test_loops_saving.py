@@ -46,19 +46,21 @@ def saved_replicas(text, folder):
     run.optimizer(torch.optim.SGD, lr=0.1).step()
     twin = copy.deepcopy(run.model)
     whole = run.full_state_dict()
+    found = []
     if run.context.rank == 0:
         torch.save([run.model.state_dict(), twin.state_dict()], folder / "whole.pt")
         for state in torch.load(folder / "whole.pt"):
             model = Net()
             model.load_state_dict(state)
-            assert all(torch.equal(tensor, whole[fqn]) for fqn, tensor in model.state_dict().items())
+            found.append({fqn: torch.equal(tensor, whole[fqn]) for fqn, tensor in model.state_dict().items()})
     run.model.load_state_dict(run.model.state_dict())
-    assert all(isinstance(each, nn.Parameter) for each in run.model.state_dict(keep_vars=True).values())
+    return found, all(isinstance(each, nn.Parameter) for each in run.model.state_dict(keep_vars=True).values())
 
 
 @pytest.mark.parametrize("more", ["", 'reducer = "bucketed"\n'])
 def test_what_every_rank_has_is_saved_as_one_devices(more, tmp_path):
-    run_ranks(saved_replicas, 2, f"[sharding.ddp]\n{more}", tmp_path)
+    same = dict.fromkeys(seeded().state_dict(), True)
+    assert run_ranks(saved_replicas, 2, f"[sharding.ddp]\n{more}", tmp_path) == [([same, same], True), ([], True)]
 
 
 def saved_optimizers(layout, folder):

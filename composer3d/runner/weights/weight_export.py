@@ -173,8 +173,7 @@ def export(
     if form and exporter:
         _check_form(path, config, len(shards))
     files = _places(to, len(shards), sum(_bytes(info, dtype) for info in infos.values()))
-    written: dict[Path, list[str]] = {}
-    total = 0
+    written, total = dict[Path, list[str]](), 0
     for file, keys in zip(files, shards, strict=True):
         read = partial(read_tensors, path) if merged is None else merged.read
         tensors, metadata = _formed(_tensors(read(keys), dtype, exporter), form)
