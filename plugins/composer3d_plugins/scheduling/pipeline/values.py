@@ -2,7 +2,8 @@
 
 Code reads whether a mask hides anything, whether positions count up, how many tokens a router sends to an expert.
 Values that follow from numbers, the example's values and tensors made in the forward are computed beside the operators
-on meta. Values that depend on weights are unknown and read as one, or true, so that every branch is visited.
+on meta, once something is read: most models compute tables of sines in every block, and read nothing. Values that
+depend on weights are unknown and read as one, or true, so that every branch is visited.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 
 
 class Values:
-    """Runs operators on meta, and also on the CPU where all values are known.
+    """Runs operators on meta, and before a value is read also on the CPU where all values are known.
 
     Args:
         unknown: Called with a tensor that is read and whose values are not known.
@@ -42,6 +43,8 @@ class Values:
         self._known: dict[int, Tensor] = {}
         self._twins: dict[int, Tensor] = {}
         self._alive: list[Any] = []  # an identity is another tensor's as soon as the first is freed
+        # Operators since the last read: each with its arguments, tensors among them, and result.
+        self._since: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor], Any]] = []
         self._spoilt: set[int] = set()
 
     def twin(self, tensor: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ class Values:
         if not tensors and any(argument.name == "device" for argument in func._schema.arguments):
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = self._results.run(func, args, kwargs, lambda: func(*args, **kwargs))
-        self._run_beside(func, args, kwargs, tensors, result)
+        self._since.append((func, args, kwargs, tensors, result))
         return result
 
     # ---- what is known -----------------------------------------------------------------------------------------------
@@ -87,6 +90,12 @@ class Values:
     def _of(self, tensor: Tensor) -> Tensor | None:
         is_spoilt = torch_compat.storage_key(tensor) in self._spoilt
         return None if is_spoilt else self._known.get(id(tensor))
+
+    def _catch_up(self) -> None:
+        """Compute the values of all that has run, in its order."""
+        since, self._since = self._since, []
+        for call in since:
+            self._run_beside(*call)
 
     def _run_beside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
@@ -145,6 +154,7 @@ class Values:
                 return known
             return torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 
+        self._catch_up()
         args, kwargs = torch_compat.tree_map(value, (args, kwargs))
         result = func(*args, **_on_cpu(kwargs))
         if str(func.name()) == _COPY:
