@@ -74,11 +74,11 @@ from composer3d.torch_compat.fakes.fake_tensors import (
     fake_tensors,
     is_in_place,
     is_view,
-    lone_buckets,
     lone_pipeline,
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.fakes.lone_buckets import lone_buckets
 from composer3d.torch_compat.fakes.operator_shapes import MetaResults, ResultMemory
 from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards

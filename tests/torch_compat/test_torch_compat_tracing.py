@@ -177,6 +177,46 @@ def test_remembered_results_have_the_form_of_the_first():
     assert {t.fake_mode for t in first} == {mode} and {t.fake_mode for t in second} == {other}
 
 
+def gathered():
+    """Gather, scatter and reduce over a group of the fake world, by functional collectives."""
+    operators, name = torch.ops._c10d_functional, torch.distributed.group.WORLD.group_name
+    rows = torch.ones(4, 6).t()
+    found = [
+        operators.all_gather_into_tensor(rows, 8, name),
+        operators.reduce_scatter_tensor(torch.ones(16, 3), "sum", 8, name),
+        operators.all_reduce(rows, "sum", name),
+        operators.all_to_all_single(torch.ones(4, 6), [3, 1], [2, 2], name),
+    ]
+    return [*found, *map(operators.wait_tensor, found)]
+
+
+def test_a_mode_over_the_fake_one_is_told_results_without_it():
+    memory, told = torch_compat.ResultMemory(), []
+
+    def asks(operator, types, args, kwargs):
+        result = recall(operator, args, kwargs)
+        told.append(result is not NotImplemented)
+        return result if told[-1] else operator(*args, **kwargs)
+
+    def passes(operator, types, args, kwargs):
+        told.append(False)
+        return operator(*args, **kwargs)
+
+    with fake_world(8), torch_compat.fake_tensors(memory):
+        first = forms([*program(), *gathered()])
+        num_known, recall = len(memory), memory.recaller()
+        with torch_compat.dispatch_mode(asks, compiles=False):
+            assert forms([*program(), *gathered()]) == first and len(memory) == num_known
+            assert sum(told) > 60
+            with torch_compat.with_values():
+                assert float(torch.full((2,), 3.0).sum()) == 6.0  # of another mode, and of none, nothing is remembered
+        # Where there is a mode in between, it is to see all operators.
+        with torch_compat.dispatch_mode(passes, compiles=False):
+            recall, told = memory.recaller(), []
+            with torch_compat.dispatch_mode(asks, compiles=False):
+                assert forms([*program(), *gathered()]) == first and not any(told)
+
+
 def test_results_on_meta_have_the_form_that_torch_gives_them():
     memory = torch_compat.MetaResults()
 

@@ -297,7 +297,7 @@ class Tracer:
                 prime_optimizer(run, optimizer)
                 args, inputs, target = job.batch(step.num_microbatches)
                 with (
-                    record_step(run, optimizer, (args, target, dict(inputs))) as observer,
+                    record_step(run, optimizer, (args, target, dict(inputs)), memory=self._memory) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
                     torch_compat.lone_buckets() as buckets,
                 ):

@@ -91,7 +91,7 @@ class Recording:
 class _Observer:
     """Observes every operator and every span of a step."""
 
-    def __init__(self, run: Composition, optimizer: Any) -> None:
+    def __init__(self, run: Composition, optimizer: Any, memory: torch_compat.ResultMemory | None) -> None:
         from composer3d.observation import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
@@ -102,6 +102,7 @@ class _Observer:
         self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
         self._calls: dict[Any, Calls] = {}
         self._question = torch_compat.device_question()
+        self._recall = None if memory is None else memory.recaller()
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
         # Received, and not yet used: each with the action that it is for, as far as that is known.
@@ -232,7 +233,9 @@ class _Observer:
                 if not self._is_quiet:
                     self.stretch.operators[_DISPATCH] += 1
                 return NotImplemented
-        result = operator(*args, **kwargs)
+        result = NotImplemented if self._recall is None else self._recall(operator, args, kwargs)
+        if result is NotImplemented:
+            result = operator(*args, **kwargs)
         # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
         self.storages.see(result, known=makes_nothing)
         # A propagation compares sizes on meta in the first step alone, which is the step that a plan records.
@@ -335,15 +338,18 @@ def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Observer]:
+def record_step(
+    run: Composition, optimizer: Any, batch: Any, *, memory: torch_compat.ResultMemory | None = None
+) -> Iterator[_Observer]:
     """Record the step that runs inside; existing storages count as lasting.
 
     Args:
         run: The composition.
         optimizer: Of the composition, with its state.
         batch: This rank's tensors of the step.
+        memory: Of the fake mode that is on, which is then asked for results directly.
     """
-    observer = _Observer(run, optimizer)
+    observer = _Observer(run, optimizer, memory)
     result, storages = observer.result, observer.storages
     modules = [part.module for part in run.parts]
     parameters = [p for module in modules for p in module.parameters()]

@@ -7,8 +7,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["assumed_share", "assumed_size_of", "were_sizes_assumed"]
+__all__ = ["ASSUMED", "assumed_share", "assumed_size_of", "were_sizes_assumed"]
 
+# Operators with results whose size values may decide, without their overloads.
+_INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+ASSUMED = _INDEXED | {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 _share = 1.0
 _was_assumed = False
 
@@ -64,7 +67,7 @@ def assumed_size_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
         _was_assumed = _was_assumed or not minlength
         return args[0].new_empty(max(minlength, 1), dtype=torch.int64)
-    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+    if name in _INDEXED:
         indices = args[1]
         if any(_is_mask(index) for index in indices):
             _was_assumed = True

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from composer3d.torch_compat.fakes.assumed_sizes import assumed_size_of
+from composer3d.torch_compat.fakes.assumed_sizes import ASSUMED, assumed_size_of
 from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.modes import start_autograd
 from composer3d.torch_compat.pipelines import described_stage
@@ -17,13 +17,13 @@ __all__ = [
     "fake_tensors",
     "is_in_place",
     "is_view",
-    "lone_buckets",
     "lone_pipeline",
     "watch_storages",
     "with_values",
 ]
 
 _READERS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+_SPECIAL = frozenset({"_c10d_functional::wait_tensor", "aten::_grouped_mm"})
 
 
 def fake_tensors(memory: ResultMemory | None = None) -> Any:
@@ -36,11 +36,13 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
     mode may be given; see `ResultMemory`.
 
     Half of what is dispatched asks for a tensor's device, and the way through dynamo, which steps aside, costs as much
-    as an operator: the one is answered at once, the other not taken.
+    as an operator: the one is answered at once, the other not taken. Ranges of the profiler are no business of a fake
+    mode, which takes 0.1 ms to find that out.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     question = device_question()
+    ways: dict[Any, str] = {}
 
     class Mode(FakeTensorMode):
         @classmethod
@@ -50,6 +52,13 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is question and isinstance(args[0], FakeTensor):
                 return args[0].fake_device
+            way = ways.get(func)
+            if way is None:
+                way = ways[func] = _way_of(func)
+            if way == "remembered":
+                return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
+            if way == "range":
+                return func(*args, **(kwargs or {}))
             name = func.name()
             if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
@@ -70,6 +79,15 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
     known = ResultMemory() if memory is None else memory
     known.mode = Mode(allow_non_fake_inputs=True)
     return known.mode
+
+
+def _way_of(operator: Any) -> str:
+    """Return how `fake_tensors` answers an operator: `remembered`, as a `range`, or in a `special` way of its own."""
+    name = operator.name()
+    if operator.namespace == "profiler":
+        return "range"
+    is_special = name in _READERS or name in _SPECIAL or name.split(".")[0] in ASSUMED
+    return "special" if is_special else "remembered"
 
 
 def _value(name: str, dtype: Any) -> Any:
@@ -337,63 +355,3 @@ class _Held:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-@contextlib.contextmanager
-def lone_buckets() -> Iterator[list[Any]]:
-    """Let DistributedDataParallel reduce where the other ranks do not exist, and tensors have no values.
-
-    It compares the parameters' shapes over all ranks and hands out rank 0's values, in C++ and by functions that are
-    private (torch 2.11-2.15): both are left out. Its reducer takes the reduced bucket from what the collective
-    promises, and the `fake` backend promises nothing: a hook of ours hands the bucket back. Buckets stay as they are
-    made, where a run arranges them again after its first step, by the order in which gradients came: that reads values.
-
-    Yields:
-        Those that ran inside.
-    """
-    from torch.nn.parallel import distributed
-
-    module: Any = distributed
-    cls: Any = distributed.DistributedDataParallel
-    names = ("_verify_param_shape_across_processes", "_sync_module_states")
-    originals, begin = [getattr(module, name) for name in names], cls._pre_forward
-    ran: list[Any] = []
-
-    def pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in ran:
-            ran.append(self)
-            if not self._comm_hooks:
-                # Of a hook with annotations torch wants them as types, not as text.
-                self.register_comm_hook(self.process_group, lambda group, bucket: _reduced(group, bucket))
-            self.reducer = _Arranged(self.reducer)
-        return begin(self, *args, **kwargs)
-
-    for name in names:
-        setattr(module, name, lambda *args, **kwargs: None)
-    cls._pre_forward = pre_forward
-    try:
-        yield ran
-    finally:
-        cls._pre_forward = begin
-        for name, original in zip(names, originals, strict=True):
-            setattr(module, name, original)
-
-
-class _Arranged:
-    """A reducer whose buckets stay."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: False) if name == "_rebuild_buckets" else getattr(self._reducer, name)
-
-
-def _reduced(group: Any, bucket: Any) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    future: Any = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

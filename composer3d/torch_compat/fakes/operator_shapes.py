@@ -9,6 +9,12 @@ __all__ = ["MetaResults", "ResultMemory"]
 
 # What else an argument may be; everything of these types that is equal, and of one type, gives an equal result.
 _PLAIN = frozenset({"NoneType", "int", "float", "bool", "str", "dtype", "device", "layout", "memory_format"})
+_COLLECTIVES = (
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional::reduce_scatter_tensor",
+)
 # Operators whose results depend on values, or that change the form of what they are given.
 _TAGS = ("dynamic_output_shape", "data_dependent_output", "inplace_view")
 _NOT_REMEMBERED = (
@@ -56,6 +62,7 @@ class ResultMemory:
         self._remembered: dict[Any, bool] = {}
         self._size, self._default_dtype = torch.Size, torch.get_default_dtype
         self._tags = {getattr(torch.Tag, name) for name in _TAGS}
+        self._active, self._slot = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
     def __len__(self) -> int:
         """Return how many forms of calls are known."""
@@ -63,33 +70,55 @@ class ResultMemory:
 
     def run(self, operator: Any, args: Any, kwargs: Any, otherwise: Callable[[], Any]) -> Any:
         """Return what the operator returns; `otherwise` is asked the first time, and where nothing is remembered."""
-        default = self._default_dtype
-        can = self._remembered.get(operator)
-        if can is None:
-            can = self._remembered[operator] = self._can_remember(operator)
-        if not can:
-            return otherwise()
-        try:
-            key = (operator, default(), self._forms(args), self._forms(kwargs.items()) if kwargs else ())
-            maker = self._makers.get(key)
-        except (_Unknown, TypeError):  # TypeError: symbolic numbers have no hash
-            return otherwise()
+        key, maker = self._find(operator, args, kwargs)
         if maker is not None:
             return maker(args, kwargs)
         result = otherwise()
-        if key not in self._makers:
+        if key is not None and key not in self._makers:
             try:
                 self._makers[key] = self._maker(operator, args, kwargs, result)
             except _Unknown:
                 self._makers[key] = None
         return result
 
+    def recaller(self) -> Callable[[Any, Any, Any], Any]:
+        """Return what a dispatch mode over the fake mode may ask first: it saves the way through torch to the latter.
+
+        It takes an operator, its arguments and keyword arguments, and returns NotImplemented where the mode has to be
+        asked: where nothing is remembered, another fake mode or none is on, and always where this function is called
+        inside of further modes, which are to see the operator too.
+        """
+        import torch
+
+        if torch._C._len_torch_dispatch_stack() != 1:
+            return lambda operator, args, kwargs: NotImplemented
+        return self._recall
+
+    def _recall(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        if self._active(self._slot) is not self.mode:
+            return NotImplemented
+        _, maker = self._find(operator, args, kwargs)
+        return NotImplemented if maker is None else maker(args, kwargs)
+
+    def _find(self, operator: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any, Any], Any] | None]:
+        """Return the key of a call, None where it is not remembered; and what makes its result, if that is known."""
+        can = self._remembered.get(operator)
+        if can is None:
+            can = self._remembered[operator] = self._can_remember(operator)
+        if not can:
+            return None, None
+        try:
+            key = (operator, self._default_dtype(), self._forms(args), self._forms(kwargs.items()) if kwargs else ())
+            return key, self._makers.get(key)
+        except (_Unknown, TypeError):  # TypeError: symbolic numbers have no hash
+            return None, None
+
     def _can_remember(self, operator: Any) -> bool:
         import torch
 
         return (
             isinstance(operator, torch._ops.OpOverload)
-            and operator.namespace == "aten"
+            and (operator.namespace == "aten" or operator.name() in _COLLECTIVES)
             and not operator.name().startswith(_NOT_REMEMBERED)
             and not self._tags & set(operator.tags)
         )
@@ -186,10 +215,13 @@ class ResultMemory:
         device, attributes = result.fake_device, self._attributes(result)
         cls, inside, subclass = self._cls, self._inside, torch.Tensor._make_subclass
         as_strided, protect = torch.ops.aten.as_strided.default, torch._C._set_throw_on_mutable_data_ptr
+        # In half of the time of the mode's own way, which a device without kernels in this build of torch needs.
+        has_kernels = device.type in ("cpu", "meta")
+        no_dispatch = torch._C._DisableTorchDispatch
 
         def view(args: Any, kwargs: Any) -> Any:
             viewed = args[place]
-            with inside(self.mode):
+            with no_dispatch() if has_kernels else inside(self.mode):
                 plain = as_strided(viewed, shape, stride, offset)
             made = subclass(cls, plain, False, dispatch_device=True, device_for_backend_keys=device)
             protect(made)
