@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,7 +232,7 @@ def _handled(
     if settled is not None and settled(args, kwargs):
         dispatcher = _dispatcher()
         table, own = dispatcher._custom_op_handlers, vars(dispatcher)["composer3d"].get(operator)
-        if own is None:  # as `torch_handled` does, in half of the time
+        if own is None:  # as `torch_handled` does, in less time
             ours = table.pop(operator, None)
             try:
                 return operator(*args, **kwargs)
@@ -254,13 +253,20 @@ def _restore(operator: Any, own: Handler | None) -> None:
         table[operator] = own
 
 
-@contextlib.contextmanager
-def torch_handled(operator: Any) -> Iterator[None]:
-    """Leave an operator to torch inside, from within its own handler."""
-    dispatcher = _dispatcher()
-    handler = dispatcher._custom_op_handlers.get(operator)
-    _restore(operator, vars(dispatcher).get("composer3d", {}).get(operator))
-    try:
-        yield
-    finally:
-        _restore(operator, handler)
+class torch_handled:
+    """Leave an operator to torch inside, from within its own handler; hundreds of times a step, so no generator."""
+
+    __slots__ = ("_handler", "_operator")
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __enter__(self) -> None:
+        """Put torch's own handler, if there is one, in the place of ours."""
+        dispatcher = _dispatcher()
+        self._handler = dispatcher._custom_op_handlers.get(self._operator)
+        _restore(self._operator, vars(dispatcher).get("composer3d", {}).get(self._operator))
+
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+        """Put ours back."""
+        _restore(self._operator, self._handler)

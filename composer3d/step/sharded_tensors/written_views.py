@@ -30,8 +30,11 @@ def compute_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with torch_compat.torch_handled(operator):
         result = operator(*args, **kwargs)
     base = args[0]
-    views = [view for view in torch_compat.tree_leaves(result) if isinstance(view, DTensor)]
-    if not isinstance(base, DTensor) or not (base in _COPIES or any(_is_gathered(base, view) for view in views)):
+    if not isinstance(base, DTensor):
+        return result
+    views = [result] if type(result) is DTensor else torch_compat.tree_leaves(result)
+    is_copy = bool(_COPIES) and base in _COPIES
+    if not is_copy and not any(_is_gathered(base, view) for view in views if isinstance(view, DTensor)):
         return result
     return remember_views(operator, args, kwargs, result)
 
@@ -53,8 +56,10 @@ def remember_views(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _is_gathered(base: DTensor, view: DTensor) -> bool:
     """Return whether a dim of the mesh held shards that the view has not; alike on all ranks."""
-    pairs = zip(base.placements, view.placements, strict=True)
-    return any(torch_compat.shard_of(one) is not None and torch_compat.shard_of(other) is None for one, other in pairs)
+    for one, other in zip(base.placements, view.placements, strict=True):
+        if one is not other and torch_compat.shard_of(one) is not None and torch_compat.shard_of(other) is None:
+            return True
+    return False
 
 
 def compute_write(inner: Handler, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
