@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 from composer3d.importing.shell_conditions import arithmetic_holds, joined
-from composer3d.importing.shell_expansion import Environment, split_pieces
+from composer3d.importing.shell_expansion import Environment, Piece, split_pieces
 from composer3d.importing.shell_tokens import Token, tokens_of
 
 __all__ = ["REDIRECTIONS", "ControlFlow", "State"]
@@ -41,7 +41,7 @@ class ControlFlow(ABC):
     conditional: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._environment = Environment(given=self.values)
+        self._environment = Environment(given=self.values, printed=self._substituted)
         self._tokens = tokens_of(self.text, self.file)
         self._tests: dict[int, str] = {}
         self._at, self._condition = 0, 0
@@ -53,6 +53,10 @@ class ControlFlow(ABC):
     @abstractmethod
     def _command(self, state: State) -> None:
         """Read a simple command, and set the outcome."""
+
+    @abstractmethod
+    def _substituted(self, text: str, line: int) -> list[Piece] | None:
+        """Return what commands print; None where that is not known."""
 
     @abstractmethod
     def _function(self) -> bool:

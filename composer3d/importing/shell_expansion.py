@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from composer3d.errors import Problem
@@ -68,11 +68,13 @@ class Environment:
     Args:
         given: By the user.
         uncertain: `${NAME:+...}` of a variable that is not known, with its line: taken as the script leaves it.
+        printed: Returns what the commands of a `$(...)` print; None where that is not known without running them.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
     variables: dict[str, list[Piece]] = field(default_factory=dict)
     uncertain: dict[str, int] = field(default_factory=dict)
+    printed: Callable[[str, int], list[Piece] | None] = lambda text, line: None
     num_expanded: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -115,9 +117,8 @@ class Environment:
         at = 0
         while at < len(text):
             char = text[at]
-            if text.startswith("\\\n", at):
+            if text.startswith("\\\n", at):  # the shell removes both, in double quotes too
                 at, line = at + 2, line + 1
-                pieces.append(Piece(text=" ", line=line, is_split=not is_quoted))
                 continue
             if char == "\\" and at + 1 < len(text):
                 pieces.append(Piece(text=text[at + 1], line=line))
@@ -153,7 +154,10 @@ class Environment:
         if reference.startswith("$(("):
             number = self.whole_number(reference[3:-2])
             return itself if number is None else [Piece(text=str(number), line=line)]
-        if reference.startswith(("$(", "`")) or len(reference) < 2:
+        if reference.startswith(("$(", "`")):
+            printed = self.printed(reference[1:-1].removeprefix("("), line)
+            return itself if printed is None else [replace(piece, is_split=not is_quoted) for piece in printed]
+        if len(reference) < 2:
             return itself
         inner = reference[2:-1] if reference.startswith("${") else reference[1:]
         found = _BRACED.match(inner)

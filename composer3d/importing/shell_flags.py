@@ -16,6 +16,8 @@ __all__ = ["read_command_line", "read_script", "read_words"]
 
 _GROUP = re.compile(r"^\$\{?\w*(ARGS|OPTIONS?|OPTS|FLAGS)\w*(\[[@*]\])?\}?$", re.IGNORECASE)
 _ALONE = re.compile(r"^\$\{?(\w+)(?:\[[@*]\])?\}?$")
+_SUBSTITUTED = re.compile(r"^(\$\(|`)")
+_PROGRAM = re.compile(r"(?:^|/)(?:torchrun|python[\d.]*)$")
 _COMMAND_LINE = "the command line"
 
 
@@ -82,15 +84,24 @@ def _num_flags(words: Iterable[LineWord]) -> int:
 def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | None = None) -> None:
     """Add a leaf for every flag; a word that stands for further flags, and is not known, is a problem."""
     found: list[tuple[str, int, list[str]]] = []  # name, line, values
+    has_program = False
     for word, place in words:
         given = found[-1][2] if found else []
+        if not has_program and _PROGRAM.search(word):  # before it stand the flags of a scheduler or a container
+            found.clear()
+            continue
         if word.startswith("--") and len(word) > 2:
             name, stated, value = word[2:].partition("=")
             found.append((name, place, [value] if stated else []))
         elif _GROUP.match(word) or word.endswith("[@]}") or ((not found or given) and _ALONE.match(word)):
             _open_group(builder, word, place, script)
+        elif (not found or given) and _SUBSTITUTED.match(word):
+            message, hint = f"{word} is not run, so the flags that it prints are not known", "import the flags after --"
+            builder.problems.append(Problem(message=message, file=builder.file, line=place, hint=hint))
         elif not word.endswith(".py"):  # before a program stand the flags of its launcher
             given.append(word)
+        else:
+            has_program = True
     for name, line, given in found:
         values = [value_of(word) for word in given] or [True]
         one_or_all = values[0] if len(values) == 1 else values

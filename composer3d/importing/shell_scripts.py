@@ -1,8 +1,9 @@
 """Launch scripts in shell, read without running them: what their variables hold, and the commands they would start.
 
 Assignments, arrays, arithmetic, defaults (`${X:-1}`), conditions on known values (`if`, `case`, `&&`, `||`), calls of
-the script's own functions, `eval` and `bash -c` are followed. Loops, substituted commands, other files and conditions
-on files or on variables set outside are not: what depends on them is open, and keeps its text (`$NAME`).
+the script's own functions, `eval`, `bash -c` and `$(...)` of these and of `echo` are followed. Loops, other substituted
+commands, other files and conditions on files or on variables set outside are not: what depends on them is open, and
+keeps its text (`$NAME`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _READING = ("read", "mapfile", "readarray", "getopts", "let")
 _ENDS = (";", "\n", "&&", "||", "|", "&", ";;", "(", ")")
 _SHELL = re.compile(r"(?:^|/)(?:ba|da|z|k)?sh$")
 _MOST_CALLS = 20  # inside of each other
+_MOST_SUBSTITUTED = 1_000  # of a script
+_FORMAT = re.compile(r"(?:%s|\\n|\s)*")  # of `printf`
+_SILENT = ("set", "unset", "shift", "return", "exit", "cd")
 _PARAMETER = re.compile(r"\d+|[@*#]")
 
 
@@ -48,7 +52,10 @@ class ShellScript(ControlFlow):
         self._functions: dict[str, list[Token]] = {}
         self._own: dict[str, list[Piece] | None] = {}
         self._result: bool | None = True  # of the last `return`
-        self._num_calls = 0
+        self._num_calls = self._num_substituted = 0
+        self._printed: list[Piece] | None = None  # by the commands of a `$(...)`, while these are read
+        self._is_known = True  # whether they print nothing else
+        self._targets: list[str] = []  # of a command's redirections
         super().__post_init__()
 
     @property
@@ -85,6 +92,7 @@ class ShellScript(ControlFlow):
     def _words(self) -> list[Token]:
         """Return the words of a simple command, or all that `[[` encloses."""
         words: list[Token] = []
+        self._targets = []
         is_extended = self._tokens[self._at].text == "[["
         while self._at < len(self._tokens):
             token = self._tokens[self._at]
@@ -97,6 +105,7 @@ class ShellScript(ControlFlow):
                 break
             self._at += 1
             if token.is_operator:  # a redirection, whose target follows
+                self._targets += [token.text + target.text for target in self._tokens[self._at : self._at + 1]]
                 self._at += 1
             else:
                 words.append(token)
@@ -124,20 +133,65 @@ class ShellScript(ControlFlow):
             return
         words = words[num_assigned:]
         self._builtin(words, state)
-        self.commands.append(self._expanded(words))
         if words[0].text in self._functions:
+            if self._printed is None:
+                self.commands.append(self._expanded(words))
             self._call(words, state)
+        elif not self._inner_script(words, state):
+            self._started(words, state)
+
+    def _started(self, words: Sequence[Token], state: State) -> None:
+        """Note a command that the script starts, or what it prints inside of a `$(...)`."""
+        if self._printed is None:
+            self.commands.append(self._expanded(words))
+        elif (printed := self._prints(words)) is None or (state == "open" and printed):
+            self._is_known = False
         else:
-            self._inner_script(words, state)
+            self._printed += printed
 
     def _expanded(self, words: Sequence[Token]) -> list[LineWord]:
         pieces: list[Piece] = []
         for word in words:
-            pieces += [*self._environment.expand(word), Piece(text=" ", line=word.line, is_split=True)]
+            pieces += [*self._environment.expand(word), _blank(word.line)]
         return split_pieces(pieces)
 
     def _text(self, word: Token) -> str:
         return "".join(piece.text for piece in self._environment.expand(word))
+
+    # ---- substituted commands ----------------------------------------------------------------------------------------
+
+    def _substituted(self, text: str, line: int) -> list[Piece] | None:
+        """Return what the commands of a `$(...)` print; None where that is not known without running them."""
+        self._num_substituted += 1
+        if self._num_substituted > _MOST_SUBSTITUTED or self._num_calls > _MOST_CALLS:
+            return None
+        outer = self._printed, self._is_known, self._rest, self._outcome, self._targets
+        variables, conditional = dict(self._environment.variables), dict(self.conditional)
+        self._printed, self._is_known, self._rest = [], True, "live"
+        self._read(tokens_of(text, self.file, line=line), "live")
+        printed = self._printed if self._is_known else None
+        self._environment.variables, self.conditional = variables, conditional  # it is a subshell
+        self._printed, self._is_known, self._rest, self._outcome, self._targets = outer
+        return printed
+
+    def _prints(self, words: Sequence[Token]) -> list[Piece] | None:
+        """Return what a command prints, as words; None where it is not known."""
+        head, given = words[0].text, list(words[1:])
+        if head in _SILENT:
+            return []
+        if self._targets not in ([], [">&1"]):
+            return [] if self._targets == [">&2"] else None
+        if head == "echo":
+            while given and given[0].text in ("-n", "-e", "-E"):
+                del given[0]
+        elif head == "printf" and given and _FORMAT.fullmatch(self._text(given[0])):
+            del given[0]
+        else:
+            return None
+        line = words[0].line
+        return [piece for word in given for piece in (*self._environment.expand(word), _blank(word.line))] + [
+            _blank(line)
+        ]
 
     def _builtin(self, words: Sequence[Token], state: State) -> None:
         """Follow what a command does to the script itself."""
@@ -216,8 +270,7 @@ class ShellScript(ControlFlow):
         for name in [name for name in variables if _PARAMETER.fullmatch(name)]:
             del variables[name]
         variables.update({str(number): value for number, value in enumerate(values, start=1)})
-        blank = Piece(text=" ", line=1, is_split=True)
-        variables["@"] = variables["*"] = [piece for value in values for piece in (*value, blank)]
+        variables["@"] = variables["*"] = [piece for value in values for piece in (*value, _blank(1))]
 
     def _shift(self, state: State) -> None:
         variables = self._environment.variables
@@ -228,8 +281,8 @@ class ShellScript(ControlFlow):
             for number in numbers:
                 variables[str(number)] = [Piece(text=f"${number}", line=1, is_split=True)]
 
-    def _inner_script(self, words: Sequence[Token], state: State) -> None:
-        """Read what `eval` and `bash -c` are given."""
+    def _inner_script(self, words: Sequence[Token], state: State) -> bool:
+        """Read what `eval` and `bash -c` are given; return whether the command is one of these."""
         texts = [word.text for word in words]
         shell = next((number for number, text in enumerate(texts[:-2]) if _SHELL.search(text)), None)
         if texts[0] == "eval":
@@ -237,8 +290,9 @@ class ShellScript(ControlFlow):
         elif shell is not None and texts[shell + 1] in ("-c", "-lc"):
             text = self._text(words[shell + 2])
         else:
-            return
+            return False
         self._read(tokens_of(text, self.file, line=words[0].line), state)
+        return True
 
     def _assign(self, word: Token, state: State) -> None:
         found = _ASSIGNED.match(word.text)
@@ -254,6 +308,10 @@ class ShellScript(ControlFlow):
         self._environment.assign(name, value, is_added=bool(found[2]))
         if not found[2] and f"${name}" not in text and f"${{{name}" not in text:
             self.conditional.pop(name, None)
+
+
+def _blank(line: int) -> Piece:
+    return Piece(text=" ", line=line, is_split=True)
 
 
 def _success(words: Sequence[Token]) -> bool | None:

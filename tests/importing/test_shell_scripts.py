@@ -44,8 +44,29 @@ SCRIPTS = {
     "prefixed": "A=1; A=2 true; B=$A; echo $A $B",
     "assigned": "A=1 && B=2 || B=3; unset A; A=$A; echo $A $B",
     "redirections": "echo --seed 1 2>&1 > /dev/stdout",
+    "printed": 'f() { echo "--a 1 $1"; }; X=( $(f 2) --c "$(echo d e)" `echo -n 5` ); echo "${X[@]}"',
+    "printed and said": 'f() { echo "at $1" >&2; [ $1 -gt 1 ] && printf "%s " --n "$1"; }; A=$(f 2)$(f 1); echo $A',
+    "printed in each other": "f() { echo $(($1 + 1)); }; N=1; M=$(f $(f $N)); (N=$(f 7)); echo $M $N",
+    "continued in quotes": 'A="--a 1 \\\n  --b 2"; C="cd . && echo ${A} --c"; bash -c "$C"',
     "export": "export A=1 B=2\ndeclare C=3\necho $A $B $C",
 }
+
+
+@pytest.mark.parametrize("printed", ["cat flags.txt", "echo $HOME | tr a b", "f | head -1", "echo 1 > file; ls"])
+def test_what_a_command_prints_is_not_known_without_running_it(printed):
+    script = f"f() {{ echo --lr 1; }}\nX=( $({printed}) --seed 1 --steps 2 )\npython train.py ${{X[@]}}"
+    tree = read_script(script, "run.sh", {})
+    assert {key: leaf.value for key, leaf in tree.leaves.items()} == {"seed": 1, "steps": 2}
+    [problem] = tree.problems
+    assert problem.line == 2 and "is not run" in problem.message and problem.severity == "error"
+
+
+def test_flags_of_a_scheduler_are_not_the_programs():
+    script = 'O="--seed 1 --steps 2"\nsrun -l --output=logs/%x_%j.log --nodes=2 sh -c "python -u train.py $O"\n'
+    direct = "srun --output=a --time 1:00 torchrun --nproc-per-node 2 train.py --seed 1 --steps 2"
+    for text, more in ((script, {}), (direct, {"nproc_per_node": 2})):
+        leaves = read_script(text, "run.sh", {}).leaves
+        assert {key: leaf.value for key, leaf in leaves.items()} == {"seed": 1, "steps": 2, **more}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
