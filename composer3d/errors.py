@@ -131,9 +131,11 @@ class OrderError(ComposerError):
 class PatternError(ComposerError):
     """A pattern matches nothing in the model."""
 
+    SAID = "matches nothing in the model"
+
     def __init__(self, pattern: str, hint: str) -> None:
         self.pattern, self.hint = pattern, hint
-        super().__init__(f'the pattern "{pattern}" matches nothing in the model; {hint}')
+        super().__init__(f'the pattern "{pattern}" {self.SAID}; {hint}')
 
 
 class PluginError(ComposerError):

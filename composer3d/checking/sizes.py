@@ -105,16 +105,28 @@ def local_checkpoint_problems(manifest: Manifest) -> list[Problem]:
 
 
 def schedule_problems(manifest: Manifest) -> list[Problem]:
-    """Check that warmup, decay and the batch ramp end before the run does."""
-    train, table = manifest.tables.get("train"), manifest.tables.get("lr_schedule")
+    """Check that warmup, decay and the batch ramp end before the run does, unless a `decay_end` lies beyond it too."""
+    train: Any = manifest.tables.get("train")
+    table = manifest.tables.get("lr_schedule")
     steps = getattr(train, "steps", None)
     if steps is None or manifest.document.get(("train", "steps")) is None:
         return []
-    found = []
+    from composer3d.runner import BatchSize
+
+    found, length, what = [], steps, f"steps = {steps}"
+    unit, end = getattr(table, "unit", None) or "steps", getattr(table, "decay_end", None)
+    if unit == "samples" and train.accumulate is not None:
+        message = 'unit = "samples" beside train.accumulate: learning rates would depend on the number of ranks'
+        hint = "write train.global_batch, or count steps"
+        found.append(manifest.document.problem(("lr_schedule", "unit"), message, hint=hint))
+    elif unit == "samples":
+        length = BatchSize(manifest.tables["train"], degree=1).position_of(steps)
+        what = f"{length} samples in steps = {steps}"
+    most = max(length, end) if isinstance(end, int) else length
     for key in ("warmup", "decay"):
         value = getattr(table, key, None)
-        if isinstance(value, int) and value > steps:
-            message = f"{key} = {value} steps is longer than the run, which has steps = {steps}"
+        if isinstance(value, int) and value > most:
+            message = f"{key} = {value} {unit} is longer than the run, which has {what}"
             hint = f"write a fraction of the run, for example {key} = 0.1, or raise train.steps"
             found.append(manifest.document.problem(("lr_schedule", key), message, hint=hint))
     return found

@@ -11,7 +11,7 @@ from composer3d.exporting.meaning import Meaning
 from composer3d.exporting.writers import Writer
 from composer3d.importing import Translation, Verdict, path_of
 from composer3d.registry import FAMILIES
-from composer3d.runner import multiplier_of
+from composer3d.runner import BatchSize, multiplier_of
 
 __all__ = ["UNSAID", "compare"]
 
@@ -183,7 +183,8 @@ def _schedules_differ(here: Meaning, there: Meaning) -> str:
         manifest = meaning.manifest
         folder = manifest.document.folder
         try:
-            functions.append(multiplier_of(manifest.tables["lr_schedule"], num_steps=steps, folder=folder))
+            sizes = BatchSize(manifest.tables["train"], degree=1)
+            functions.append(multiplier_of(manifest.tables["lr_schedule"], num_steps=steps, folder=folder, sizes=sizes))
         except Exception as error:  # a callable of the user's, whatever its import raises
             return f"the callable cannot be compared: {error}"
     stride = max(1, steps // _MOST_STEPS)

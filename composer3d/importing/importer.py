@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.errors import ManifestError, Problem, did_you_mean
+from composer3d.errors import ManifestError, PatternError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
 from composer3d.importing.key_tables import load_key_table, path_of, systems
 from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
@@ -232,6 +232,8 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
         for what in _STAND_INS
     }
     overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
+    if places["model"] is not None:
+        overrides += _experts(translation)
     if places["data"] is not None:
         overrides += _without_chats(translation)
     elif places["model"] is not None and "data.chat.packing" in translation.settings:
@@ -253,6 +255,8 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
                 severity="warning" if _is_elsewhere(problem) else problem.severity,
             )
             for problem in found.problems
+            # Patterns are of the model that is to be filled in: of a stand-in they say nothing.
+            if places["model"] is None or PatternError.SAID not in problem.message
         ]
     for what, line in places.items():
         if line is not None:
@@ -299,6 +303,13 @@ def _large_enough(translation: Translation) -> list[str]:
         return []
     sizes = {"num_layers": max(blocks, 8), "num_heads": max(heads, 8), "dim": 32 * max(heads, 8)}
     return [f"model.args.{name}={size}" for name, size in sizes.items()]
+
+
+def _experts(translation: Translation) -> list[str]:
+    """Return what makes the model that stands in a mixture of experts, where experts are shared among ranks."""
+    setting = translation.settings.get("mesh.ep")
+    degree = setting.value if setting is not None and isinstance(setting.value, int) else 1
+    return ['model.use="composer3d.models:moe"', f"model.args.num_experts={8 * degree}"] if degree > 1 else []
 
 
 def _world(translation: Translation) -> int | None:

@@ -157,7 +157,9 @@ def refuse_changes(origin: Origin, run_state: RunState, batch_size: BatchSize) -
         )
 
 
-def schedule_change(origin: Origin, table: LRScheduleTable, *, num_steps: int, folder: Path) -> str | None:
+def schedule_change(
+    origin: Origin, table: LRScheduleTable, *, num_steps: int, folder: Path, sizes: BatchSize
+) -> str | None:
     """Describe the learning rates of a run that goes on with another length; None where they are the same.
 
     Args:
@@ -165,12 +167,13 @@ def schedule_change(origin: Origin, table: LRScheduleTable, *, num_steps: int, f
         table: `[lr_schedule]`.
         num_steps: Of the whole run now.
         folder: Of the manifest.
+        sizes: Of the run's batches.
     """
     planned, start = origin.run.get("planned_steps"), origin.num_steps
     if not isinstance(planned, int) or planned == num_steps:
         return None
-    before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
-    after = multiplier_of(table, num_steps=num_steps, folder=folder)(start)
+    before = multiplier_of(table, num_steps=planned or 1, folder=folder, sizes=sizes)(start)
+    after = multiplier_of(table, num_steps=num_steps, folder=folder, sizes=sizes)(start)
     if before == after:
         return None
     return (

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import EvaluatedWeights, checkpoint
-from composer3d.errors import DataError, ManifestError, ReferenceFailure
+from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.processes import write_private
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.evaluating.best_model import BestModel
+from composer3d.runner.evaluating.evaluation_loop import loss_over
 from composer3d.runner.evaluating.evaluation_metrics import EvaluationMetrics
 from composer3d.runner.housekeeping import (
     GarbageCollection,
@@ -134,7 +135,8 @@ class Trainer:
         stack.callback(self.loader.close)
         self.optimizer = make_optimizer(self.run, manifest)
         self.num_steps: int = tables["train"].steps
-        multiplier = multiplier_of(tables["lr_schedule"], num_steps=self.num_steps, folder=manifest.document.folder)
+        folder, sizes = manifest.document.folder, self.batch_size
+        multiplier = multiplier_of(tables["lr_schedule"], num_steps=self.num_steps, folder=folder, sizes=sizes)
         self.schedule = LRSchedule(self.optimizer, multiplier)
         self.stability = Stability(tables["stability"], overflow_is_expected=self.run.has_grad_scaler)
         ema = tables["ema"]
@@ -207,7 +209,9 @@ class Trainer:
         if replicas is not None and replicas.is_late:
             with Preemption() as preemption:
                 replicas.begin(0)
-                return self._run(preemption)
+                table, folder = self.manifest.tables["run"], self.manifest.document.folder
+            with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption, folder=folder):
+                return self._loop(preemption, garbage)
         origin = choose_checkpoint(self.run, self.output, resume)
         start = 0 if origin is None else origin.num_steps
         kept = None if self.local is None else self.local.later_than(start, resume=resume)
@@ -232,17 +236,14 @@ class Trainer:
                 replicas.begin(start)
             if self.writing.is_first and self.state.num_steps == start:
                 self._begin_output(start, where)
-            return self._run(preemption)
-
-    def _run(self, preemption: Preemption) -> Outcome:
-        table, folder = self.manifest.tables["run"], self.manifest.document.folder
-        with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption, folder=folder):
-            return self._loop(preemption, garbage)
+            table, folder = self.manifest.tables["run"], self.manifest.document.folder
+            with GarbageCollection(table.gc_every) as garbage, watching(table.notice, preemption, folder=folder):
+                return self._loop(preemption, garbage)
 
     def _load(self, origin: Origin) -> None:
         refuse_changes(origin, self.state, self.batch_size)
         table, folder = self.manifest.tables["lr_schedule"], self.manifest.document.folder
-        told = schedule_change(origin, table, num_steps=self.num_steps, folder=folder)
+        told = schedule_change(origin, table, num_steps=self.num_steps, folder=folder, sizes=self.batch_size)
         if told is not None:
             self.writing.message(told)
         self.progress.update(origin.num_steps, RunPhase.LOADING)
@@ -285,9 +286,10 @@ class Trainer:
             done, is_best = step + 1, False
             self.state.num_steps = done
             if _due(tables["evaluation"].every, done, self.num_steps):
-                figures = {"loss": self._evaluate(step), **self.figures.settle()}
-                row |= {f"evaluation_{name}": value for name, value in figures.items()}
-                is_best = self.best is not None and self.best.judge(done, figures)
+                figures = self._evaluate(step, preemption)
+                stop |= figures is None
+                row |= {f"evaluation_{name}": value for name, value in (figures or {}).items()}
+                is_best = self.best is not None and figures is not None and self.best.judge(done, figures)
             row = self.run.report(done, row)
             self.writing.row(row)
             if stop and done < self.num_steps and replicas is None:
@@ -354,24 +356,25 @@ class Trainer:
         figures = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr}
         return {**figures, "skipped_steps": self.stability.num_skipped, **state.metrics}
 
-    def _evaluate(self, step: int) -> float:
-        """Return the mean loss over the samples held out."""
+    def _evaluate(self, step: int, preemption: Preemption) -> dict[str, float] | None:
+        """Return the figures of the samples held out, their mean loss first; None where the run is to stop."""
         self.progress.update(step, RunPhase.EVALUATING)
-        table, averaged = self.manifest.tables["evaluation"], contextlib.nullcontext()
+        table, weights = self.manifest.tables["evaluation"], self.run.context.stash(EvaluatedWeights)
         self._average_buffers()
         use_ema = self.ema is not None and self.manifest.tables["ema"].evaluate
-        total = count = 0.0
-        weights = self.run.context.stash(EvaluatedWeights)
-        with self.ema.applied() if use_ema and self.ema is not None else averaged, weights.applied():
-            for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
-                inputs = {**batch.kwargs, **self.factory.inputs(batch.targets)}
-                with self.figures.evaluating(len(batch.indices) // (self.manifest.train.microbatch or 1)):
-                    result = self.run.evaluate(*batch.args, target=batch.targets, **inputs)
-                total += float(result.loss) * result.count if result.count else 0.0
-                count += result.count
-        if not count:
-            raise DataError("[evaluation] no target of the samples held out is valid, so there is no loss to tell")
-        return total / count
+        with self.ema.applied() if use_ema and self.ema is not None else contextlib.nullcontext(), weights.applied():
+            loss = loss_over(
+                self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest),
+                run=self.run,
+                factory=self.factory,
+                figures=self.figures,
+                microbatch=self.manifest.train.microbatch or 1,
+                is_ending=lambda: preemption.requested,
+            )
+        metrics = self.figures.settle()
+        if loss is None:
+            self.writing.message(f"left the evaluation after step {step + 1}, since the run is to stop")
+        return None if loss is None else {"loss": loss, **metrics}
 
     def _save(self, done: int, *, asynchronous: bool) -> None:
         if self._saved == done or not self.writing.leads:

@@ -112,10 +112,11 @@ def _bound_waiting(run: Composition, timeout_s: float) -> None:
 
 def _schedule(manifest: Manifest, optimizer: torch.optim.Optimizer) -> LRSchedule:
     """Return the run's schedule, from the first step on that has a rate: steps at rate 0 move no parameter."""
-    from composer3d.runner import LRSchedule, multiplier_of
+    from composer3d.runner import BatchSize, LRSchedule, multiplier_of
 
-    table, num_steps = manifest.tables["lr_schedule"], manifest.tables["train"].steps
-    multiplier = multiplier_of(table, num_steps=num_steps, folder=manifest.document.folder)
+    table, num_steps, folder = manifest.tables["lr_schedule"], manifest.tables["train"].steps, manifest.document.folder
+    sizes = BatchSize(manifest.tables["train"], degree=1)  # samples need a global batch, which `check` makes sure of
+    multiplier = multiplier_of(table, num_steps=num_steps, folder=folder, sizes=sizes)
     first = next((step for step in range(num_steps) if multiplier(step) > 0), 0)
     return LRSchedule(optimizer, lambda step: multiplier(step + first))
 

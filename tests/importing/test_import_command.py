@@ -148,6 +148,20 @@ def test_classes_of_a_model_that_is_not_here_are_carried_and_not_sought_in_a_sta
     assert 'unit_classes = ["LlamaDecoderLayer"]' in result.manifest
 
 
+def test_what_is_of_the_models_names_is_not_sought_in_a_stand_in(tmp_path):
+    """Experts and patterns are of a model that is to be filled in."""
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[model]\nname = "deepseek_v3"\nflavor = "16B"\n[training]\nsteps = 10\nseq_len = 64\n'
+        "[parallelism]\nexpert_parallel_degree = 2\ndata_parallel_shard_degree = -1\n"
+        '[quantize.linear.float8]\nenable_fsdp_float8_all_gather = false\nfilter_fqns = ["router.gate"]\n'
+    )
+    result = composer3d.import_config(path, system="torchtitan")
+    assert result.ok, result.problems
+    assert "[sharding.expert_parallel]" in result.manifest and "router.gate" in path.read_text()
+    assert any('"FILL_IN:model" is to be filled in' in problem.message for problem in result.problems)
+
+
 def test_a_model_beside_the_output_is_checked(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     (folder / "beside_the_output.py").write_text("from torch.nn import Linear as Model\n")

@@ -12,7 +12,9 @@ from composer3d.cli import main
 from composer3d.importing.importer import Flags, read_translation
 from composer3d.importing.translation import Options
 from composer3d.runner import TABLES
+from composer3d.runner.objective.batch_size import BatchSize
 from composer3d.runner.objective.lr_schedule import multiplier_of
+from composer3d.runner.runner_tables import BatchRampTable
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2
@@ -212,6 +214,68 @@ def test_iterations_of_samples_with_a_growing_batch_are_megatrons(tmp_path, samp
         "grad_clip": 1.0,
     }
     assert verdicts_of(translation)["train_samples"] == "derived"
+
+
+# Megatron-LM's scheduler counts the samples of every batch: lr 1e-3, min-lr 1e-4 here.
+SAMPLED = {
+    "--rampup-batch-size 2 2 200 --train-samples 803 --lr-warmup-samples 100 --lr-decay-samples 700": (
+        2,
+        803,
+        100,
+        700,
+    ),
+    "--rampup-batch-size 4 4 50 --train-samples 803 --lr-warmup-fraction 0.1": (4, 803, 80.3, 803),
+    "--train-samples 803 --lr-warmup-samples 44": (8, 803, 44, 803),
+    "--train-samples 800 --lr-decay-samples 700 --lr-warmup-samples 16": (8, 800, 16, 700),
+    "--train-samples 800 --lr-decay-samples 800 --lr-warmup-fraction 0.1": (8, 800, 80, 800),
+}
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear"])
+@pytest.mark.parametrize("flags", SAMPLED)
+def test_rates_of_a_run_by_samples_are_megatrons(tmp_path, flags, style):
+    start, samples, warmup, decay = SAMPLED[flags]
+    text = f"{flags} --global-batch-size 8 --lr-decay-style {style} --lr 1e-3 --min-lr 1e-4"
+    translation = translated(tmp_path, "flags.txt", text, system="megatron")
+    manifest = manifest_of(translation)
+    whole = int(flags.split()[3]) if start < 8 else 0
+    expected, consumed = [], 0
+    while consumed + (8 if consumed > whole else start) <= samples:
+        left = max((decay - consumed) / (decay - warmup), 0.0)
+        fallen = left if style == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        expected.append(consumed / warmup if consumed < warmup else 0.1 + 0.9 * fallen)
+        grown = min(int(consumed / (whole / ((8 - start) // start))), (8 - start) // start) if whole else 0
+        consumed += 8 if consumed > whole else start + start * grown
+    table, num_steps = TABLES["lr_schedule"](**manifest["lr_schedule"]), manifest["train"]["steps"]
+    train = manifest["train"]
+    if whole:
+        train["batch_ramp"] = BatchRampTable(**train["batch_ramp"])
+    sizes = BatchSize(TABLES["train"](**train), degree=1)
+    rate = multiplier_of(table, num_steps=num_steps, folder=tmp_path, sizes=sizes)
+    # A warm-up of a broken number of samples is rounded, which its verdict says.
+    tolerance = 1e-12 if warmup == int(warmup) else 0.005
+    assert [rate(step) for step in range(num_steps)] == pytest.approx(expected[:num_steps], rel=tolerance)
+    assert len(expected) >= num_steps
+    told = {key: verdict for key, verdict in verdicts_of(translation).items() if key.startswith(("lr_", "min_lr"))}
+    assert set(told.values()) - {"changed"} <= {"carried", "derived", "equal", "meaningless"}, told
+    assert ("changed" in told.values()) == (warmup != int(warmup))
+
+
+def test_a_warmup_beyond_the_run_is_megatrons_where_the_fall_is_beyond_it_too(tmp_path):
+    flags = "--lr 1e-3 --min-lr 1e-5 --train-iters 100 --lr-decay-iters 320000 --lr-decay-style cosine"
+    translation = translated(tmp_path, "flags.txt", f"{flags} --lr-warmup-fraction .0005", system="megatron")
+    written = manifest_of(translation)
+    rate = multiplier_of(TABLES["lr_schedule"](**written["lr_schedule"]), num_steps=100, folder=tmp_path)
+    assert [rate(step) for step in range(100)] == pytest.approx([step / 160 for step in range(100)])
+
+
+def test_what_experts_compute_is_a_part_of_a_model_that_is_not_here(tmp_path):
+    flags = "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+    told = verdicts_of(translated(tmp_path, "flags.txt", f"{flags} --moe-grouped-gemm --lr 1e-3", system="megatron"))
+    names = ("num_experts", "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    assert [told[name] for name in names] == ["missing"] * 4 and told["moe_grouped_gemm"] == "meaningless"
+    alone = verdicts_of(translated(tmp_path, "flags.txt", "--moe-router-topk 2 --lr 1e-3 --bf16", system="megatron"))
+    assert alone["moe_router_topk"] == "meaningless"
 
 
 def test_a_batch_that_does_not_grow_in_whole_steps_is_refused(tmp_path):

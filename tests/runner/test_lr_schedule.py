@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from composer3d.checking.called import schedule_callable_problems
+from composer3d.checking.sizes import schedule_problems
 from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.manifest import read, read_text, type_manifest
 from composer3d.runner import TABLES
+from composer3d.runner.objective.batch_size import BatchSize
 from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
+from composer3d.runner.runner_tables import BatchRampTable
 from composer3d.verification.manifest_run import subject_of
 
 WITHOUT = "warmup_start, warmup_shape and warmup_delay are of a warm-up"
@@ -228,3 +231,52 @@ def test_check_calls_a_schedule_with_its_arguments(tmp_path):
 
     assert problems("{ base = 2 }") == []
     assert "unexpected keyword argument 'bas'" in problems("{ bas = 2 }")[0].message
+
+
+def over_samples(**keys):
+    return LRScheduleTable(unit="samples", **keys)
+
+
+def test_a_schedule_over_samples_follows_a_batch_that_grows():
+    train = TABLES["train"](steps=6, global_batch=8, batch_ramp=BatchRampTable(start=2, step=2, every=1))
+    sizes = BatchSize(train, degree=1)
+    consumed = [0, 2, 6, 12, 20, 28]
+    assert [sizes.position_of(step) for step in range(6)] == consumed
+    table = over_samples(use="linear", warmup=6, decay_end=26, min_ratio=0.0)
+    f = multiplier_of(table, num_steps=6, folder=Path(), sizes=sizes)
+    assert [f(step) for step in range(6)] == pytest.approx([0, 1 / 3, 1, 14 / 20, 6 / 20, 0])
+    # A fraction is one of the run's samples.
+    f = multiplier_of(over_samples(use="wsd", warmup=0.5, decay=0.25), num_steps=6, folder=Path(), sizes=sizes)
+    assert [f(step) for step in range(6)] == pytest.approx([n / 18 for n in consumed[:4]] + [1, 1 - 0.9 / 9])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ('unit = "samples"\nuse = "test_lr_schedule:halves"', 'unit is for cosine, .*, constant, and this is "test_lr'),
+        (
+            'unit = "samples"\nwarmup = 2\nwarmup_delay = 1',
+            "warmup_delay counts steps, and this schedule counts samples",
+        ),
+        ('unit = "tokens"', "unit"),
+    ],
+)
+def test_what_a_schedule_over_samples_cannot_have(keys, said):
+    with pytest.raises(ManifestError, match=said):
+        type_manifest(read_text(f"composer3d = 1\n[lr_schedule]\n{keys}\n"), tables=TABLES)
+
+
+@pytest.mark.parametrize(
+    ("train", "schedule", "said"),
+    [
+        ("steps = 10\naccumulate = 2", 'unit = "samples"', "learning rates would depend on the number of ranks"),
+        ("steps = 10\nglobal_batch = 4", 'unit = "samples"\nwarmup = 41', "warmup = 41 samples is longer than the run"),
+        ("steps = 10\nglobal_batch = 4", 'unit = "samples"\nwarmup = 40', None),
+        ("steps = 10", "warmup = 12\ndecay_end = 11", "warmup = 12 steps is longer than the run"),
+        ("steps = 10", "warmup = 12\ndecay_end = 20", None),
+    ],
+)
+def test_a_warmup_is_compared_with_the_run_and_with_the_end_of_the_fall(train, schedule, said):
+    text = f"composer3d = 1\n[train]\n{train}\n[lr_schedule]\n{schedule}\n"
+    problems = schedule_problems(type_manifest(read_text(text), tables=TABLES))
+    assert (said is None and not problems) or said in str(problems[0])

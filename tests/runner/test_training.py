@@ -83,6 +83,27 @@ def test_a_signal_to_one_rank_ends_all_after_a_step_with_a_checkpoint(tmp_path):
     assert len(losses(tmp_path / "out")) == 2
 
 
+def test_a_signal_in_an_evaluation_ends_it_between_two_batches(tmp_path):
+    (tmp_path / "signalled_metric.py").write_text(
+        "import os, signal\ncalls = 0\n"
+        "def figure(output, target):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 3 and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert calls < 5, 'the evaluation goes on'\n"
+        "    return output.sum() * 0, 1\n"
+    )
+    path = write(tmp_path, MANIFEST.replace(", dropout = 0.1", ""))
+    evaluation = '{every=2, batches=50, metrics={figure="signalled_metric:figure"}}'
+    told = ("data.evaluation_fraction=0.5", f"evaluation={evaluation}", "train.steps=6", "train.global_batch=4")
+    outcome = start(path, 2, *told)
+    assert (outcome["status"], outcome["step"]) == ("preempted", 2)
+    assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-2"
+    rows = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    assert len(rows) == 2 and not any(key.startswith("evaluation") for key in rows[-1])
+
+
 def test_the_batch_grows_and_is_cut_alike_in_every_layout(tmp_path):
     path = write(tmp_path, MANIFEST.replace(", dropout = 0.1", ""))
     ramp = ("train.batch_ramp={start=4, step=4, every=2}", "train.global_batch=12", "train.steps=5")

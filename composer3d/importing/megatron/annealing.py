@@ -8,6 +8,7 @@ __all__ = ["annealed", "schedule"]
 
 _TITLE = "Megatron-LM's default"
 _STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "inverse-square-root": "inverse_sqrt"}
+_OF_SAMPLES = ("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
 _ANNEALED = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "minus_sqrt": "sqrt"}
 
 
@@ -20,6 +21,14 @@ def annealed(style: str) -> str | None:
     return _ANNEALED.get(style.lower())
 
 
+def _counts_samples(t: Translation, each: int) -> bool:
+    """Return whether the schedule follows samples: of a run by samples, unless all numbers are those of whole steps."""
+    total = t.integer("train_samples") or 0
+    counts = [t.integer(key) or 0 for key in _OF_SAMPLES]
+    is_uneven = "train.batch_ramp" in t.settings or any(count % each for count in (total, *counts))
+    return bool(total) and not t.integer("train_iters") and is_uneven
+
+
 def _default(t: Translation, key: str) -> str | None:
     return None if key in t else _TITLE
 
@@ -29,6 +38,10 @@ def schedule(translation: Translation) -> None:
     t, total = translation, translation.settings.get("train.global_batch")
     each = total.value if total is not None else None
     steps = t.settings["train.steps"].value if "train.steps" in t.settings else None
+    if each is not None and _counts_samples(t, each):
+        reason = "the rate of a run by samples follows these, and they are no whole number of equal steps"
+        t.put("lr_schedule.unit", "samples", reason=reason)
+        each, steps = 1, t.integer("train_samples")
     name, key = t.text("lr_decay_style", "linear"), "lr_decay_style"
     name = name if name.lower() != "wsd" else "WSD"
     kind = annealed(t.text("lr_wsd_decay_style", "exponential")) if name == "WSD" else _STYLES.get(name)
@@ -38,7 +51,7 @@ def schedule(translation: Translation) -> None:
         kind = name = "constant"
     t.put("lr_schedule.use", kind, key, reason=_default(t, key))
     t.put("lr_schedule.warmup", warmup, *([source] if source else []), reason=None if source else _TITLE)
-    _judge_warmup(t, source, steps)
+    _judge_warmup(t, source, _until(t, each, steps))
     _start(t, kind, warmup)
     if name != "constant":
         _floor(t)
@@ -52,13 +65,19 @@ def schedule(translation: Translation) -> None:
     t.judge("lr_wsd_decay_samples", "meaningless", "not of this style")
 
 
-def _judge_warmup(t: Translation, source: str | None, steps: int | None) -> None:
+def _until(t: Translation, each: int | None, steps: int | None) -> int | None:
+    """Return when the fall ends that a fraction of warm-up is of: in steps, or in samples where these are counted."""
+    samples = t.integer("lr_decay_samples") or 0
+    return t.integer("lr_decay_iters") or (samples // each if samples and each else steps)
+
+
+def _judge_warmup(t: Translation, source: str | None, until: int | None) -> None:
     if source is None:
         return
     if source == "lr_warmup_fraction":
-        length = (t.number(source) or 0.0) * (t.integer("lr_decay_iters") or steps or 0)
+        length = (t.number(source) or 0.0) * (until or 0)
         if abs(length - round(length)) > 1e-6:
-            t.judge(source, "changed", f"{length:g} iterations there, whole steps here", to="lr_schedule.warmup")
+            t.judge(source, "changed", f"{length:g} of them there, a whole number here", to="lr_schedule.warmup")
     verdict = "derived" if source in ("lr_warmup_fraction", "lr_warmup_samples") else "carried"
     t.judge(source, verdict, to="lr_schedule.warmup")
 
@@ -79,9 +98,9 @@ def _start(t: Translation, kind: str, warmup: int | float) -> None:
 def _warmup(t: Translation, each: int | None, steps: int | None) -> tuple[int | float, str | None]:
     fraction = t.number("lr_warmup_fraction")
     if fraction:
-        decay = t.integer("lr_decay_iters") or steps
-        if decay and isinstance(steps, int):
-            return min(round(fraction * decay), steps), "lr_warmup_fraction"
+        until = _until(t, each, steps)
+        if until and isinstance(steps, int):
+            return round(fraction * until), "lr_warmup_fraction"
         return (float(fraction) if fraction <= 1 else int(fraction)), "lr_warmup_fraction"
     count = t.integer("lr_warmup_iters")
     if count:
@@ -108,10 +127,13 @@ def _length(t: Translation, name: str, each: int | None, steps: int | None) -> N
             t.put("lr_schedule.decay", decay, source)
             t.judge(source, "carried", to="lr_schedule.decay")
         t.judge("lr_wsd_decay_style", "carried", to="lr_schedule.use")
+    over_samples = "lr_schedule.unit" in t.settings and name not in ("constant", "inverse-square-root")
+    if over_samples and "lr_decay_samples" not in t:  # the last step may go beyond, or not come to it
+        t.put("lr_schedule.decay_end", steps, "train_samples", reason=_TITLE)
     for key, unit in (("lr_decay_iters", 1), ("lr_decay_samples", each or 1)):
         stated = t.integer(key)
         ends = None if stated is None else stated // unit
-        if ends is None or steps is None or ends == steps or name == "constant":
+        if ends is None or steps is None or (ends == steps and not over_samples) or name == "constant":
             t.judge(key, "equal" if name != "constant" else "meaningless", "the whole run")
         elif name == "inverse-square-root":
             note = f"from iteration {ends} on the rate is min-lr there"

@@ -37,6 +37,33 @@ _KEYS = (
     "num_experts",
     "moe_layer_freq",
 )
+# What experts compute: without experts the flags do nothing.
+_EXPERTS = (
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_score_function",
+    "moe_router_dtype",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_quantile_balancing_ema",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_expert_rank_capacity_factor",
+)
 _OTHER = (
     "multi_latent_attention",
     "qk_layernorm",
@@ -60,6 +87,10 @@ def model(translation: Translation) -> None:
     for key in _KEYS:
         value = t.get(key)
         t.judge(key, "meaningless" if value is None or value is False else verdict, note)
+    has_experts = bool(t.get("num_experts"))
+    for key in _EXPERTS:
+        stated = has_experts and t.get(key) not in (None, False, "none")
+        t.judge(key, verdict if stated else "meaningless", note if stated else "there are no experts, or it is off")
 
 
 def _is_llama(t: Translation) -> bool:

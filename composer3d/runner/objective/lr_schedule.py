@@ -13,6 +13,7 @@ from composer3d.manifest import resolve_reference
 if TYPE_CHECKING:
     import torch
 
+    from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
 
 __all__ = ["LRSchedule", "multiplier_of"]
@@ -42,17 +43,21 @@ _FALLS: Mapping[str, Callable[[float], float]] = MappingProxyType(
 )
 
 
-def multiplier_of(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Callable[[int], float]:
+def multiplier_of(
+    table: LRScheduleTable, *, num_steps: int, folder: Path, sizes: BatchSize | None = None
+) -> Callable[[int], float]:
     """Return the function from a step, counted from 0, to the multiple of the learning rate in it.
 
     During w steps of warmup it is 1/w, 2/w, ..., 1, or rises from `warmup_start` to reach 1 in the step after them.
     Then it falls to `min_ratio`, which it reaches in the step after the last one, or in `decay_end`; `wsd`, and what
-    has a `decay`, stays at 1 before it falls.
+    has a `decay`, stays at 1 before it falls. With `unit = "samples"` all of these are numbers of samples, and a step
+    is where the samples of all steps before have led.
 
     Args:
         table: `[lr_schedule]`, with its kind, warmup and final rate.
         num_steps: Of the whole run.
         folder: Of the manifest, for a callable.
+        sizes: Of the run's batches, which a schedule over samples needs.
 
     Raises:
         ReferenceFailure: The callable cannot be imported.
@@ -62,9 +67,20 @@ def multiplier_of(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Ca
     >>> [f(step) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
+    if table.unit is not None:
+        assert sizes is not None, "a schedule over samples needs the batch of every step"
+        length = sizes.position_of(num_steps)
+        over_samples = _multiplier(table, num_steps=length, folder=folder)
+        return lambda step: over_samples(sizes.position_of(step))
+    return _multiplier(table, num_steps=num_steps, folder=folder)
+
+
+def _multiplier(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Callable[[int], float]:
+    """Return the multiple by what the table counts: steps, or samples."""
     kind = table.kind
     is_own = kind != "constant" and ":" not in kind
     default = WARMUP if is_own else 0
+    # A number may be beyond the run, where the fall ends beyond it too.
     num_warmup = _num_steps(default if table.warmup is None else table.warmup, num_steps)
     num_before = num_warmup + (table.warmup_delay if num_warmup else 0)
     rise = _rise(table, num_warmup)
@@ -81,7 +97,7 @@ def multiplier_of(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Ca
 def _rise(table: LRScheduleTable, num_warmup: int) -> Callable[[int], float]:
     """Return the warmup, whose steps are counted from 0."""
     shape = table.warmup_shape
-    if table.warmup_start is None and shape == "linear":
+    if table.warmup_start is None and shape == "linear" and table.unit is None:
         return lambda step: (step + 1) / num_warmup
     start = table.warmup_start or 0.0
 
@@ -133,7 +149,7 @@ def _fall(table: LRScheduleTable) -> Callable[[float], float]:
 
 def _num_steps(value: int | float, num_steps: int) -> int:
     """Return a number of steps, given itself or as a fraction of the run."""
-    return min(int(value * num_steps) if isinstance(value, float) else value, num_steps)
+    return int(value * num_steps) if isinstance(value, float) else value
 
 
 class LRSchedule:

@@ -24,6 +24,7 @@ _OWNERS: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
         "power": ("polynomial",),
         "cycles": ("cosine",),
         "timescale": ("inverse_sqrt",),
+        "unit": (*FALLS, "inverse_sqrt", "constant"),
         "args": (None,),
     }
 )
@@ -54,6 +55,9 @@ class LRScheduleTable:
         power: Of `polynomial`: of what is left to do; default 1.
         cycles: Of `cosine`: how many times it falls, each time from `lr` on; default 1.
         timescale: Of `inverse_sqrt`: steps after which 1 / sqrt(2) is left; default the warm-up's, or 10000 without.
+        unit: What `warmup`, `decay`, `decay_end` and `timescale` count, by default steps: with `samples` those of all
+            steps before, so that the rate follows the data while `train.batch_ramp` grows, and rises from
+            `warmup_start`, by default 0.
         args: Further arguments of a callable, by name.
     """
 
@@ -69,6 +73,7 @@ class LRScheduleTable:
     power: float | None = Field(default=None, gt=0)
     cycles: int | None = Field(default=None, ge=1)
     timescale: int | None = Field(default=None, ge=1)
+    unit: Literal["samples"] | None = None
     args: dict[str, Any] | None = None
 
     @property
@@ -95,8 +100,12 @@ class LRScheduleTable:
             value = getattr(self, key)
             if isinstance(value, float) and value > 1:
                 raise KeyFault(
-                    key, f"{key} = {value} is neither a number of steps (an integer) nor a fraction of the run"
+                    key,
+                    f"{key} = {value} is neither a number of {self.unit or 'steps'} (an integer) nor a fraction of the "
+                    "run",
                 )
+        if self.unit is not None and self.warmup_delay:
+            raise KeyFault("warmup_delay", "warmup_delay counts steps, and this schedule counts samples")
         rises = self.warmup != 0 if self.kind != "constant" and not is_own else bool(self.warmup)
         if not rises and (self.warmup_start is not None or self.warmup_shape != "linear" or self.warmup_delay):
             raise KeyFault("warmup", "warmup_start, warmup_shape and warmup_delay are of a warm-up, and there is none")
