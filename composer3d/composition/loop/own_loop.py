@@ -65,7 +65,10 @@ class OwnLoop:
             StepError: A schedule runs the forward itself.
         """
         if self._assembled.has_schedule:
-            raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
+            raise StepError(
+                "the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...), and "
+                "run.named_parameters() and run.named_buffers() for what this rank's stages hold"
+            )
         return self.parts[0].module
 
     def named_parameters(self, *, of_all_stages: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
@@ -81,6 +84,18 @@ class OwnLoop:
             yield from named_parameters(self.context, of_all_stages=of_all_stages)
         else:
             yield from self.context.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages under the FQNs of the whole model, each tensor once.
+
+        Those that several stages hold each of them keeps up to date by itself.
+        """
+        seen: set[int] = set()
+        for part in self.parts:
+            for fqn, buffer in part.module.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield fqn, buffer
 
     @property
     def has_grad_scaler(self) -> bool:
