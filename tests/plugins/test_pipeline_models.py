@@ -142,7 +142,8 @@ class Counting(Net):
 
 
 def counted():
-    run = composed(f"[mesh]\npp = {torch.distributed.get_world_size()}\n[scheduling.pipeline]\n", Counting)
+    mesh = f"[mesh]\npp = {torch.distributed.get_world_size()}\n"
+    run = composed(f"{mesh}[train]\nmicrobatch = 2\n[scheduling.pipeline]\n", Counting)
     tokens, targets = padded()
     with run.step(0):
         run.forward_backward(tokens, target=targets)
