@@ -239,18 +239,28 @@ def _counts(reason: str, others: Sequence[Sequence[str]], own: Sequence[str], *,
 def _shrunk(
     row: dict[str, str], reason: str, options: Options, check: Check, owners: Mapping[str, Sequence[str]]
 ) -> Row:
-    """Neutralise as much of a row as may go while the reason stays: halves of it, then ever smaller parts."""
+    """Neutralise as much of a row as may go while the reason stays: halves of it, then ever smaller parts.
+
+    An axis goes with its owners at first: one of them without the other would be refused for a reason of its own.
+    """
+
+    def without(keys: Iterable[str]) -> Row:
+        candidate = row
+        for key in keys:
+            neutral = DEFAULT if plugin_of(key) and row[key] != OFF else options[key][0]
+            if candidate[key] != neutral:
+                candidate = _changed(candidate, key, neutral, options)
+        stays = candidate != row and _is_whole(candidate, owners) and reason in check(candidate)
+        return candidate if stays else row
+
+    for axis, owning in owners.items():
+        if axis in options:
+            row = without((axis, *(key for key in owning if key in options)))
     for keys in ([key for key in options if plugin_of(key) is None], [key for key in options if plugin_of(key)]):
         size = len(keys)
         while size:
             for start in range(0, len(keys), size):
-                candidate = row
-                for key in keys[start : start + size]:
-                    neutral = DEFAULT if plugin_of(key) and row[key] != OFF else options[key][0]
-                    if candidate[key] != neutral:
-                        candidate = _changed(candidate, key, neutral, options)
-                if candidate != row and _is_whole(candidate, owners) and reason in check(candidate):
-                    row = candidate
+                row = without(keys[start : start + size])
             size //= 2
     return row
 

@@ -146,3 +146,16 @@ def test_a_reason_that_another_one_hides_blames_nothing_for_it():
     row |= {"scheduling.stages": "on", "scheduling.stages.schedule": '"v"', "train.accumulation": "8"}
     found = explain(row, "many", OPTIONS, one_at_a_time, OWNERS)
     assert dict(found.choices) == {"scheduling.stages": "on", "train.accumulation": "8"}
+
+
+def test_an_axis_that_its_owner_needs_is_not_to_blame():
+    def one_at_a_time(row):
+        if row["sharding.tensor"] == "on" and row["mesh.tp"] == "1":
+            return ["nobody to share with"]
+        return ["many"] if row["train.accumulation"] == "8" else []
+
+    # Half of the keys never hold the axis and its owner, without what is to blame.
+    options = {"sharding.tensor": ("off", "on"), "train.accumulation": ("1", "8"), "mesh.tp": ("1", "2")}
+    row = {"sharding.tensor": "on", "train.accumulation": "8", "mesh.tp": "2"}
+    found = explain(row, "many", options, one_at_a_time, {"mesh.tp": ("sharding.tensor",)})
+    assert dict(found.choices) == {"train.accumulation": "8"}
