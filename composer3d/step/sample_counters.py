@@ -117,7 +117,7 @@ class _Watch:
         shown = ", ".join(f'"{self._prefix}{fqn}" (+{first.growth[fqn]:g})' for fqn in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
         log.warning(
-            "%s%s: a forward of %d samples adds to what the model keeps as a number of this rank's samples, of which "
+            "%s%s: %sa forward of %d samples adds to what the model keeps as a number of this rank's samples, of which "
             "one device counts those of all %d data-parallel ranks, so that what is computed from it is another than "
             "one device's, and a checkpoint holds one rank's; count in a buffer of int64 that the module names in "
             "summed_buffers, and add it to this number in the module's after_step(), which the run calls after "
@@ -125,6 +125,8 @@ class _Watch:
             "of all ranks in the model",
             shown,
             more,
+            # Of one sample a forward, a growth of 1 says neither.
+            "unless it counts forwards, " * (first.num_samples == 1 and any(first.growth[fqn] == 1 for fqn in found)),
             first.num_samples,
             num_ranks,
         )
