@@ -260,11 +260,18 @@ class Shared(nn.Module):
             ep(2, "dp_shard = 1\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n"),
             'ep = 2 does not divide dp_shard x cp = 1, so that it takes ranks of tp, and "layers.0.experts" is a list',
         ),
+        (
+            MIXTURES["looped"],
+            ep(2, "dp_shard = 1\ncp = 2", '[sharding.ddp]\nreducer = "bucketed"\n[sharding.context_parallel]\n'),
+            'reducer = "bucketed" does not work with ep = 2: torch\'s DistributedDataParallel reduces in every',
+        ),
     ],
-    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern", "lists out of tp"],
+    ids=["none", "another module", "two lists", "does not divide", "too many", "pattern", "lists out of tp", "buckets"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
-    world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (2 if "tp = 2" in text else 1)
+    world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (
+        2 if "\ntp = 2" in text or "\ncp = 2" in text else 1
+    )
     with fake_world(world_size), pytest.raises((composer3d.ManifestError, PluginError, PatternError)) as caught:
         composer3d.compose(seeded(model), write_manifest(text), loss_fn=token_sum)
     assert message in str(caught.value)

@@ -107,7 +107,8 @@ class DDP:
                     f'{name} has no effect with reducer = "{self.reducer}"',
                     hint='write reducer = "bucketed"' if self.reducer == "unit" else 'write reducer = "unit"',
                 )
-        divided = [name for name in context.layout.names(Role.STAGE, Role.TENSOR) if context.degrees[name] > 1]
+        roles = (Role.STAGE, Role.TENSOR, Role.EXPERT)
+        divided = [name for name in context.layout.names(*roles) if context.degrees[name] > 1]
         if self.reducer == "bucketed" and divided:
             raise PluginError(
                 f'reducer = "bucketed" does not work with {divided[0]} = {context.degrees[divided[0]]}: torch\'s '
