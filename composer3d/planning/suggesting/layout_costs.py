@@ -49,6 +49,7 @@ class LayoutCosts:
     refused: list[str] = field(default_factory=list)
     _traced: dict[Setup, TracedCosts | None] = field(default_factory=dict)
     _modes: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+    _peaks: dict[Setup, int] = field(default_factory=dict)  # the search is repeated where a plan corrects it
 
     def can(self, setup: Setup) -> bool:
         """Return whether `check` accepts a layout's tensor-parallel degree, with what is traced of it."""
@@ -59,7 +60,9 @@ class LayoutCosts:
 
     def peak_bytes(self, setup: Setup) -> int:
         """Return the bytes allocated at the worst moment on the fullest rank of a pipeline."""
-        return int(max(self._stage(setup, rank).peak for rank in {0, setup.pp - 1}))
+        if setup not in self._peaks:
+            self._peaks[setup] = int(max(self._stage(setup, rank).peak for rank in {0, setup.pp - 1}))
+        return self._peaks[setup]
 
     def step_s(self, setup: Setup) -> float:
         """Return the seconds of a step: the slowest stage for every micro-batch, the ramp, and what follows."""
@@ -158,12 +161,13 @@ class _Stage:
     kept: float
     again: float
 
-    @property
+    # What no moment changes is computed once a stage: a search asks for thousands of peaks, each of many moments.
+    @cached_property
     def scale(self) -> float:
         """A micro-batch over the one that was traced."""
         return self.setup.microbatch / self.costs.microbatch
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks over which parameters, gradients and optimizer state are sharded."""
         return self.setup.dp_shard * self.setup.cp if self.setup.zero else 1
@@ -191,20 +195,33 @@ class _Stage:
 
     def _alive(self, moment: Moment) -> float:
         """Return what a moment holds beside parameters and optimizer state."""
-        several = self.setup.num_microbatches > 1
-        gradients = self.whole_bytes("gradients") if several else moment.gradients
+        gradients = moment.gradients if self._added_gradients is None else self._added_gradients
         if moment.kind == "optimizer":
             return (gradients + moment.transient) / self.shards
         block = self.costs.saved_bytes
         recomputed = (1 - self.kept) * min(moment.activations, self.num_blocks * block)
-        activations = in_flight(self.setup, self.rank) * (moment.activations - recomputed)
+        activations = self._in_flight * (moment.activations - recomputed)
         activations += (1 - self.kept) * block if moment.kind == "backward" else 0.0
-        units = 2 * self.num_elements / max(1, self.num_blocks) * self.setup.precision.gather_bytes
-        gathered = min(moment.transient, units)
+        gathered = min(moment.transient, self._units)
         working = moment.transient - gathered
         return gradients / self.shards + gathered + self._unsharded + self.scale * (activations + working)
 
-    @property
+    @cached_property
+    def _added_gradients(self) -> float | None:
+        """Bytes of gradients that several micro-batches add up, before sharding; None for one micro-batch."""
+        return self.whole_bytes("gradients") if self.setup.num_microbatches > 1 else None
+
+    @cached_property
+    def _in_flight(self) -> float:
+        """Micro-batches whose activations are held at most."""
+        return in_flight(self.setup, self.rank)
+
+    @cached_property
+    def _units(self) -> float:
+        """Bytes of two gathered units."""
+        return 2 * self.num_elements / max(1, self.num_blocks) * self.setup.precision.gather_bytes
+
+    @cached_property
     def _unsharded(self) -> float:
         """Parameters that stay whole besides the units at work, and gradients that micro-batches add up."""
         precision = self.setup.precision

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from composer3d.planning.costs.step_time import AFTER, kernels_s, launches_s, segment_time
@@ -134,7 +135,7 @@ class TracedCosts:
                     transient=max(0.0, live - lasting - made - gradients),
                 )
 
-    @property
+    @cached_property
     def saved_bytes(self) -> float:
         """Activations that one block keeps for the backward."""
         return self.bytes_of("activations", 1) - self.bytes_of("activations", 0)
