@@ -217,6 +217,16 @@ def test_a_mode_over_the_fake_one_is_told_results_without_it():
                 assert forms([*program(), *gathered()]) == first and not any(told)
 
 
+def test_memory_for_tensors_of_no_mode_is_remembered_and_views_of_them_are_not():
+    memory, plain = torch_compat.ResultMemory(), torch.empty(4, 6, device="meta")
+    outside = nn.Parameter(plain.t())
+    with torch_compat.fake_tensors(memory):
+        given = [torch.empty_like(outside, device="cpu") for _ in range(2)]
+        assert forms(given) == forms([torch.empty(4, 6).t() for _ in range(2)]) and len(memory) >= 1
+        views = [torch.ops.aten._unsafe_view(plain, [24]) for _ in range(2)]
+        assert len({torch_compat.storage_key(each) for each in views}) == 1
+
+
 def test_results_on_meta_have_the_form_that_torch_gives_them():
     memory = torch_compat.MetaResults()
 

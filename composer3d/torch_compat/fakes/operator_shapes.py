@@ -58,6 +58,8 @@ class ResultMemory:
         self._cls: Any = FakeTensor
         self._inside = in_kernel_invocation_manager
         self._kinds: frozenset[type] = frozenset({FakeTensor})
+        # Of a model that is about to be given memory.
+        self._outside: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
         self._makers: dict[Any, Callable[[Any, Any], Any] | None] = {}
         self._remembered: dict[Any, bool] = {}
         self._size, self._default_dtype = torch.Size, torch.get_default_dtype
@@ -135,6 +137,8 @@ class ResultMemory:
                 forms.append((kind, self._forms(value)))
             elif kind.__name__ in _PLAIN:
                 forms.append((kind, value))
+            elif kind in self._outside:
+                forms += (kind, *_form_on_meta(value))
             else:
                 raise _Unknown
         return tuple(forms)
@@ -172,6 +176,8 @@ class ResultMemory:
         if any(value is result for value in kwargs.values()):
             raise _Unknown
         self._form(result)  # raises where the result is odd
+        if self._outside and result.fake_device.type == "meta" and self._has_outside((*args, *kwargs.values())):
+            raise _Unknown  # it may be a view of the fake tensor that stands for such an argument
         storage = result.untyped_storage()
         sharing = [
             place
@@ -185,6 +191,13 @@ class ResultMemory:
         if operator.is_view or any(each.alias_info for each in operator._schema.returns):
             raise _Unknown
         return self._creator(result)
+
+    def _has_outside(self, values: Any) -> bool:
+        """Return whether tensors of no mode are among arguments."""
+        return any(
+            type(value) in self._outside or (isinstance(value, list | tuple) and self._has_outside(value))
+            for value in values
+        )
 
     def _creator(self, result: Any) -> Callable[[Any, Any], Any]:
         import torch
@@ -243,6 +256,15 @@ class ResultMemory:
         return attributes
 
 
+def _form_on_meta(tensor: Any) -> tuple[Any, ...]:
+    import torch
+
+    is_odd = tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    if is_odd or not tensor.is_meta:
+        raise _Unknown
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
 class MetaResults(ResultMemory):
     """The same on meta, outside of a fake mode, for a dispatch mode that runs operators below autograd.
 
@@ -255,15 +277,10 @@ class MetaResults(ResultMemory):
 
         super().__init__()
         self._cls = torch.Tensor
-        self._kinds = frozenset({torch.Tensor, torch.nn.Parameter})
+        self._kinds, self._outside = self._outside, frozenset()
 
     def _form(self, tensor: Any) -> tuple[Any, ...]:
-        import torch
-
-        is_odd = tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
-        if is_odd or not tensor.is_meta:
-            raise _Unknown
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return _form_on_meta(tensor)
 
     def _creator(self, result: Any) -> Callable[[Any, Any], Any]:
         import torch
