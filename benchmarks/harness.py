@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
 import json
 import os
 import platform
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["World", "child", "children_cpu_s", "conditions", "fail", "note", "say", "say_rows", "with_marked"]
+__all__ = [
+    "World",
+    "child",
+    "children_cpu_s",
+    "conditions",
+    "fail",
+    "import_torch_s",
+    "keep_bytecode",
+    "note",
+    "say",
+    "say_rows",
+    "with_marked",
+]
 
 # glibc gives freed memory back to the system, and takes it page by page again, where it happens to be the last of the
 # heap: a loop written by hand was seen to fault on 5 to 12000 pages in steps of the same process. Ranks of all worlds
@@ -70,6 +86,34 @@ def children_cpu_s() -> float:
     """Return the CPU time of the processes that were started and have ended."""
     times = os.times()
     return times.children_user + times.children_system
+
+
+def keep_bytecode() -> None:
+    """Write the bytecode of composer3d and its plugins, as an installation does, and let children read and write it.
+
+    Where PYTHONDONTWRITEBYTECODE is set, each process compiles a thousand files, for a second of CPU time and more.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for name in ("composer3d", "composer3d_plugins"):
+        found = importlib.util.find_spec(name)
+        for folder in (found.submodule_search_locations if found is not None else None) or ():
+            compileall.compile_dir(folder, quiet=2)
+
+
+def import_torch_s(num_rounds: int, *, timeout_s: float) -> tuple[float, float]:
+    """Return the seconds that pass and the CPU time of a process that imports torch and nothing else.
+
+    Args:
+        num_rounds: Processes, of which the medians count.
+        timeout_s: Of each.
+    """
+    times = []
+    for _ in range(num_rounds):
+        started, cpu_started = time.monotonic(), children_cpu_s()
+        child(sys.executable, "-c", "import torch", timeout_s=timeout_s)
+        times.append((time.monotonic() - started, children_cpu_s() - cpu_started))
+    seconds, cpu_s = zip(*times, strict=True)
+    return statistics.median(seconds), statistics.median(cpu_s)
 
 
 def conditions() -> dict[str, Any]:

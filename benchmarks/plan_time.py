@@ -3,7 +3,8 @@
 The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
 the process and of the one beside it is shown too. Both are also given as multiples of what `import torch` takes on the
 same machine, and the multiple of the time that passes is what is limited, of the median of the rounds: 4 times and 9
-times are 3 s and 8 s beyond `import torch` where that takes 1 s. Each round begins without traces of earlier ones.
+times are 3 s and 8 s beyond `import torch` where that takes 1 s. Each round begins without traces of earlier ones, and
+with the bytecode that an installation and an earlier call leave.
 `again` is a plan for another network by the traces that the round has kept; it imports no torch, and may take the CPU
 time of `import torch`.
 
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import child, children_cpu_s, conditions, note, say_rows
+from harness import child, children_cpu_s, conditions, import_torch_s, keep_bytecode, note, say_rows
 from layout_time import MANIFEST, TIMEOUT_S
 
 _OF_405B = {
@@ -42,7 +43,8 @@ CASES: tuple[tuple[str, int, Mapping[str, str], float], ...] = (
 
 def measure(num_rounds: int) -> list[dict[str, Any]]:
     """Return a row for each model."""
-    rows, (torch_passed_s, torch_s) = [], _import_torch_s(num_rounds)
+    keep_bytecode()
+    rows, (torch_passed_s, torch_s) = [], import_torch_s(num_rounds, timeout_s=TIMEOUT_S)
     for name, world_size, changes, limit in CASES:
         text = MANIFEST
         for before, after in changes.items():
@@ -75,17 +77,6 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
         )
         note(f"{name}: {seconds} s")
     return rows
-
-
-def _import_torch_s(num_rounds: int) -> tuple[float, float]:
-    """Return the seconds that pass and the CPU time of a process that imports torch and nothing else."""
-    times = []
-    for _ in range(num_rounds):
-        started, cpu_started = time.monotonic(), children_cpu_s()
-        child(sys.executable, "-c", "import torch", timeout_s=TIMEOUT_S)
-        times.append((time.monotonic() - started, children_cpu_s() - cpu_started))
-    seconds, cpu_s = zip(*times, strict=True)
-    return statistics.median(seconds), statistics.median(cpu_s)
 
 
 def _planned(path: Path, world_size: int, *more: str) -> tuple[float, float]:
