@@ -3,6 +3,7 @@
 They use gloo and are not registered with torch: messages between groups pass through host memory. gloo's own
 `abort` and `shutdown` do not end a collective that waits for a peer that was stopped; shutting down the connections
 does, from any thread. Addresses are exchanged through the membership's own connection, so that nothing else listens.
+Between several machines they listen on the address by which their rank reaches the membership server, and on no other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from composer3d.torch_compat import gloo_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +73,10 @@ class Exchange:
             return
         store = _store(client, epoch, f"{self._rank}/")
         try:
-            self._group = dist.ProcessGroupGloo(store, members.index(group), self.size, self._timeout)
+            if client.host is None:
+                self._group = dist.ProcessGroupGloo(store, members.index(group), self.size, self._timeout)
+            else:
+                self._group = gloo_at(client.host, store, members.index(group), self.size, timeout=self._timeout)
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
         finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer3d.errors import ReplicaError, StepError
+from composer3d.replicas.endpoint import connect, local_host
 
 __all__ = ["ADDRESS", "ATTEMPT", "GROUP", "TOKEN", "Quorum", "QuorumClient", "address_of_quorum"]
 
@@ -60,6 +61,7 @@ class QuorumClient:
 
     Attributes:
         has_begun: Whether other groups train already and have the state.
+        host: This machine's address on the way to the server; None where that is on this machine.
 
     Raises:
         ReplicaError: The server does not answer.
@@ -81,9 +83,10 @@ class QuorumClient:
         self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._writing, self._ended, self._broken = threading.Lock(), threading.Event(), broken
         try:
-            self._socket = _connect(address)
+            self._socket = connect(address)
         except OSError as error:
             raise ReplicaError(f"the launcher of the groups does not answer at {address}: {error}") from error
+        self.host = local_host(self._socket)
         self._threads = [
             threading.Thread(target=self._listen, name="quorum", daemon=True),
             threading.Thread(target=self._beat, args=(beat_s,), name="quorum-beat", daemon=True),
@@ -179,14 +182,3 @@ class QuorumClient:
     def _beat(self, seconds: float) -> None:
         while not self._ended.wait(seconds):
             self._write({"do": "beat"})
-
-
-def _connect(address: str) -> socket.socket:
-    if "/" in address:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(address)
-        return connection
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

@@ -2,7 +2,9 @@
 
 It runs in one thread, that of the process that starts the ranks, so that this process can still fork. A rank that
 dies is detected by its closed connection, one that is stopped by missing heartbeats. On one machine it listens on a
-socket in a folder that this user alone can enter. Messages are parsed as JSON of a few kinds, and never executed.
+socket in a folder that this user alone can enter, of several on one address of the first. Other machines that start
+groups have one connection each, as *visitors*. Messages are parsed as JSON of a few kinds, and never executed; who does
+not begin with the run's token is sent away, and who does not begin at all makes room for others.
 """
 
 from __future__ import annotations
@@ -15,18 +17,52 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from composer3d.replicas.membership import Membership, Messages, Place
 from composer3d.replicas.policy import ReplicaPolicy
 
-__all__ = ["QuorumServer"]
+__all__ = ["Connection", "QuorumServer", "Refusal", "Visitor"]
 
 _MOST_BYTES = 1 << 16  # maximum of a line, and of the buffer for a peer that does not read
 _MOST_KEYS = 1 << 14
 _STALL_S = 1.0  # a pause of this process, in which it received no heartbeats
+_GREETING_S = 15.0  # at most, between connecting and the greeting
+_MOST_STRANGERS = 64  # connections without a greeting; the oldest makes room
 
 log = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """The server's side of a visitor's connection."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; without effect once the connection has ended."""
+
+    def close(self, reason: str) -> None:
+        """End the connection after what was sent, with the reason as its last message."""
+
+
+class Refusal(NamedTuple):
+    """Why a visitor is not let in.
+
+    Args:
+        reason: What it is told.
+        again: Whether it may be let in later.
+    """
+
+    reason: str
+    again: bool = False
+
+
+class Visitor(Protocol):
+    """Who handles the messages of a connection that is no rank's."""
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Handle a message; a KeyError, TypeError or ValueError ends the connection."""
+
+    def gone(self, reason: str) -> None:
+        """Note the end of the connection."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +72,7 @@ class _Peer:
     Args:
         socket: Non-blocking.
         place: Place of the rank; None before its greeting.
+        visitor: Who handles its messages, if it is no rank.
         heard: Time of the last message.
         received: Bytes of an incomplete line.
         unsent: Bytes that the peer has not read yet.
@@ -45,6 +82,7 @@ class _Peer:
     socket: socket.socket
     heard: float
     place: Place | None = None
+    visitor: Visitor | None = None
     received: bytes = b""
     unsent: bytes = b""
     wanted: str | None = None
@@ -68,6 +106,8 @@ class QuorumServer:
         num_ranks: Number of ranks per group.
         token: Name of the run, which every rank states.
         lost: Called with a group to end and the reason: no heartbeats, or too late for a step.
+        admit: Called with a greeting of kind `node`, whose token is right, and the connection; returns who handles its
+            messages, or a refusal.
 
     Memory: small. Collectives: none.
     """
@@ -81,9 +121,10 @@ class QuorumServer:
         num_ranks: int,
         token: str,
         lost: Callable[[int, str], None],
+        admit: Callable[[Mapping[str, Any], Connection], Visitor | Refusal] | None = None,
     ) -> None:
         self.membership = Membership(policy, num_groups=num_groups, num_ranks=num_ranks)
-        self._policy, self._token, self._lost = policy, token, lost
+        self._policy, self._token, self._lost, self._admit = policy, token, lost, admit
         self._listener, self._selector = listener, selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._places: dict[Place, _Peer] = {}
@@ -143,6 +184,9 @@ class QuorumServer:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        strangers = [peer for peer in self._peers.values() if _is_stranger(peer)]
+        if len(strangers) >= _MOST_STRANGERS:
+            self._end(strangers[0], "it did not say who it is")
         self._peers[connection.fileno()] = _Peer(socket=connection, heard=time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -154,23 +198,26 @@ class QuorumServer:
         except OSError:
             data = b""
         if not data:
-            return self._end(peer, "a rank of it has ended")
+            return self._end(peer, "its connection has ended" if peer.visitor else "a rank of it has ended")
         peer.heard = time.monotonic()
         *lines, peer.received = (peer.received + data).split(b"\n")
         if len(peer.received) > _MOST_BYTES:
-            return self._end(peer, "a rank of it sent a line without an end")
+            return self._end(peer, f"{_who(peer)} sent a line without an end")
         for line in lines:
             try:
                 self._take(peer, json.loads(line))
             except (KeyError, TypeError, ValueError, RecursionError) as error:
                 log.debug("a message is none of ours: %s", error)
-                return self._end(peer, "a rank of it sent what is no message")
+                return self._end(peer, f"{_who(peer)} sent what is no message")
             if peer.socket.fileno() < 0:
                 return
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         """Handle one message."""
         kind = message["do"]
+        if peer.visitor is not None:
+            # Answered, so that a machine notices that this one is gone, which may end no connection.
+            return self._write(peer, {"do": "beat"}) if kind == "beat" else peer.visitor.take(message)
         if peer.place is None:
             return self._greet(peer, message)
         if kind == "ask":
@@ -188,8 +235,17 @@ class QuorumServer:
             raise ValueError(kind)
 
     def _greet(self, peer: _Peer, message: Mapping[str, Any]) -> None:
-        """Register a rank, or answer with the reason of a refusal."""
-        if message["do"] != "hello" or not hmac.compare_digest(str(message["token"]), self._token):
+        """Register a rank or a visitor, or answer with the reason of a refusal."""
+        if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
+            raise ValueError("no greeting")
+        if message["do"] == "node" and self._admit is not None:
+            found = self._admit(message, _Connection(self, peer))
+            if isinstance(found, Refusal):
+                self._write(peer, {"do": "refused", **found._asdict()})
+                return self._end(peer, found.reason)
+            peer.visitor = found
+            return None
+        if message["do"] != "hello":
             raise ValueError("no greeting")
         place = Place(int(message["group"]), int(message["rank"]))
         refused = self.membership.come(place, attempt=int(message["attempt"]), setup=str(message["setup"]))
@@ -205,12 +261,16 @@ class QuorumServer:
         descriptor = peer.socket.fileno()
         if descriptor < 0:
             return
+        if peer.visitor is not None:
+            self._write(peer, {"do": "out", "reason": reason})
         self._selector.unregister(peer.socket)
         self._peers.pop(descriptor, None)
         peer.socket.close()
         if peer.place is not None and self._places.get(peer.place) is peer:
             self._places.pop(peer.place)
             self._drop(peer.place.group, reason)
+        if peer.visitor is not None:
+            peer.visitor.gone(reason)
 
     def _drop(self, group: int, reason: str) -> None:
         self._send(self.membership.lose(group, reason))
@@ -284,9 +344,11 @@ class QuorumServer:
         for place, peer in list(self._places.items()):
             if now - peer.heard > self._policy.silent_s and self._places.get(place) is peer:
                 self._expel(place.group, f"rank {place.rank} of it was not heard of for {self._policy.silent_s:g} s")
-        for peer in [each for each in self._peers.values() if each.place is None]:
-            if now - peer.heard > self._policy.silent_s:
+        for peer in list(self._peers.values()):
+            if _is_stranger(peer) and now - peer.heard > min(self._policy.silent_s, _GREETING_S):
                 self._end(peer, "it did not say who it is")
+            elif peer.visitor is not None and now - peer.heard > self._policy.silent_s:
+                self._end(peer, f"it was not heard of for {self._policy.silent_s:g} s")
         late = self.membership.waited_for()
         if late != self._waiting.groups:
             self._waiting = _Waiting(groups=late, since=now)
@@ -309,3 +371,26 @@ class QuorumServer:
     def go_without_the_rest(self) -> None:
         """Form an epoch of the connected groups."""
         self._send(self.membership.form())
+
+
+class _Connection:
+    """What a visitor's handler sees of the server."""
+
+    def __init__(self, server: QuorumServer, peer: _Peer) -> None:
+        self._server, self._peer = server, peer
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message."""
+        self._server._write(self._peer, message)
+
+    def close(self, reason: str) -> None:
+        """End the connection."""
+        self._server._end(self._peer, reason)
+
+
+def _is_stranger(peer: _Peer) -> bool:
+    return peer.place is None and peer.visitor is None
+
+
+def _who(peer: _Peer) -> str:
+    return "it" if peer.visitor is not None else "a rank of it"

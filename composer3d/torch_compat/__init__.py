@@ -36,6 +36,7 @@ from composer3d.torch_compat.collectives.processes import (
     default_store,
     fake_group,
     flight_records,
+    gloo_at,
     group_name,
     group_timeout,
     inherit_timeouts,
@@ -112,7 +113,6 @@ from composer3d.torch_compat.layouts import (
     silence_redistribution,
     unflatten,
     unify_gradients,
-    unify_group,
     with_local,
 )
 from composer3d.torch_compat.modes import (
@@ -260,6 +260,7 @@ __all__ = [
     "fake_tensors",
     "flatten",
     "flight_records",
+    "gloo_at",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
@@ -368,7 +369,6 @@ __all__ = [
     "unflatten",
     "uncompiled",
     "unify_gradients",
-    "unify_group",
     "unit_parameters",
     "unit_shards",
     "untransformed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import pickle
 import signal
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.sockets import listening
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import RankError, torch_compat
@@ -224,6 +226,19 @@ def test_the_timeouts_of_a_mesh_are_not_the_worlds_until_they_are_inherited():
 def test_a_backend_without_a_timeout_has_none():
     with fake_world(2):
         assert torch_compat.group_timeout(dist.group.WORLD, torch.device("cpu")) is None
+
+
+def listening_gloo(folder):
+    """Return what two groups of one address reduce, and where this process listens."""
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=60)
+    group = torch_compat.gloo_at("127.0.0.3", dist.FileStore(f"{folder}/store", 2), rank, 2, timeout=timeout)
+    total = torch.tensor([rank + 1.0])
+    group.allreduce([total]).wait()
+    return total.item(), listening()
+
+
+def test_a_gloo_group_listens_on_the_address_it_is_given(tmp_path):
+    assert run_ranks(listening_gloo, 2, str(tmp_path), init=False) == [(3.0, ["127.0.0.3"])] * 2
 
 
 def test_a_lone_rendezvous_is_complete_at_once_and_its_store_is_memory():

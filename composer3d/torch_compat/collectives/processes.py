@@ -21,6 +21,7 @@ __all__ = [
     "default_store",
     "fake_group",
     "flight_records",
+    "gloo_at",
     "group_name",
     "group_timeout",
     "inherit_timeouts",
@@ -138,6 +139,20 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
         if sys.excepthook is hook:
             sys.excepthook = before
+
+
+def gloo_at(host: str, store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:
+    """Return a gloo process group that listens and connects on one address of this machine.
+
+    Public arguments know no address, and GLOO_SOCKET_IFNAME is that of all groups of a process; the class of options,
+    and its list of devices, are private (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def process_group(argument: Any) -> Any:

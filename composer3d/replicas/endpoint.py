@@ -1,0 +1,90 @@
+"""Addresses of a membership server: a socket's path on one machine, `HOST:PORT` between several."""
+
+from __future__ import annotations
+
+import socket
+
+from composer3d.errors import RendezvousError
+
+__all__ = ["connect", "host_and_port", "listen", "local_host"]
+
+_MOST_PORT = 65535
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Split `HOST:PORT`, where an IPv6 address stands in brackets.
+
+    Raises:
+        RendezvousError: It is none.
+
+    >>> host_and_port("node0:29400"), host_and_port("[::1]:29400")
+    (('node0', 29400), ('::1', 29400))
+    """
+    host, _, port = endpoint.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) <= _MOST_PORT
+    if not host or not is_port or (":" in host) != is_bracketed or any(each.isspace() or each == "/" for each in host):
+        raise RendezvousError(
+            f'"{endpoint}" is no HOST:PORT; write the address of the first machine by which the others reach it, and a '
+            "free port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400"
+        )
+    return host, int(port)
+
+
+def listen(endpoint: str, *, backlog: int) -> socket.socket:
+    """Return a socket that listens at an endpoint of this machine, and on no other address of it.
+
+    Args:
+        endpoint: `HOST:PORT`.
+        backlog: Number of connections that may wait.
+
+    Raises:
+        RendezvousError: It is no address of this machine, or its port is taken.
+    """
+    host, port = host_and_port(endpoint)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a run before that has just ended
+            listener.bind(address)
+            listener.listen(backlog)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise RendezvousError(
+            f"{endpoint}: node 0 cannot listen there ({error}); give the address of node 0's machine by which the "
+            "others reach it, and a free port"
+        ) from error
+    return listener
+
+
+def connect(address: str, *, timeout_s: float | None = None) -> socket.socket:
+    """Connect to a membership server.
+
+    Args:
+        address: Path of a socket, or `HOST:PORT`.
+        timeout_s: Limit of a TCP connection's making, and no timeout of the connection.
+
+    Raises:
+        OSError: Nobody answers there.
+    """
+    if "/" in address:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection(host_and_port(address), timeout=timeout_s)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def local_host(connection: socket.socket) -> str | None:
+    """Return this machine's address on the way to the server; None where that is on one machine by its nature."""
+    return None if connection.family == socket.AF_UNIX else str(connection.getsockname()[0])
