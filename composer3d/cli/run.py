@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
+from composer3d.cli.options import Subparsers, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError
 
@@ -26,7 +26,8 @@ def add(subparsers: Subparsers) -> None:
         "run",
         help="train what a manifest describes",
         description="Train what a manifest describes. Starts the ranks of this machine itself, or joins as a rank "
-        "under torchrun: torchrun --nproc-per-node 8 -m composer3d run MANIFEST. Goes on from the newest checkpoint.",
+        "under torchrun: torchrun --nproc-per-node 8 -m composer3d run MANIFEST. Groups of ranks that come and go are "
+        "started on several machines by --nodes, --node-rank and --endpoint. Goes on from the newest checkpoint.",
     )
     add_manifest(parser)
     parser.add_argument(
@@ -40,6 +41,21 @@ def add(subparsers: Subparsers) -> None:
         type=positive,
         metavar="N",
         help="ranks to start here; default: what the degrees multiply to, and where one is open, this machine's GPUs",
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="machines that groups of ranks which come and go are divided over"
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=natural,
+        metavar="K",
+        help="number of this machine among them, from 0, which knows who is there",
+    )
+    parser.add_argument(
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="address of machine 0 by which the others reach it, and a free port; the environment variable "
+        "COMPOSER3D_QUORUM_TOKEN is a secret of your own, the same on all of them",
     )
     add_strict(parser)
     parser.set_defaults(execute=execute)
@@ -55,6 +71,9 @@ def execute(arguments: argparse.Namespace) -> int:
             arguments.manifest,
             overrides=arguments.overrides,
             nproc_per_node=arguments.nproc_per_node,
+            nodes=arguments.nodes,
+            node_rank=arguments.node_rank,
+            endpoint=arguments.endpoint,
             resume=arguments.resume,
             strict=arguments.strict,
             on_problems=print_problems,

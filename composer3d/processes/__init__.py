@@ -33,6 +33,7 @@ from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
 from composer3d.processes.single_thread import single_threaded
 from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
+from composer3d.processes.versions import installed_version
 from composer3d.processes.write_probes import file_objection, folder_objection
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "flush_output",
     "folder_objection",
     "fork",
+    "installed_version",
     "is_at",
     "join_launcher",
     "join_world",

@@ -216,8 +216,10 @@ class QuorumServer:
         """Handle one message."""
         kind = message["do"]
         if peer.visitor is not None:
+            if kind != "beat":
+                return peer.visitor.take(message)
             # Answered, so that a machine notices that this one is gone, which may end no connection.
-            return self._write(peer, {"do": "beat"}) if kind == "beat" else peer.visitor.take(message)
+            return self._write(peer, {"do": "beat"})
         if peer.place is None:
             return self._greet(peer, message)
         if kind == "ask":

@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checking import device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
 from composer3d.processes import join_launcher, machine_error, refuse_open_group
+from composer3d.runner.startable import Startable, output_of, resume_problems, startable
 
 if TYPE_CHECKING:
-    from composer3d.manifest import Manifest
+    from composer3d.runner.launching.node_place import NodePlace
     from composer3d.runner.reporting.failures import FailureReport
     from composer3d.runner.reporting.outcome import Outcome
 
-__all__ = ["RunResult", "output_of", "run"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Startable:
-    """A manifest that was checked for this machine, and the launcher's settings.
-
-    Args:
-        manifest: Path or shipped name.
-        overrides: As given to `--set`.
-        resume: As given to `--resume`.
-        ok: Whether ranks may be started.
-        problems: Errors and warnings, in the order of the file.
-        num_ranks: Ranks to start.
-        device: `cpu` or `cuda`.
-        output: The run's folder.
-        options: Restarts, seconds of grace, and whether a Hugging Face model is trained.
-        unknown: Why the first forward was not tried in full; None where it was.
-    """
-
-    manifest: str
-    overrides: tuple[str, ...]
-    resume: str
-    ok: bool
-    problems: tuple[Problem, ...]
-    num_ranks: int = 0
-    device: Any = "cpu"
-    output: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    unknown: str | None = None
+__all__ = ["RunResult", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +64,9 @@ def run(
     *,
     overrides: Sequence[str] = (),
     nproc_per_node: int | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    endpoint: str | None = None,
     resume: str = "auto",
     strict: bool = False,
     on_problems: Callable[[Sequence[Problem]], None] = lambda problems: None,
@@ -106,6 +81,9 @@ def run(
         manifest: Path, or the name of a shipped manifest.
         overrides: `table.key=value`, as given to `--set`.
         nproc_per_node: Ranks to start; default: what the degrees multiply to, and of an open one this machine's GPUs.
+        nodes: Machines, of groups of ranks that come and go; each is started with these three arguments.
+        node_rank: Number of this one, from 0.
+        endpoint: `HOST:PORT` of machine 0, by which the others reach it.
         resume: `auto`, `never`, or a checkpoint's path.
         strict: Refuse warnings too.
         on_problems: Called with the check's warnings before ranks start.
@@ -117,7 +95,10 @@ def run(
         ForkError: This process has computed with tensors, so forked ranks would hang; or a composition of it is open.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    if join_launcher() is not None:
+    from composer3d.runner.launching.node_place import node_place, token_of
+
+    place = node_place(nodes, node_rank, endpoint)
+    if nodes is None and join_launcher() is not None:
         if nproc_per_node is not None:
             raise ComposerError(
                 "--nproc-per-node: a launcher has started this process as a rank, and says how many there are"
@@ -127,16 +108,23 @@ def run(
             status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
         )
     refuse_open_group()
-    _refuse_running(str(manifest), overrides)
-    checked = _startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
+    if place is not None:
+        token_of()  # a machine without it is told so before the manifest is checked
+    if place is None or place.rank == 0:
+        _refuse_running(str(manifest), overrides)
+    checked = startable(
+        str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, num_nodes=nodes, strict=strict
+    )
     if not checked.ok:
         raise ManifestError(checked.problems)
     if checked.problems:
         on_problems(checked.problems)
     if checked.unknown is not None:
         report(f"the first forward was not tried in full: {checked.unknown}")
-    report(f"starting {checked.num_ranks} rank{'s' * (checked.num_ranks > 1)} on {checked.device}")
-    return _start(checked)
+    num_ranks = checked.num_ranks // (1 if place is None else place.count)
+    of = "" if place is None else f", node {place.rank} of {place.count}"
+    report(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} on {checked.device}{of}")
+    return _start(checked, place)
 
 
 def _refuse_running(source: str, overrides: Sequence[str]) -> None:
@@ -155,46 +143,12 @@ def _refuse_running(source: str, overrides: Sequence[str]) -> None:
         return
 
 
-def _startable(
-    manifest: str, overrides: Sequence[str], *, resume: str, nproc_per_node: int | None, strict: bool
-) -> _Startable:
-    """Check a manifest in a child, and import meanwhile what the ranks will need.
-
-    Args:
-        manifest: Path or shipped name.
-        overrides: As given to `--set`.
-        resume: As given to `--resume`.
-        nproc_per_node: As for `run`.
-        strict: Refuse warnings too.
-
-    Raises:
-        ManifestError: Code that the manifest names hung, or ended its process.
-        ComposerError: The check itself failed.
-    """
-    from composer3d.checking import problem_of
-    from composer3d.processes import Child, ChildError, ForeignCodeError, prewarm
-    from composer3d.torch_compat import lazy_modules
-
-    child = Child(lambda: _look(manifest, overrides, resume, nproc_per_node, strict=strict))
-    for module in lazy_modules():
-        if child.ready():
-            break
-        prewarm([module])
-    try:
-        found = child.result()
-    except ForeignCodeError as error:
-        raise ManifestError([problem_of(error, manifest, overrides)]) from error
-    except ChildError as error:
-        raise ComposerError(str(error)) from error
-    problems = tuple(Problem(**problem) for problem in found.pop("problems"))
-    return _Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
-
-
-def _start(checked: _Startable) -> RunResult:
+def _start(checked: Startable, place: NodePlace | None) -> RunResult:
     """Start the ranks of this machine and wait for them.
 
     Args:
         checked: Without errors.
+        place: Of this machine among several.
 
     Raises:
         LockError: Another run has the folder.
@@ -209,19 +163,20 @@ def _start(checked: _Startable) -> RunResult:
         import_transformers()  # once, for all ranks that are forked
     try:
         result = launch_world(
-            _train,
+            _train if place is None else _train_to_json,
             (checked.manifest, checked.overrides, checked.resume),
             num_ranks=checked.num_ranks,
             device=checked.device,
             output=output,
             options=checked.options,
+            place=place,
         )
     except OSError as error:
         machine = machine_error(error, output)
         if machine is None:
             raise
         raise ComposerError(f"run failed: {machine}\ntry: {machine.advice}") from error
-    outcome: Outcome | None = result.values.get(0)
+    outcome = _outcome_of(result.values.get(0))
     status = "failed" if result.report is not None else result.outcome if outcome is None else outcome.status
     return RunResult(
         status=status,
@@ -231,6 +186,14 @@ def _start(checked: _Startable) -> RunResult:
         problems=checked.problems,
         output=str(output),
     )
+
+
+def _outcome_of(value: Any) -> Outcome | None:
+    """Return the outcome that a rank has returned: itself, or as JSON that another machine has sent."""
+    from composer3d.runner.reporting.outcome import Outcome
+
+    outcome: Outcome | None = Outcome(**value) if isinstance(value, dict) else value
+    return outcome
 
 
 def _join(
@@ -276,43 +239,6 @@ def _join(
         return outcome
 
 
-def _look(
-    source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
-) -> dict[str, Any]:
-    """Return every problem and the launcher's settings, as JSON values."""
-    from composer3d.checking import world_size_problems
-    from composer3d.runner.launching.local_ranks import machine_problems, num_local_ranks
-    from composer3d.runner.launching.local_world import groups_of
-    from composer3d.runner.launching.node_counts import world_sizes
-
-    try:
-        inspected = open_manifest(source, overrides)
-    except ManifestError as error:
-        return {"ok": False, "problems": [problem.to_json() for problem in error.problems]}
-    manifest = inspected.manifest
-    device = device_of(manifest)
-    num_ranks = nproc_per_node or num_local_ranks(manifest, device)
-    found = inspect(inspected, world_size=num_ranks, rank=0, device=device, forward=True)
-    found.problems += world_size_problems(inspected, world_size=num_ranks, device=device, known=found.problems)
-    found.problems += machine_problems(manifest, device, num_ranks or 1) + _resume_problems(resume)
-    options = manifest.tables.get("run")
-    return {
-        "ok": found.ok(strict=strict),
-        "problems": [problem.to_json() for problem in found.ordered()],
-        "num_ranks": num_ranks or 0,
-        "device": device.type,
-        "unknown": found.unknown,
-        "output": str(output_of(manifest)),
-        "options": {
-            "max_restarts": getattr(options, "max_restarts", 0),
-            "grace_s": getattr(options, "grace_s", 30.0),
-            "groups": groups_of(found.preparation),
-            "sizes": [size for size in world_sizes(manifest) if size <= (num_ranks or 0)],
-            "is_hugging_face": getattr(manifest.tables.get("model"), "hf", None) is not None,
-        },
-    }
-
-
 def _train(
     source: str,
     overrides: Sequence[str],
@@ -343,7 +269,7 @@ def _train(
         found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
         if rank == 0 and found.unknown is not None:
             report(f"the first forward was not tried in full: {found.unknown}")
-        found.problems += machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
+        found.problems += machine_problems(inspected.manifest, device, 1) + resume_problems(resume)
         found.problems += group_problems(inspected.manifest, found.layout)
         found.problems += world_size_problems(inspected, world_size=world_size, device=device, known=found.problems)
         if not found.ok(strict=strict):
@@ -351,21 +277,6 @@ def _train(
     return train(inspected.manifest, resume=resume)
 
 
-def output_of(manifest: Manifest) -> Path:
-    """Return the run's output folder, also of a manifest whose `[run]` is wrong."""
-    from composer3d.runner import output_folder
-
-    return output_folder(manifest) if "run" in manifest.tables else Path(f"runs/{manifest.document.stem}")
-
-
-def _resume_problems(resume: str) -> list[Problem]:
-    """Check that a checkpoint which is to be resumed from is there and whole."""
-    from composer3d.checkpoint import find_checkpoint
-
-    if resume in ("auto", "never"):
-        return []
-    try:
-        find_checkpoint(Path(resume))
-    except ComposerError as error:
-        return [Problem(message=str(error), file=f"--resume {resume}")]
-    return []
+def _train_to_json(source: str, overrides: Sequence[str], resume: str) -> dict[str, Any]:
+    """Run as one rank of a group on one of several machines; see `_train`."""
+    return asdict(_train(source, overrides, resume))

@@ -54,7 +54,18 @@ def batch(step):
     return x, torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
 
 
-def end(how):
+def end(how, folder):
+    """End or stop this rank, or a whole machine of several (`support.group_nodes`): `node-1 kill`."""
+    if how.startswith("node-"):
+        rank, _, how = how.removeprefix("node-").partition(" ")
+        pid = int(Path(folder, f"node-{rank}.pid").read_text())
+        if how == "term":
+            return os.kill(pid, signal.SIGTERM)
+        if how == "kill":  # the kernel ends its groups with it
+            os.kill(pid, signal.SIGKILL)
+            signal.pause()
+        for each in (pid, os.getppid()):
+            os.kill(each, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
@@ -65,7 +76,7 @@ def ends_in_recovery():
     def wrapped(self, *arguments):
         left[0] -= 1
         if not left[0]:
-            end("kill")
+            end("kill", "")
         receive(self, *arguments)
 
     Exchange.receive = wrapped
@@ -115,14 +126,14 @@ def trained(manifest, folder, ends):
             with run.step(step):
                 for at, place, how in here:
                     if (at, place) == (step, "before"):
-                        end(how)
+                        end(how, folder)
                 if any((at, place) == (step, "own") for at, place, _ in here):
                     run.backward(mse_loss(run.model(x[mine]), y[mine]))
                 loss = float(run.forward_backward(x[mine], target=y[mine]))
                 norm = float(run.clip_grad_norm_(0.1))
                 for at, place, how in here:
                     if (at, place) == (step, "after"):
-                        end(how)
+                        end(how, folder)
                 optimizer.step()
                 optimizer.zero_grad()
             digest = hashlib.sha256()

@@ -19,15 +19,16 @@ __all__ = ["machine_problems", "num_local_ranks"]
 _LEAST_RANKS, _RANKS_PER_CORE = 64, 16
 
 
-def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
-    """Return how many ranks this machine is to have, None where the degrees are wrong in themselves.
+def num_local_ranks(manifest: Manifest, device: torch.device, *, num_nodes: int = 1) -> int | None:
+    """Return how many ranks this machine, or several alike, are to have; None where degrees are wrong in themselves.
 
     The degrees that the manifest states multiply to it. An open one, -1 or the data-parallel plugin's own axis, takes
-    what is left of the machine's GPUs, and is 1 on a CPU. Of several world sizes it is the largest that fits.
+    what is left of the machines' GPUs, and is 1 on a CPU. Of several world sizes it is the largest that fits.
 
     Args:
         manifest: Typed, as far as it can be.
         device: Where the run computes.
+        num_nodes: Machines.
     """
     import torch
 
@@ -39,7 +40,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     sizes = world_sizes(manifest)
     if sizes:
         most = _most_ranks() if device.type == "cpu" else torch.accelerator.device_count()
-        return max((size for size in sizes if size <= most), default=sizes[0])
+        return max((size for size in sizes if size <= most * num_nodes), default=sizes[0])
     try:
         hooks = Hooks(manifest.plugins)
         stated = layout_of(manifest, hooks, world_size=None).num_ranks
@@ -48,7 +49,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     if device.type == "cpu":
         return stated
     try:
-        available = torch.accelerator.device_count() // stated * stated
+        available = torch.accelerator.device_count() * num_nodes // stated * stated
         return layout_of(manifest, hooks, world_size=available).num_ranks if available else stated
     except ManifestError:  # no degree is open
         return stated

@@ -11,6 +11,7 @@ from composer3d.mesh import Layout, Role
 from composer3d.replicas import ReplicaPolicy
 from composer3d.runner.launching.group_launcher import launch_groups
 from composer3d.runner.launching.launcher import LaunchResult, launch_local
+from composer3d.runner.launching.node_place import NodePlace
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -40,7 +41,10 @@ def group_problems(manifest: Manifest, layout: Layout | None) -> list[Problem]:
                 f"{name} = {layout.degrees[name]}: a launcher has started this process as a rank of one world, which "
                 "ends as a whole where one of its ranks does"
             )
-            hint = "composer3d run without a launcher starts the groups of one machine"
+            hint = (
+                "composer3d run without a launcher starts the groups of one machine, and with --nodes N --node-rank K "
+                "--endpoint HOST:PORT those of several"
+            )
             return [manifest.document.problem(("mesh", name), message, hint=hint)]
     return []
 
@@ -53,6 +57,7 @@ def launch_world(
     device: Literal["cpu", "cuda"],
     output: Path,
     options: Mapping[str, Any],
+    place: NodePlace | None = None,
 ) -> LaunchResult:
     """Run a function on all ranks of this machine, in one world or in several groups; see `launch_local`.
 
@@ -62,7 +67,9 @@ def launch_world(
         num_ranks: Of all groups.
         device: Where the ranks compute.
         output: The run's folder.
-        options: `max_restarts`, `grace_s`, world sizes of restarts, and `groups` as `groups_of` gives them.
+        options: `max_restarts`, `grace_s`, world sizes of restarts, `groups` as `groups_of` gives them, and the
+            `fingerprint` of several machines.
+        place: Of this machine among several.
     """
     shared: dict[str, Any] = {"device": device, "output": output}
     shared |= {name: options[name] for name in ("max_restarts", "grace_s")}
@@ -71,6 +78,7 @@ def launch_world(
         return launch_local(function, args, num_ranks=num_ranks, exclusive=True, sizes=options["sizes"], **shared)
     num_groups = groups["num_groups"]
     policy = ReplicaPolicy(**groups["policy"])
+    shared |= {"place": place, "fingerprint": options["fingerprint"]}
     return launch_groups(
         function, args, policy=policy, num_groups=num_groups, num_ranks=num_ranks // num_groups, **shared
     )

@@ -76,6 +76,7 @@ class FailureReport:
         witness: What the ranks that lost this one saw of it; only after an abort, which torch ends a rank with where
             collectives do not fit.
         advice: What to do about it, where that is known.
+        is_recorded: Whether it is to stand in the run's `error.json`.
         others: What became of the other ranks that failed.
     """
 
@@ -94,6 +95,7 @@ class FailureReport:
     consequence: bool = False
     witness: str = ""
     advice: str = ""
+    is_recorded: bool = True
     others: tuple[FailureReport, ...] = ()
 
     @classmethod
@@ -253,6 +255,8 @@ class FailureReport:
             kept = f"{checkpoint} is the newest checkpoint, and " + (
                 f"the one before it is {newest}: --resume {newest} goes on from there" if newest else "the only one"
             )
+        if not self.is_recorded:
+            return kept
         details = output / "error.json"
         return f"details: {details}; {kept}" if details.exists() else f"{details} could not be written; {kept}"
 

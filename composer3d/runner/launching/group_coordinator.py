@@ -1,0 +1,373 @@
+"""Decisions about groups of ranks that come and go: starts, restarts, losses of machines, and the end of the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from composer3d.replicas import Connection, QuorumServer, Refusal, ReplicaPolicy
+from composer3d.runner.launching.launcher import LaunchResult
+from composer3d.runner.launching.local_groups import LocalGroups
+from composer3d.runner.launching.node_place import NodeMeeting, fingerprint_difference
+from composer3d.runner.launching.remote_nodes import RemoteNode
+from composer3d.runner.launching.watch import POLL_S, Ended
+from composer3d.runner.reporting.failures import Ending, FailureReport
+
+__all__ = ["Coordinator"]
+
+_GRACE_S = 10.0  # beyond that of the ranks, for the processes that watch them
+_LEAVE_S = 10.0  # for other machines to end, after the run has
+
+log = logging.getLogger(__name__)
+
+
+class _Part(Protocol):
+    """The groups of one machine."""
+
+    def start(self, group: int, attempt: int) -> None: ...
+
+    def kill(self, group: int) -> None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
+
+
+class Coordinator:
+    """Knows who takes part in a step, and decides what is started again; on the machine that holds the run's lock.
+
+    Groups are divided over machines in order. Those of this one are started by calls, those of others by messages.
+
+    Args:
+        listener: Socket of the membership server, closed with it.
+        policy: Of the groups.
+        token: Of the run.
+        num_groups: Of all machines.
+        num_ranks: Ranks per group.
+        private: This launcher's private folder.
+        max_restarts: How often all groups are started again after all were lost.
+        grace_s: Seconds the ranks have after a SIGTERM.
+        meeting: What other machines are compared with; None where there is none.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        policy: ReplicaPolicy,
+        *,
+        token: str,
+        num_groups: int,
+        num_ranks: int,
+        private: Path,
+        max_restarts: int,
+        grace_s: float,
+        meeting: NodeMeeting | None = None,
+    ) -> None:
+        self._policy, self._private, self._grace_s = policy, private, grace_s
+        self._num_groups, self._num_ranks = num_groups, num_ranks
+        self._max_restarts, self._num_restarts = max_restarts, 0
+        self._meeting = meeting
+        self._groups_each = num_groups if meeting is None else num_groups // meeting.count
+        options: dict[str, Any] = {"num_groups": num_groups, "num_ranks": num_ranks, "token": token}
+        admit = None if meeting is None else self._admit
+        self._server = QuorumServer(listener, policy, lost=self._expelled, admit=admit, **options)
+        self._nodes: dict[int, RemoteNode] = {}  # that have greeted, ready or not
+        self._running: dict[int, int] = {}  # attempt of each group that was started and has not ended
+        self._attempts = dict.fromkeys(range(num_groups), -1)
+        self._in_a_row = dict.fromkeys(range(num_groups), 0)
+        self._seen = dict.fromkeys(range(num_groups), 0)  # commits of a group when it was started
+        self._done: dict[int, LaunchResult] = {}
+        self._reports: list[tuple[int, FailureReport]] = []  # with the group's last committed step
+        self._kill_at = float("inf")
+        self._has_ended = False
+
+    def run(self, local: LocalGroups) -> LaunchResult:
+        """Start all groups, and stay until the run has ended on all machines.
+
+        Args:
+            local: The groups of this machine.
+        """
+        self._local = local
+        with local.taking_signals():
+            try:
+                for group in range(self._num_groups):
+                    self._start(group)
+                while True:
+                    self._server.serve(POLL_S)
+                    self._look()
+            except Ended as ended:
+                result = self._result(ended)
+            local.end_all()
+            self._end_nodes(result)
+            return result
+
+    def close(self) -> None:
+        """Close the server's sockets."""
+        self._server.close()
+
+    def close_in_child(self) -> None:
+        """Close them in a forked process, without notifying anybody."""
+        self._server.close(in_child=True)
+
+    # ---- starting ----------------------------------------------------------------------------------------------------
+
+    def _part(self, group: int) -> _Part | None:
+        """Return the machine of a group; None while it is not there."""
+        rank = group // self._groups_each
+        if rank == 0:
+            return self._local
+        node = self._nodes.get(rank)
+        return node if node is not None and node.is_ready else None
+
+    def _start(self, group: int) -> None:
+        """Have a group started, once more if it was before, where its machine is there."""
+        part = self._part(group)
+        if part is None:
+            return
+        self._attempts[group] += 1
+        self._server.expect(group, self._attempts[group])
+        self._seen[group] = self._server.membership.committed_by.get(group, 0)
+        self._running[group] = self._attempts[group]
+        part.start(group, self._attempts[group])
+
+    # ---- other machines ----------------------------------------------------------------------------------------------
+
+    def _admit(self, message: Mapping[str, Any], connection: Connection) -> RemoteNode | Refusal:
+        """Let a machine in, or return why not."""
+        assert self._meeting is not None
+        rank, name = int(message["node"]), str(message["name"])[:200]
+        of = f"node {rank} ({name})"
+        refused = self._objection(message, rank, of)
+        if refused is not None:
+            log.warning("%s is not let in: %s", of, refused)
+            return Refusal(refused)
+        if rank in self._nodes:
+            there = f"{self._nodes[rank]} is there already"
+            return Refusal(f"{there}, and {of} has the same number: give each machine its own --node-rank", again=True)
+        if self._has_ended:
+            return Refusal("the run has ended")
+        groups = range(rank * self._groups_each, (rank + 1) * self._groups_each)
+        node = RemoteNode(connection, rank=rank, name=name, groups=groups, coordinator=self)
+        self._nodes[rank] = node
+        connection.send({"do": "welcome", "mark": self._meeting.mark})
+        return node
+
+    def _objection(self, message: Mapping[str, Any], rank: int, of: str) -> str | None:
+        """Return in what a machine differs from what this run's are."""
+        assert self._meeting is not None
+        count = self._meeting.count
+        if message["nodes"] != count:
+            return f"it was started with --nodes {str(message['nodes'])[:10]}, and node 0 with --nodes {count}"
+        if not 0 < rank < count:
+            return f"of {count} machines those beside node 0 are numbered from 1 to {count - 1}"
+        return fingerprint_difference(self._meeting.fingerprint, message["fingerprint"])
+
+    def node_came(self, node: RemoteNode) -> None:
+        """Start the groups of a machine that is ready."""
+        log.info("%s is there", node)
+        if self._local.signals.terminate or self._has_ended:
+            return
+        for group in node.groups:
+            self._in_a_row[group] = 0
+            self._start(group)
+
+    def node_leaves(self, node: RemoteNode) -> None:
+        """Let a machine leave that was asked to stop; where too few groups would be left, the run saves and stops."""
+        left = [group for group in self._server.membership.left if group not in node.groups]
+        if self._local.signals.terminate or self._has_ended:
+            return
+        if left and len(left) >= self._policy.minimum:
+            node.end(LaunchResult(outcome="preempted"))
+            node.dismiss("it was asked to stop")
+        else:
+            self._local.signals.terminate = True
+
+    def node_lost(self, node: RemoteNode, reason: str) -> None:
+        """Go on without a machine and its groups, or begin again where they alone had the state."""
+        if self._nodes.get(node.rank) is node:
+            self._nodes.pop(node.rank)
+        if self._has_ended:
+            return
+        had = [group for group in node.groups if self._running.pop(group, None) is not None]
+        for group in had:
+            self._server.lose(group, f"{node} is lost: {reason}")
+        membership = self._server.membership
+        shown = ", ".join(map(str, had)) or "none"
+        log.warning(
+            "%s is lost: %s\nof its groups %s ran; %d of %d groups go on, and it may come again",
+            node,
+            reason,
+            shown,
+            len(membership.left),
+            self._num_groups,
+        )
+        if membership.is_lost and not self._local.signals.terminate:
+            self._begin_again()
+
+    # ---- watching ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look at the groups, and act on signals and limits; raise once the run has ended."""
+        for ended in self._local.ended():
+            self.group_ended(*ended)
+        membership, signals = self._server.membership, self._local.signals
+        if self._done and (not self._running or membership.is_finished):
+            raise Ended(next(iter(self._done.values())).outcome)
+        if signals.interrupt:
+            self._send(signal.SIGINT)
+            self._local.wait(self._grace_s)
+            raise Ended("interrupted", self._about_all("interrupted"))
+        if signals.terminate and self._kill_at == float("inf"):
+            self._kill_at = time.monotonic() + self._grace_s + _GRACE_S
+            self._send(signal.SIGTERM)
+        if not self._running:
+            raise Ended("failed", self._cause())
+        if time.monotonic() > self._kill_at:
+            raise Ended("failed", self._about_all(f"groups did not stop within {self._grace_s:g} s after SIGTERM"))
+        if self._server.short_for() > self._policy.join_s:
+            self._too_few()
+
+    def group_ended(self, group: int, attempt: int, result: LaunchResult | None) -> None:
+        """Act on the end of a group; of one that was started again since, nothing is done.
+
+        Args:
+            group: Number of the group.
+            attempt: Number of its earlier starts.
+            result: How it ended; None where its processes were killed.
+        """
+        if self._running.get(group) != attempt or self._has_ended:
+            return
+        self._running.pop(group)
+        if result is not None and result.report is None:
+            self._done[group] = result
+            return
+        report = None if result is None else result.report
+        self._server.lose(group, "a rank of it has ended")
+        membership, signals = self._server.membership, self._local.signals
+        if report is not None:
+            self._reports = [*self._unsurvived(), (membership.committed_by.get(group, 0), report)]
+            if self._is_everyones(group, report):
+                raise Ended("failed", report)
+        if signals.terminate or signals.interrupt or membership.is_finished:
+            return
+        if membership.is_lost:
+            return self._begin_again()
+        if membership.committed_by.get(group, 0) > self._seen[group]:
+            self._in_a_row[group] = 0
+        self._in_a_row[group] += 1
+        self._tell(group, report)
+        if self._in_a_row[group] <= self._policy.restarts:
+            self._start(group)
+
+    def _is_everyones(self, group: int, report: FailureReport) -> bool:
+        """Return whether a failure would meet every group, and not this one or its machine alone."""
+        has_committed = self._server.membership.num_committed > 0
+        is_here = self._part(group) is self._local
+        if report.kind in ("user", "machine"):
+            return is_here or (report.kind == "user" and not has_committed)
+        is_crash = report.kind == "crash" and not report.consequence and report.error != "ReplicaError"
+        return is_crash and not has_committed
+
+    def _tell(self, group: int, report: FailureReport | None) -> None:
+        """Say that a group is lost, and what happens now."""
+        reason = self._server.membership.reasons.get(group, "")
+        text = report.render().rstrip().removeprefix("run failed: ") if report is not None else reason
+        left = len(self._server.membership.left)
+        again = self._in_a_row[group] <= self._policy.restarts
+        log.warning(
+            "group %d is lost: %s\n%d of %d groups go on%s",
+            group,
+            text or "its processes have ended",
+            left,
+            self._num_groups,
+            ", and it is started again"
+            if again
+            else f"; it was started {self._policy.restarts} times without a step, and is not started again",
+        )
+
+    def _begin_again(self) -> None:
+        """Start all groups again from the last checkpoint, after the last one that had the state was lost."""
+        report = self._cause()
+        if self._num_restarts == self._max_restarts:
+            raise Ended("failed", replace(report, message=f"{report.message}; no group is left that has the state"))
+        self._num_restarts += 1
+        log.warning(
+            "%s\nno group is left that has the state: starting all from the last checkpoint (%d of %d)",
+            report.render().rstrip(),
+            self._num_restarts,
+            self._max_restarts,
+        )
+        for group in self._running:
+            self._kill(group)
+        self._running.clear()
+        self._local.end_all()
+        self._server.begin_again()
+        self._reports.clear()
+        for each in range(self._num_groups):
+            self._start(each)
+
+    def _too_few(self) -> None:
+        """Begin without the groups that did not come, or end."""
+        membership = self._server.membership
+        if not membership.has_begun:
+            self._server.go_without_the_rest()
+        if not membership.has_begun or self._server.short_for() > self._policy.join_s:
+            raise Ended(
+                "failed",
+                self._about_all(f"fewer than {self._policy.minimum} groups are there after {self._policy.join_s:g} s"),
+            )
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+
+    def _unsurvived(self) -> list[tuple[int, FailureReport]]:
+        """Return the failures after which no group has made a step."""
+        return [each for each in self._reports if each[0] == self._server.membership.num_committed]
+
+    def _cause(self) -> FailureReport:
+        """Return what failed first since the last step that a group has made."""
+        reports = [report for _, report in self._unsurvived()]
+        causes = [report for report in reports if not report.consequence] or reports
+        return min(causes, key=lambda report: report.time_ns) if causes else self._about_all("every group is lost")
+
+    def _result(self, ended: Ended) -> LaunchResult:
+        values = next((result.values for result in self._done.values() if result.values), {})
+        restarts = sum(max(0, attempt) for attempt in self._attempts.values())
+        return LaunchResult(outcome=ended.outcome, report=ended.report, values=values, num_restarts=restarts)
+
+    def _end_nodes(self, result: LaunchResult) -> None:
+        """Have other machines end as the run has, and wait for it: no rank is to write once the lock is given up."""
+        self._has_ended = True
+        for node in list(self._nodes.values()):
+            node.end(result)
+        deadline = time.monotonic() + _LEAVE_S
+        while self._nodes and time.monotonic() < deadline:
+            self._server.serve(POLL_S)
+
+    def _expelled(self, group: int, reason: str) -> None:
+        """End the processes of a group that was taken out."""
+        if group in self._running:
+            self._kill(group)
+
+    def _kill(self, group: int) -> None:
+        part = self._part(group)
+        if part is not None:
+            part.kill(group)
+
+    def _send(self, number: signal.Signals) -> None:
+        for part in self._parts():
+            part.send(number)
+
+    def _parts(self) -> Iterator[_Part]:
+        yield self._local
+        yield from (node for node in self._nodes.values() if node.is_ready)
+
+    def _about_all(self, message: str) -> FailureReport:
+        anyone = Ending(rank=0, exit_code=None, time_ns=time.time_ns())
+        report = FailureReport.from_ending(anyone, world_size=self._num_ranks, folder=self._private)
+        kind: Literal["interrupted", "stuck"] = "interrupted" if message == "interrupted" else "stuck"
+        return replace(report, rank=None, pid=os.getpid(), kind=kind, message=message, phase=None)

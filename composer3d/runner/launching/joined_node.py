@@ -1,0 +1,285 @@
+"""A machine that starts groups of ranks as another one, the coordinator, has it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from composer3d.errors import ComposerError
+from composer3d.replicas import TOKEN, ReplicaPolicy, connect
+from composer3d.runner.launching.launcher import LaunchResult
+from composer3d.runner.launching.local_groups import LocalGroups
+from composer3d.runner.launching.node_messages import result_from_json, result_to_json
+from composer3d.runner.launching.node_place import NodePlace, host_name
+from composer3d.runner.launching.watch import POLL_S
+from composer3d.runner.reporting.failures import Ending, FailureKind, FailureReport
+
+__all__ = ["JoinedNode"]
+
+_MOST_BYTES = 1 << 18  # of a line
+_CONNECT_S, _AGAIN_S = 2.0, 0.2  # limit of one try to connect, and time between two
+_GONE_S = 5.0  # tries to connect again to a coordinator whose connection has ended
+_FOLDER_S = 15.0  # until what another machine has written is seen on a shared disk
+_BEATS = 5  # within the time after which the coordinator is silent
+_STALL_S = 1.0  # a pause of this process, in which it heard nothing
+
+log = logging.getLogger(__name__)
+
+
+class _Over(Exception):
+    """Leaves the loop: the run has ended, or this machine has left it."""
+
+    def __init__(self, result: LaunchResult) -> None:
+        self.result = result
+        super().__init__(result.outcome)
+
+
+class JoinedNode:
+    """Greets the coordinator, and starts, ends and reports groups as it says, until the run has ended.
+
+    Where the connection ends, the groups end too, and the machine comes again; where nobody answers any more, it ends.
+
+    Args:
+        place: Of this machine.
+        policy: Of the groups.
+        token: Of the run.
+        fingerprint: Versions and manifest of this machine.
+        output: The run's folder, which must be the coordinator's.
+        private: This launcher's private folder.
+        grace_s: Seconds the ranks have after a SIGTERM.
+    """
+
+    def __init__(
+        self,
+        place: NodePlace,
+        *,
+        policy: ReplicaPolicy,
+        token: str,
+        fingerprint: Mapping[str, str],
+        output: Path,
+        private: Path,
+        grace_s: float,
+    ) -> None:
+        self._place, self._policy, self._output, self._private = place, policy, output, private
+        self._grace_s = grace_s
+        self._greeting: dict[str, Any] = {"do": "node", "token": token, "node": place.rank, "nodes": place.count}
+        self._greeting |= {"name": host_name(), "fingerprint": dict(fingerprint)}
+        self._socket: socket.socket | None = None
+        self._received = b""
+        self._heard = self._beat_at = self._looked = self._try_at = 0.0
+        self._give_up_at = time.monotonic() + policy.join_s
+        self._was_welcome = False
+        self._refused_until: float | None = None
+        self._mark: tuple[Path, float] | None = None  # file to be found, and until when
+        self._kill_at = float("inf")
+
+    def run(self, local: LocalGroups) -> LaunchResult:
+        """Take part until the run has ended; return how.
+
+        Args:
+            local: The groups of this machine.
+
+        Raises:
+            ComposerError: The coordinator does not answer, or refuses this machine.
+        """
+        self._local = local
+        with local.taking_signals():
+            try:
+                while True:
+                    self._look()
+                    self._act_on_signals()
+                    if self._socket is None:
+                        self._come()
+                    else:
+                        self._hear(POLL_S)
+            except _Over as over:
+                return over.result
+            finally:
+                local.end_all()
+                self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    # ---- connection --------------------------------------------------------------------------------------------------
+
+    def _come(self) -> None:
+        """Connect and greet, if it is time to try."""
+        now = time.monotonic()
+        if now < self._try_at:
+            time.sleep(POLL_S)
+            return
+        try:
+            self._socket = connect(self._place.endpoint, timeout_s=_CONNECT_S)
+        except OSError as error:
+            if time.monotonic() > self._give_up_at:
+                raise self._nobody(error) from error
+            self._try_at = time.monotonic() + _AGAIN_S
+            return
+        self._received, self._mark = b"", None
+        self._heard = self._looked = time.monotonic()
+        self._beat_at = self._heard + self._policy.silent_s / _BEATS
+        self._send(self._greeting)
+
+    def _nobody(self, error: OSError) -> _Over | ComposerError:
+        where = self._place.endpoint
+        if not self._was_welcome:
+            return ComposerError(f"{where}: node 0 did not answer within {self._policy.join_s:g} s ({error})")
+        return self._failed(f"node 0, which knows who takes part in a step, is gone: {where} does not answer")
+
+    def _lost(self, reason: str) -> None:
+        """End the groups, whose ranks are not in the run any more, and come again."""
+        self.close()
+        self._local.end_all()
+        now = time.monotonic()
+        if self._was_welcome:
+            log.warning("the connection to node 0 has ended: %s", reason)
+            self._give_up_at = now + _GONE_S
+        self._try_at = now
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._socket is not None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._socket is None:
+            return
+        self._socket.settimeout(_CONNECT_S)
+        try:
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+        except OSError as error:
+            self._lost(str(error))
+
+    def _hear(self, seconds: float) -> None:
+        """Take messages for a time, send heartbeats, and note a coordinator that is silent."""
+        assert self._socket is not None
+        self._socket.settimeout(seconds)
+        try:
+            data = self._socket.recv(_MOST_BYTES)
+        except TimeoutError:
+            return self._watch()
+        except OSError as error:
+            return self._lost(str(error))
+        if not data and not self._was_welcome:
+            raise ComposerError(
+                f"{self._place.endpoint}: the connection was ended without an answer: either {TOKEN} is not that of "
+                "node 0, or this is not the --endpoint of node 0"
+            )
+        if not data:
+            return self._lost("it was closed")
+        self._heard = time.monotonic()
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > _MOST_BYTES:
+            return self._lost("node 0 sent a line without an end")
+        for line in lines:
+            try:
+                self._take(json.loads(line))
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                return self._lost(f"node 0 sent what is no message ({error})")
+            if not self._is_connected:
+                return
+        self._watch()
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > _STALL_S:  # this process was paused itself
+            self._heard += now - self._looked
+        self._looked = now
+        if now - self._heard > self._policy.silent_s:
+            return self._lost(f"node 0 was not heard of for {self._policy.silent_s:g} s")
+        if now > self._beat_at:
+            self._beat_at = now + self._policy.silent_s / _BEATS
+            self._send({"do": "beat"})
+        self._find_folder(now)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Handle a message of the coordinator."""
+        kind = message["do"]
+        if kind == "welcome":
+            self._was_welcome = True
+            self._refused_until = None
+            self._mark = self._output / Path(str(message["mark"])).name, time.monotonic() + _FOLDER_S
+        elif kind == "start" and message["group"] in self._local.groups:
+            self._local.start(int(message["group"]), int(message["attempt"]))
+        elif kind == "kill":
+            self._local.kill(int(message["group"]))
+        elif kind == "signal":
+            self._local.send(signal.Signals(message["number"]))
+        elif kind == "end":
+            raise _Over(result_from_json(message["result"]))
+        elif kind == "refused":
+            self._refused(str(message["reason"]), again=bool(message["again"]))
+        elif kind == "out":
+            self._lost(str(message["reason"]))
+        elif kind != "beat":
+            raise ValueError(kind)
+
+    def _refused(self, reason: str, *, again: bool) -> None:
+        """End, or try again while this machine's own connection of before may still count as one."""
+        now = time.monotonic()
+        if self._refused_until is None:
+            self._refused_until = now + self._policy.silent_s + _GONE_S
+        if not again or now > self._refused_until:
+            raise ComposerError(f"{self._place.endpoint}: node 0 refuses this machine: {reason}")
+        self.close()
+        self._try_at = now + _AGAIN_S
+
+    def _find_folder(self, now: float) -> None:
+        """Say that this machine is ready once it has found what the coordinator has written."""
+        if self._mark is None:
+            return
+        file, until = self._mark
+        if file.exists():
+            self._mark = None
+            self._send({"do": "ready"})
+        elif now > until:
+            reason = (
+                f"{self._output.absolute()} is not the folder that node 0 writes to: of groups on several machines it "
+                "must be on a disk that all of them share"
+            )
+            self._send({"do": "fail", "reason": reason})
+            raise ComposerError(f"{reason}; give run.output a path that all machines have alike")
+
+    # ---- groups and signals ------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Tell the coordinator which groups have ended."""
+        for group, attempt, result in self._local.ended():
+            told = None if result is None else result_to_json(result)
+            self._send({"do": "ended", "group": group, "attempt": attempt, "result": told})
+
+    def _act_on_signals(self) -> None:
+        signals, now = self._local.signals, time.monotonic()
+        if signals.interrupt:
+            self._local.send(signal.SIGINT)
+            self._local.wait(self._grace_s)
+            raise _Over(LaunchResult(outcome="interrupted", report=self._report("interrupted", "interrupted")))
+        if signals.terminate and self._socket is None:
+            raise _Over(LaunchResult(outcome="preempted"))
+        if signals.terminate and self._kill_at == float("inf"):
+            self._kill_at = now + 2 * self._grace_s
+            self._send({"do": "leave"})
+        if now > self._kill_at:
+            raise self._failed(f"groups did not stop within {2 * self._grace_s:g} s after SIGTERM")
+
+    def _failed(self, message: str) -> _Over:
+        return _Over(LaunchResult(outcome="failed", report=self._report("stuck", message)))
+
+    def _report(self, kind: FailureKind, message: str) -> FailureReport:
+        """Return a report of no rank, which stands in no file: the run's folder is the coordinator's."""
+        anyone = Ending(rank=0, exit_code=None, time_ns=time.time_ns())
+        report = FailureReport.from_ending(anyone, world_size=self._place.count, folder=self._private)
+        return replace(report, rank=None, pid=os.getpid(), kind=kind, message=message, phase=None, is_recorded=False)

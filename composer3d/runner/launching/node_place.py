@@ -1,0 +1,183 @@
+"""This machine among several that start groups of ranks: its number, where they meet, and what they must have alike."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer3d.errors import ComposerError, Problem
+from composer3d.manifest import Document, Manifest
+from composer3d.mesh import Layout, Role
+from composer3d.processes import find_launch, installed_version
+from composer3d.replicas import TOKEN, host_and_port
+
+__all__ = [
+    "NodeMeeting",
+    "NodePlace",
+    "fingerprint_difference",
+    "fingerprint_of",
+    "host_name",
+    "node_place",
+    "node_problems",
+    "token_of",
+]
+
+_SHORTEST = 16  # characters of a token
+_COMPARED = ("composer3d", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Place of this machine among those of a run.
+
+    Args:
+        count: Number of machines.
+        rank: Number of this one, from 0; machine 0 knows who takes part.
+        endpoint: `HOST:PORT` where machine 0 listens.
+    """
+
+    count: int
+    rank: int
+    endpoint: str
+
+    def groups(self, num_groups: int) -> range:
+        """Return the groups of this machine: as many consecutive ones as every machine has.
+
+        >>> NodePlace(count=2, rank=1, endpoint="node0:29400").groups(4)
+        range(2, 4)
+        """
+        each = num_groups // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMeeting:
+    """What machines of a run must have alike.
+
+    Args:
+        count: Number of machines.
+        fingerprint: Versions and manifest of machine 0.
+        mark: Name of a file in the run's folder, which the others must find there.
+    """
+
+    count: int
+    fingerprint: Mapping[str, str]
+    mark: str
+
+
+def node_place(
+    nodes: int | None, node_rank: int | None, endpoint: str | None, environment: Mapping[str, str] = os.environ
+) -> NodePlace | None:
+    """Return the place of this machine as options state it; None where it is the only one.
+
+    Args:
+        nodes: Of `--nodes`.
+        node_rank: Of `--node-rank`.
+        endpoint: Of `--endpoint`.
+        environment: Of this process.
+
+    Raises:
+        ComposerError: Some of them are missing, are out of range, or a launcher has started this process as a rank.
+    """
+    stated = {"--nodes": nodes, "--node-rank": node_rank, "--endpoint": endpoint}
+    missing = [name for name, value in stated.items() if value is None]
+    if len(missing) == len(stated):
+        return None
+    if missing:
+        raise ComposerError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: groups of ranks on several "
+            "machines are started by --nodes N --node-rank K --endpoint HOST:PORT on each, K from 0 to N - 1"
+        )
+    assert nodes is not None and node_rank is not None and endpoint is not None
+    # srun and mpirun start a process a machine as torchrun's users do: of these, RANK and WORLD_SIZE are no matter.
+    plain = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in environment}
+    launch = find_launch(plain)
+    if launch is not None:
+        raise ComposerError(
+            f"--nodes: {launch.launcher} has started this process as rank {launch.rank} of {launch.world_size}; start "
+            "composer3d run once a machine, without torchrun"
+        )
+    if nodes < 1 or not 0 <= node_rank < nodes:
+        raise ComposerError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
+    host_and_port(endpoint)
+    return NodePlace(count=nodes, rank=node_rank, endpoint=endpoint) if nodes > 1 else None
+
+
+def token_of(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the secret by which machines of one run know each other.
+
+    Raises:
+        ComposerError: It is not set, or can be guessed.
+    """
+    token = environment.get(TOKEN, "")
+    hint = f"make one, and set it to the same value on all machines: export {TOKEN}=$(openssl rand -hex 16)"
+    if not token:
+        raise ComposerError(f"{TOKEN} is not set: who knows it may take part in the run; {hint}")
+    if len(token) < _SHORTEST or re.fullmatch(r"(.)\1*", token):
+        raise ComposerError(f"{TOKEN} can be guessed, and who knows it may take part in the run; {hint}")
+    return token
+
+
+def node_problems(manifest: Manifest, layout: Layout | None, num_nodes: int) -> list[Problem]:
+    """Refuse manifests without groups of ranks, and groups that do not divide over the machines.
+
+    Args:
+        manifest: Of the run.
+        layout: Of its world.
+        num_nodes: Number of machines.
+    """
+    if layout is None:
+        return []
+    axes = {name: layout.degrees[name] for name in layout.names(Role.REPLICA)}
+    if all(degree == 1 for degree in axes.values()):
+        message = f"--nodes {num_nodes}: the manifest has no groups of ranks that come and go"
+        hint = "start one world on several machines with torchrun, or add such groups"
+        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
+    (name, degree), *_ = [each for each in axes.items() if each[1] > 1]
+    if degree % num_nodes == 0:
+        return []
+    lower = degree // num_nodes * num_nodes
+    nearest = (lower, lower + num_nodes) if lower else (num_nodes, 2 * num_nodes)
+    message = (
+        f"{name} = {degree}: {degree} groups do not divide over {num_nodes} machines, and the ranks of a group meet on "
+        "one, in a folder and on loopback"
+    )
+    hint = f"write {name} = {nearest[0]} or {nearest[1]}"
+    return [manifest.document.problem(("mesh", name), message, hint=hint)]
+
+
+def fingerprint_of(document: Document) -> dict[str, str]:
+    """Return what all machines of a run must have alike: versions, and the manifest's content.
+
+    Args:
+        document: The manifest with its overrides.
+    """
+    return {**{name: installed_version(name) for name in _COMPARED}, "manifest": document.digest()}
+
+
+def fingerprint_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return in what another machine differs from this one, None where it does not.
+
+    Args:
+        own: Fingerprint of machine 0.
+        other: Of the other one.
+    """
+    for name, value in own.items():
+        found = str(other.get(name))
+        if found != value and name == "manifest":
+            return (
+                f"it has another manifest than node 0 (digest {found[:12]}, not {value[:12]}); give all machines the "
+                "same file and the same --set"
+            )
+        if found != value:
+            return f"it has {name} {found[:40]}, and node 0 has {value}; install the same on all machines"
+    return None
+
+
+def host_name() -> str:
+    """Return the name of this machine and this process's number, for messages."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
