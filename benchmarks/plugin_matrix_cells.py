@@ -165,7 +165,8 @@ def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]
     if row.get("precision.qlora.scale_block") == "1":
         return 64 * tp, {}
     # Of the blocks of 64, as many share a factor as a row of a small model has: rows that are cut stay as they are.
-    return 64, {"precision.qlora.keep": '["layers.*.attention.wo", "layers.*.feed_forward.w2"]'}
+    rows = "experts" if row.get("sharding.expert_parallel") == "on" else "w2"
+    return 64, {"precision.qlora.keep": f'["layers.*.attention.wo", "layers.*.feed_forward.{rows}"]'}
 
 
 def _vocab_size(row: Mapping[str, str], dim: int) -> int:

@@ -28,7 +28,7 @@ PERMITTED: tuple[Permitted, ...] = (
     ),
     Permitted(
         row='`ddp`: `reducer = "bucketed"` with `pp` or `tp` above 1',
-        message=r'reducer = "bucketed" does not work with (pp|tp) = \d+: ',
+        message=r'reducer = "bucketed" does not work with (pp|tp|ep) = \d+: ',
     ),
     Permitted(row="`ddp`: options of the other reducer", message=r'\w+ has no effect with reducer = "\w+"'),
     Permitted(
@@ -119,12 +119,14 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         row="`async_tensor_parallel` where nobody shards over `tp`",
         message=r"whose exchanges are what overlaps|no rank exchanges anything|no linear layer gathers or sums a sequ"
-        r'|that exchange the sequence: nothing overlaps|method = "micro_pipelined": ',
+        r"|that exchange the sequence: nothing overlaps|are converted by \w+, whose products are no plain ones"
+        r'|method = "micro_pipelined": ',
     ),
     Permitted(
         row="`compression` without `gradients` and `weights`",
         message=r'neither gradients nor weights are to be|rounding = "stochastic" is for integers'
-        r"|(rank|ratio) has no effect without|(error_feedback is|axes are) of gradients"
+        r"|(rank|ratio) has no effect without|block has no effect with gradients"
+        r"|(error_feedback is|axes are) of gradients"
         r"|whose exchanges are what is compressed|no rank sends anything that could be compressed",
     ),
     Permitted(
@@ -140,7 +142,8 @@ PERMITTED: tuple[Permitted, ...] = (
     ),
     Permitted(
         row="`local_sgd`: options of an outer optimizer",
-        message=r'\w+ has no effect with method = "|mix has no effect without overlap|post_local is average after',
+        message=r'\w+ has no effect with method = "|mix has no effect without overlap|post_local is average after'
+        r"|there is one island, and nobody",
     ),
     Permitted(
         row="`local_sgd`: `overlap` that reaches the next fragment",
