@@ -55,6 +55,9 @@ def recorded_draws(model: nn.Module, *, num_samples: int) -> Iterator[list[Site]
 
     def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draw = draw_of(func, args, kwargs)
+        if draw is not None and draw.written is not None:
+            with mode:
+                return draw.written()
         if draw is not None:
             owner, place = caller(names)
             site = Site(
@@ -70,6 +73,7 @@ def recorded_draws(model: nn.Module, *, num_samples: int) -> Iterator[list[Site]
         return func(*args, **kwargs)
 
     sites: list[Site] = []
-    with torch_compat.function_mode(look):
+    mode = torch_compat.function_mode(look)
+    with mode:
         yield sites
     sites += found.values()

@@ -19,8 +19,9 @@ from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.contractions import Products
+from composer3d.propagation.functions.dropping_attention import attend_drawing
 from composer3d.propagation.functions.function_dims import dims_of, name_of
-from composer3d.propagation.functions.random_functions import eagerly, site_of
+from composer3d.propagation.functions.random_functions import eagerly, may_draw, site_of
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
@@ -49,6 +50,7 @@ from composer3d.propagation.shards import (
     strip,
     unmark,
 )
+from composer3d.torch_compat.multihead_attention import call_of
 
 __all__ = [
     "AttentionCall",
@@ -84,9 +86,11 @@ __all__ = [
     "VALUES",
     "activation_of",
     "attach",
+    "attend_drawing",
     "attributes_of",
     "blocks_beside",
     "blocks_of",
+    "call_of",
     "copy_mark",
     "spec_of",
     "device_of",
@@ -100,6 +104,7 @@ __all__ = [
     "is_in_place",
     "kind_of",
     "mark",
+    "may_draw",
     "name_of",
     "on_meta",
     "outside",

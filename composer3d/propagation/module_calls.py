@@ -27,12 +27,14 @@ class Call:
         kwargs: Those by name.
         has_values: Whether the module is run with values, which is slower than on meta, because its code looks at some.
         kept: Shapes of tensors that it keeps, in an attribute or a list, and that code outside of all blocks uses.
+        seed: Of the random numbers that its code decides by, which are the same on all ranks.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     has_values: bool = False
     kept: frozenset[tuple[int, ...]] = frozenset()
+    seed: int = 0
 
     def fresh(self) -> Call:
         """Return the same tensors in containers of their own: a module may change what it is given, such as a cache."""

@@ -72,32 +72,13 @@ class Alone(Averaging):
         return self.head(self.embedding(tokens))
 
 
-class Recurrent(Averaging):
-    """A recurrent network whose layers draw between them, of all positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.recurrent = nn.GRU(8, 8, num_layers=2, dropout=0.1, batch_first=True)
-
-    def forward(self, tokens):
-        return self.head(self.recurrent(self.embedding(tokens))[0])
-
-
 class Pooled(Averaging):
     """Attention, and the mean of all positions."""
-
-    dropout = 0.0
 
     def forward(self, tokens):
         x_BSD = self.embedding(tokens)
         x_BSD = F.scaled_dot_product_attention(x_BSD, x_BSD, x_BSD)
-        return self.head(F.dropout(x_BSD.mean(1), self.dropout))
-
-
-class Dropped(Pooled):
-    """Dropout of what is pooled of all positions."""
-
-    dropout = 0.1
+        return self.head(x_BSD.mean(1))
 
 
 def flash_attn_func(q, k, v):
@@ -134,9 +115,7 @@ class Raising(Pooled):
 
 REFUSED = [
     (Alone, cp(), "context_parallel has no effect: no attention, convolution or scan of the model works on the seq"),
-    (Recurrent, cp(), '"recurrent": gru draws random numbers for a tensor that every rank of cp has whole'),
     (Averaging, cp(more='others = "refuse"'), 'cumsum mixes positions, and others = "refuse" gathers nothing'),
-    (Dropped, cp(), "draws random numbers for a tensor that every rank of cp has whole"),
     (
         Opaque,
         cp(),

@@ -7,17 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.family_models import class_loss
-from support.models import mine, seeded, write_manifest
 from support.selected_cases import selected
+from support.sequence_draws import LENGTH, VOCAB, assert_same_draws, beside_one_device, cp
 from torch import nn
 
-import composer3d
 from composer3d.models import llama, moe
-from composer3d.testing import full, run_ranks
 
-VOCAB, LENGTH = 11, 8
-TIGHT = 1e-12
 SIZES = {"vocab_size": VOCAB, "dim": 16, "num_layers": 2, "num_heads": 4, "ffn_dim": 24, "dropout": 0.3}
 LLAMA = partial(llama, **SIZES)
 MOE = partial(moe, **SIZES, num_experts=4, expert_dim=8)
@@ -44,10 +39,6 @@ class Noisy(nn.Module):
         return self.out(F.alpha_dropout(y_BSD.flatten(0, 1), 0.2, training=True)).view(*tokens_BS.shape, -1)
 
 
-def cp(text="", *, more="balanced = false\n", mesh=""):
-    return f"[mesh]\ncp = 2\n{mesh}[sharding.context_parallel]\n{more}{text}"
-
-
 CASES = {
     "runs": (LLAMA, cp(), LENGTH),
     "balanced": (LLAMA, cp(more=""), LENGTH),
@@ -60,44 +51,12 @@ CASES = {
 }
 
 
-def gradients(factory, text, length):
-    """Return gradients of two steps in float64, and the sites that do not draw by sample."""
-    torch.set_default_dtype(torch.float64)
-    generator = torch.Generator().manual_seed(3)
-    tokens, targets = (torch.randint(0, VOCAB, (4, length), generator=generator) for _ in range(2))
-    run = composer3d.compose(seeded(factory), write_manifest(text), loss_fn=loss, example=((tokens,), {}))
-    found = []
-    for number in range(2):
-        with run.step(number):
-            run.forward_backward(mine(run, tokens), target=mine(run, targets))
-            run.clip_grad_norm_(float("inf"))
-            trained = [(name, p.grad) for name, p in run.named_parameters() if p.grad is not None]
-            found.append({name: full(grad).clone() for name, grad in trained})
-            for parameter in run.model.parameters():
-                parameter.grad = None
-    sites = [str(site) for site in run.context.streams.sites.values() if not site.by_sample]
-    run.close()
-    return found, sites
-
-
-def loss(output, target):
-    return class_loss(getattr(output, "logits", output), target)
-
-
-def several(cases):
-    return [gradients(*case) for case in cases]
-
-
 @pytest.fixture(scope="module")
 def results(request):
     cases = {name: CASES[name] for name in CASES if name in selected(request, "name")}
-    alone = {
-        name: (factory, ADAPTERS if ADAPTERS in text else "", length) for name, (factory, text, length) in cases.items()
-    }
-    (found,) = run_ranks(several, 1, list(alone.values()))
-    alone = dict(zip(alone, found, strict=True))
-    ranks = run_ranks(several, 2, list(cases.values()))
-    return {name: (alone[name], [rank[at] for rank in ranks]) for at, name in enumerate(cases)}
+    adapted = {name: case for name, case in cases.items() if ADAPTERS in case[1]}
+    found = beside_one_device({name: case for name, case in cases.items() if name not in adapted})
+    return found | (beside_one_device(adapted, alone=ADAPTERS) if adapted else {})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,33 +67,5 @@ def test_gradients_are_those_of_one_device_with_its_random_numbers(results, name
 
 def test_a_sequence_that_tp_shards_too_has_the_random_numbers_of_one_device():
     text = cp("[sharding.tensor_parallel]\nsequence_parallel = true\n", more="", mesh="tp = 2\n")
-    (alone,) = run_ranks(gradients, 1, LLAMA, "", LENGTH)
-    assert_same_draws(alone, run_ranks(gradients, 4, LLAMA, text, LENGTH))
-
-
-def assert_same_draws(alone, ranks):
-    expected, _ = alone
-    for found, sites in ranks:
-        assert sites == []
-        for step, one in zip(found, expected, strict=True):
-            for fqn, gradient in one.items():
-                assert float((step[fqn] - gradient).abs().max()) <= TIGHT * max(1e-3, float(gradient.abs().max())), fqn
-    # Steps draw other numbers.
-    assert any(not torch.equal(expected[0][fqn], expected[1][fqn]) for fqn in expected[0])
-
-
-class Fused(nn.Module):
-    """Attention that drops weights inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
-
-    def forward(self, tokens_BS):
-        x_B1SD = self.embed(tokens_BS).unsqueeze(1)
-        return self.out(F.scaled_dot_product_attention(x_B1SD, x_B1SD, x_B1SD, None, 0.3, True).squeeze(1))
-
-
-def test_what_attention_drops_inside_is_known_to_be_other_numbers():
-    for _, sites in run_ranks(gradients, 2, Fused, cp(), LENGTH):
-        assert len(sites) == 1 and sites[0].startswith("scaled_dot_product_attention in ")
+    found = beside_one_device({"": (LLAMA, text, LENGTH)}, world_size=4)
+    assert_same_draws(*found[""])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -111,6 +113,10 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
     kept = KeptState([module], buffers=False)
     try:
         with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
+            random.seed(call.seed)
+            np.random.seed(call.seed)
+            if call.has_values:
+                torch.manual_seed(call.seed)
             before = _kept_shards(module, call.kept)
             output = module(*call.args, **call.kwargs)
             for path, (tensor, spec) in _kept_shards(module, call.kept).items():

@@ -14,18 +14,22 @@ from typing import Any
 from composer3d.context import RunContext
 from composer3d.propagation.functions.view_shapes import Placed
 
-__all__ = ["Drawing", "draws", "eagerly", "site_of"]
+__all__ = ["VALUED", "Drawing", "draws", "draws_whole", "eagerly", "may_draw", "site_of"]
 
 # Functions with a probability, and whether they are called in training.
 DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
 )
 DRAWING = frozenset(
-    "rand_like randn_like randint_like bernoulli multinomial poisson binomial normal gumbel_softmax uniform_ normal_ "
+    "rand_like randn_like randint_like bernoulli multinomial normal gumbel_softmax uniform_ normal_ "
     "bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_".split()
 )
 
 
+# Functions that draw a tensor of a size.
+FACTORIES = frozenset("rand randn randint randperm".split())
+# Those that draw as many numbers as values ask for, so that those of a position depend on the others.
+VALUED = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
 # Layers of torch's recurrent networks, between which there is dropout.
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
@@ -47,7 +51,7 @@ def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     def argument(at: int, key: str, default: Any) -> Any:
         return options.get(key, args[at] if len(args) > at else default)
 
-    if name in DRAWING:
+    if name in DRAWING | VALUED:
         return True
     if name.rstrip("_") in DROPOUTS:
         return bool(argument(1, "p", 0.5)) and argument(2, "train" if "train" in options else "training", True) is True
@@ -56,6 +60,16 @@ def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(argument(4, "dropout_p", 0.0))
     return name in ("rrelu", "rrelu_") and argument(3, "training", False) is True
+
+
+def may_draw(name: str) -> bool:
+    """Return whether a function of that name draws random numbers, if it is asked to, into a tensor that it returns."""
+    return name in DRAWING | FACTORIES or name.rstrip("_") in DROPOUTS
+
+
+def draws_whole(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a call of a function of that name draws random numbers, also for a tensor that it makes."""
+    return name in FACTORIES or draws(name, args, options)
 
 
 class Drawing:

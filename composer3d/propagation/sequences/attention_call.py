@@ -6,6 +6,7 @@ Letters as in `sequence_mode`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ class AttentionCall:
         dropout_p: As of torch's function.
         score_mod: As of `flex_attention`, of positions of the whole sequence.
         block_mask: As of `flex_attention`, of the whole sequence.
+        of_heads: Returns where weights are dropped of all queries, and of this rank's part of the heads: of its own
+            queries they are where the call is.
     """
 
     q_BHSE: Tensor
@@ -46,6 +49,7 @@ class AttentionCall:
     dropout_p: float = 0.0
     score_mod: Callable[..., Tensor] | None = None
     block_mask: Any = None
+    of_heads: Callable[..., AbstractContextManager[None]] = lambda **heads: nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +107,8 @@ class SequenceRules(Protocol):
     def note(self, what: str, name: str) -> None:
         """Take note of a function: of `attention` or `products` on shards, or that reads `neighbours`.
 
-        Also of one whose arguments were `gathered`, whose result was `narrowed` again, that reads what `follows` a
-        position, or that has `drawn` random numbers for replicated tensors.
+        Also of one whose arguments were `gathered`, whose result was `narrowed` again, or that reads what `follows` a
+        position.
 
         Raises:
             PropagationError: It is to be refused.

@@ -236,7 +236,6 @@ class PropagatedSequence:
             draws_of=self._draws_of,
         )
         self._at_work = mode
-        mode.has_begun = bool(specs_in(args, kwargs, axis=self._axis))
         flexible = torch_compat.taken_flex_calls(mode.attend_flexibly) if self._has_flex else contextlib.nullcontext()
         try:
             with flexible, mode:
@@ -315,8 +314,6 @@ class PropagatedSequence:
                 mark(share, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
             return share
 
-        if self._at_work is not None:
-            self._at_work.has_begun = True
         return replaced(args, kwargs, key, shard)
 
     # ---- rowwise modules ---------------------------------------------------------------------------------------------

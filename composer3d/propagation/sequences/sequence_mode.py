@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,13 @@ from composer3d.observation.call_sites import beside
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.functions.contractions import operands_of
 from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES, name_of
-from composer3d.propagation.functions.multihead_attention import NAME, attend_with_heads, call_of
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.functions.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
 from composer3d.propagation.sequences.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
+from composer3d.torch_compat.multihead_attention import NAME, attend_with_heads, call_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,8 +82,8 @@ class SequencePropagation(SequenceWholes):
             if self._is_busy:
                 return func(*args, **(kwargs or {}))
             if self.pauses[0] is None:
-                self._note_draw(func, args, kwargs or {})
-                return func(*args, **(kwargs or {}))
+                with self._everywhere(name_of(func), args, kwargs or {}):
+                    return func(*args, **(kwargs or {}))
             with self._at_positions(name_of(func), args, kwargs or {}, self.pauses[0]):
                 return func(*args, **(kwargs or {}))
         self._is_busy = True
@@ -228,12 +229,12 @@ class SequencePropagation(SequenceWholes):
         lengths = [None if spec is None else int(spec.shadow.shape[-2]) for spec in specs]
         mask, has_own_rows = self._mask(attn_mask, lengths[0])
         self._rules.note("attention", ATTENTION)
-        if dropout_p and self._sequence_draws is not None:
-            self._sequence_draws.by_rank(ATTENTION)
-        with self._within():
-            call = partial(
-                AttentionCall, q_length=lengths[0], k_length=lengths[1], has_own_rows=has_own_rows, scale=scale
-            )
+        call = partial(AttentionCall, q_length=lengths[0], k_length=lengths[1], has_own_rows=has_own_rows, scale=scale)
+        drawing: AbstractContextManager[None] = nullcontext()
+        if dropout_p and (draws_of := self._sequence_draws) is not None:
+            drawing = draws_of.everywhere() if specs[0] is None else draws_of.of_queries(specs[0])
+            call = partial(call, of_heads=draws_of.of_heads)
+        with drawing, self._within():
             result = attend_by(
                 query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa, call=call, rules=self._rules
             )
@@ -327,10 +328,26 @@ def attend_by(
         options: dict[str, Any] = {"enable_gqa": enable_gqa, "call": call, "rules": rules}
         result: Tensor = handle_torch_function(attend_by, (query, key, value), *given, **options)
         return result
+    return _attend_by(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, call=call, rules=rules)
+
+
+def _attend_by(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    enable_gqa: bool,
+    call: Callable[..., AttentionCall],
+    rules: SequenceRules,
+) -> Tensor:
     return rules.attend(
         call(q_BHSE=query, k_BKTE=key, v_BKTF=value, mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
     )
 
 
-# Inner axes treat it as torch's function.
+# Inner axes treat it as torch's function; what draws in it is the function that it calls.
 attend_by.__name__ = ATTENTION
+attend_by.composer3d_written = _attend_by  # type: ignore[attr-defined]

@@ -18,14 +18,14 @@ from composer3d import torch_compat
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.function_dims import name_of
-from composer3d.propagation.functions.random_functions import draws
+from composer3d.propagation.functions.random_functions import VALUED, draws, draws_whole
 from composer3d.propagation.functions.view_shapes import Placed, Unplaceable, regroup
 from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, windows_along
-from composer3d.propagation.shards import SEQUENCE, ShardSpec
+from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,12 +66,10 @@ class SequenceWholes(Propagation):
         self._operands = SequenceOperands(degree, mesh, rules)
         super().__init__(degree, where, mesh=mesh, memory=memory, axis=axis, meeting=self._operands)
         self._rules, self._sequence_draws = rules, draws_of
-        # Whether anything is sharded yet: until then ranks may draw what they like for tensors that are whole.
-        self.has_begun = True
 
     def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        self._note_draw(func, args, options)
-        result = super()._unsharded(func, args, options)
+        with self._everywhere(name_of(func), args, options):
+            result = super()._unsharded(func, args, options)
         if self._operands.lengths:
             name = name_of(func)
             if is_in_place(name) and args and isinstance(args[0], Tensor):
@@ -85,6 +83,8 @@ class SequenceWholes(Propagation):
     ) -> contextlib.AbstractContextManager[None]:
         """Return where a function draws the numbers of this rank's positions."""
         super()._stream(name, args, options, placed)
+        if draws(name, args, options) and (name in VALUED or self._is_seeded()):
+            raise PropagationError("it draws for all positions at once")
         specs = self._specs_in(args, options)
         return self._at_positions(name, args, options, specs[0]) if specs else contextlib.nullcontext()
 
@@ -95,9 +95,17 @@ class SequenceWholes(Propagation):
             return contextlib.nullcontext()
         return self._sequence_draws.at(spec)
 
-    def _note_draw(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        if self.has_begun and draws(name_of(func), args, options):
-            self._rules.note("drawn", name_of(func))
+    def _is_seeded(self) -> bool:
+        """Return whether the model's code has seeded torch's generators, which draw one number after another then."""
+        return self._sequence_draws is not None and self._sequence_draws.is_seeded()
+
+    def _everywhere(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return where a function draws for tensors that every rank has whole: the same numbers on all of them."""
+        if self._sequence_draws is None or not draws_whole(name, args, options):
+            return contextlib.nullcontext()
+        return self._sequence_draws.everywhere()
 
     def _local_size(self, size: int) -> int:
         return self._rules.local_length(size)
@@ -139,8 +147,6 @@ class SequenceWholes(Propagation):
         """Run a function that needs the full sequence on all ranks alike; a result with positions is sharded again."""
         first = args[0] if args else None
         specs = self._specs_in(args, options)
-        if draws(name, args, options):
-            self._rules.note("drawn", name)
         if is_in_place(name) and self._spec_of(first) is not None:
             return self._written(func, name, args, options)
         given, others = self._gathered(name, args, options, is_summed=False)
@@ -149,7 +155,9 @@ class SequenceWholes(Propagation):
             specs = [each for each in specs if each.shadow.dtype is not torch.bool]
         if name in INDEXING and isinstance(first, Tensor) and (spec := self._spec_of(first)) is not None:
             self._operands.keep(first, given[0], spec.placed)
-        return self._narrowed(name, func(*given, **others), specs)
+        with self._everywhere(name, args, options):
+            result = func(*given, **others)
+        return self._narrowed(name, result, specs)
 
     def _written(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Write into gathered positions, and those of this rank into its shard."""
@@ -160,7 +168,8 @@ class SequenceWholes(Propagation):
         given, others = torch_compat.tree_map(self._whole, [list(args), options])
         with self._within():
             self._operands.keep(share, given[0], spec.placed)
-            result = func(*given, **others)
+            with self._everywhere(name, args, options):
+                result = func(*given, **others)
             self._operands.write_back(given[0])
         return result if result is None else share
 

@@ -12,6 +12,7 @@ Source of the mixing: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.step.random_numbers.held_shards import Shards
+    from composer3d.mesh.held_shards import Shards
 
-__all__ = ["Rows", "fill", "row_seed"]
+__all__ = ["Rows", "fill", "kept_weights", "row_seed"]
 
 _BITS = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 # Numbers a row above which seeding a generator costs less than mixing.
 _MOST_MIXED = 1024
+# Words of weights that are mixed at a time, of 8 bytes each.
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,42 @@ def fill(
                 getattr(flat_NK[place], kind)(*parameters, generator=generator)
         if not is_direct:
             out.copy_(whole if shard is None else shard.local_of(whole, tuple(out.shape)))
+    return out
+
+
+def kept_weights(places: Sequence[Tensor], shape: Sequence[int], keep: float, *, key: int, rows: Rows) -> Tensor:
+    """Return which weights of attention a dropout keeps, bool of one size a dim; every weight has a number of its own.
+
+    Numbers of a matrix depend on its row and column alone, whatever their number: ranks draw those of their heads and
+    queries, and keys that are padding change none. A weight takes half a word.
+
+    Args:
+        places: Of each dim [samples, heads, queries, keys], of any number of dims of heads, where this tensor's entries
+            lie in the whole one, int64; keys are the first ones.
+        shape: Of the whole tensor; its first dim is a multiple of the number of rows.
+        keep: Probability.
+        key: Of the draw.
+        rows: Which.
+
+    Memory: 1 byte a weight of this tensor, and some blocks of 8 MiB.
+    """
+    import torch
+
+    device, size, num_columns = places[0].device, shape[0] // rows.count, len(places[-1])
+    matrices = places[0] % size
+    for place, whole in zip(places[1:-2], shape[1:-2], strict=True):
+        matrices = matrices[..., None] * whole + place
+    seeds = (places[0] // size + rows.first + 1).mul_(_signed(_STEP)).add_(_signed(key))
+    seeds = _mixed(seeds).view(-1, *[1] * (matrices.ndim - 1))
+    seeds = _mixed(seeds + (matrices + 1).mul_(_signed(_STEP)))
+    seeds_R = _mixed(seeds[..., None] + (places[-2] + 1).mul_(_signed(_STEP))).view(-1)
+    steps = torch.arange(1, (num_columns + 1) // 2 + 1, device=device).mul_(_signed(_STEP))
+    below = min(round(keep * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    out = torch.empty([len(place) for place in places], dtype=torch.bool, device=device)
+    flat_RT, at_once = out.view(-1, num_columns), max(1, _BLOCK // max(1, len(steps)))
+    for start in range(0, len(seeds_R), at_once):
+        words = _mixed(seeds_R[start : start + at_once, None] + steps)
+        flat_RT[start : start + at_once] = words.view(torch.int32)[:, :num_columns] < below
     return out
 
 

@@ -4,13 +4,14 @@
 draws, for each of them, from (seed, step, the sample's index in the global batch, FQN of the module whose code draws,
 how manieth draw of it): the rows of what one device draws for the global batch, whatever the data-parallel degree, the
 micro-batches, the stages of a pipeline, and on all ranks along tp; of a sharded sequence each rank takes the numbers of
-its positions. A single number (whether a layer is left out) is the
-same for all samples of the step. Any other draw without samples takes the first one of the micro-batch, and a module
-that several stages call draws on each by itself; `verify` reports both. Recomputation draws what the forward drew:
-torch restores its default generator, whose state before each draw is remembered with what was drawn.
+its positions, and of weights that attention drops on torch's math path those of its queries and heads. A single number
+(whether a layer is left out) is the same for all samples of the step. Any other draw without samples takes the first
+one of the micro-batch, and a module that several stages call draws on each by itself; `verify` reports both.
+Recomputation draws what the forward drew: torch restores its default generator, whose state before each draw is
+remembered with what was drawn.
 
-*By rank.* Everything else that draws (compiled code, layers that draw inside of one kernel, regions that are sharded
-over tp) takes torch's default generators, in two streams a rank. Ranks along tp hold the same activations between their
+*By rank.* Everything else that draws (compiled code, CUDA's fused attention on shards, regions that are sharded over
+tp) takes torch's default generators, in two streams a rank. Ranks along tp hold the same activations between their
 sharded regions, so dropout there must draw the same numbers: the *replicated* stream leaves tp out. Inside sharded
 regions each rank holds other values: the *sharded* stream takes tp in.
 """
@@ -26,13 +27,12 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.initialisation import seed_of
 from composer3d.mesh import Layout, Role
-from composer3d.observation.call_sites import caller
+from composer3d.mesh.held_shards import DimShard, Held, Shards
 from composer3d.step.microbatches import num_samples
 from composer3d.step.random_numbers import sample_draws
 from composer3d.step.random_numbers.counter_random import Rows
-from composer3d.step.random_numbers.draw_sites import Drawn, Site
+from composer3d.step.random_numbers.draw_sites import Callers, Draw, Drawn, Site
 from composer3d.step.random_numbers.generator_states import Generators
-from composer3d.step.random_numbers.held_shards import DimShard, PositionShard, Shards
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,8 @@ class Streams:
         self._seed, self._generators = seed, Generators(device=device)
         self._replicated = "/".join(f"{name}={coordinates[name]}" for name in shared)
         self._sharded = "/".join([self._replicated, *(f"{name}={coordinates[name]}" for name in own)])
+        beside = layout.names(Role.STAGE, Role.BATCH, Role.EXPERT, Role.INDEPENDENT)
+        self._beside_positions = "/".join(f"{name}={coordinates[name]}" for name in beside)
         self._islands = "/".join(str(coordinates[name]) for name in layout.names(Role.INDEPENDENT))
         sequences = layout.names(Role.SEQUENCE)
         self._positions = "/".join(str(coordinates[name]) for name in sequences)
@@ -83,19 +85,19 @@ class Streams:
         self._index, self._degree = layout.index(rank, Role.BATCH), layout.degree(Role.BATCH)
         self._tensor = {"index": layout.index(rank, Role.TENSOR), "degree": layout.degree(Role.TENSOR)}
         self._shard: DimShard | None = None
-        self._held: PositionShard | None = None
+        self._held: Held | None = None
         self._place = (0, 0, 0)
         self._outside: list[Tensor] | None = None
-        self._parts, self.policy = parts, policy
+        self._callers, self.policy = Callers(parts), policy
         self.sites: dict[tuple[str, str, str], Site] = {}
         self.watch: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.piece: tuple[int, int, int] | None = None  # of a batch: its samples; samples, micro-batches before
-        self.is_loss = self.is_common = False  # common: a number for all samples is drawn now
+        # Drawn now: a number for all samples; numbers that all ranks of a sequence have.
+        self.is_loss = self.is_common = self.is_shared = False
         self._mode: Any = None
         self._is_on = self._is_sharded = False
         self._first: int | None = None  # the step that decides whether the model draws
-        self._has_drawn, self._is_unseen, self._names = False, False, dict[int, str]()
-        self._split: dict[int, int] = {}  # stages of modules that several of them call
+        self._has_drawn = self._is_unseen = False
         self._marked: list[Tensor] | None = None
         self.begin()
 
@@ -110,6 +112,7 @@ class Streams:
         self._counts: dict[str, int] = {}
         self._known: set[int] = set()
         self._drawn: dict[int, Drawn] = {}
+        self._shared: dict[int, int] = {}  # seeds of draws by rank that ranks along a sequence share
 
     def mark(self) -> Callable[[], None]:
         """Return what forgets the samples that follow in the open step."""
@@ -231,37 +234,25 @@ class Streams:
                 self._generators.restore(states)
 
     @contextlib.contextmanager
-    def at_positions(
-        self,
-        *,
-        dim: int,
-        ndim: int,
-        parts: tuple[int, ...],
-        index: Callable[[int], Tensor],
-        tokens: Callable[[int], int] = int,
-    ) -> Iterator[None]:
-        """Draw for a sharded sequence inside: by sample, the numbers of this rank's positions of the whole one.
+    def holding(self, held: Held) -> Iterator[None]:
+        """Draw inside for what a rank of a sequence's axis has: by sample, its part of what one device draws.
 
-        Args:
-            dim: As of `PositionShard`, and so the others.
-            ndim: As above.
-            parts: As above.
-            index: As above.
-            tokens: As above.
+        By rank, numbers of tensors that are whole on all ranks along that axis are the same on all of them.
         """
-        outer, self._held = self._held, PositionShard(dim=dim, ndim=ndim, parts=parts, index=index, tokens=tokens)
+        import torch
+
+        outer, self._held = self._held, held
+        before = torch.default_generator.initial_seed()
+        is_by_rank = self._is_whole and self.policy == "ranks" and self._outside is not None
+        if is_by_rank:
+            usual = seed_of(self._seed, *self._place, self._beside_positions, 3, len(self._shared))
+            self._generators.seed(self._shared.setdefault(before, usual))
         try:
             yield
         finally:
             self._held = outer
-
-    def note_by_rank(self, function: str) -> None:
-        """Note a site that draws on every rank by itself, where no mode sees it."""
-        if self._rows is not None and self.policy != "ranks":
-            fqn, place, _ = self._caller()
-            self.sites[fqn, function, place] = Site(
-                fqn=fqn, function=function, place=place, shape=(), num_samples=self._rows.count, by_sample=False
-            )
+            if is_by_rank:
+                self._generators.seed(seed_of(self._seed, before, 4))
 
     # ---- draws by sample ---------------------------------------------------------------------------------------------
 
@@ -302,16 +293,19 @@ class Streams:
         if torch.compiler.is_compiling() or self._rows is None:
             return func(*args, **kwargs)
         draw, before = sample_draws.draw_of(func, args, kwargs), torch.default_generator.initial_seed()
-        if draw is None or before not in self._known:  # else the model has seeded the generators itself
+        if draw is None or self.are_seeded:
             return func(*args, **kwargs)
+        if draw.written is not None:
+            with self._mode:
+                return draw.written()
         shard = self._shards_of(draw)
         drawn = self._drawn.get(before) or self._next(func, draw, before, shard)
         has_samples = draw.has_samples(drawn.rows.count, shard) and draw.by_sample is not None
         if self._is_sharded and (self._shard is None or not has_samples):
             return func(*args, **kwargs)
-        self.is_common = draw.is_common(drawn.rows.count)
+        self.is_common, self.is_shared = draw.is_common(drawn.rows.count), self._is_whole
         first = 0 if self.is_common else drawn.rows.first
-        own = ("positions", self._positions) if shard is not None and shard.has_positions else ()
+        own = ("positions", self._positions) if shard is not None and shard.is_of_sequence else ()
         self._generators.seed(seed_of(drawn.key, first, 0 if self._shard is None else self._shard.index, *own))
         try:
             if not has_samples:
@@ -321,27 +315,51 @@ class Streams:
             with torch_compat.without_torch_functions():
                 return draw.by_sample(drawn.key, drawn.rows, shard)  # type: ignore[misc]
         finally:
-            self.is_common = False
+            self.is_common = self.is_shared = False
             self._generators.seed(drawn.after)
 
-    def _shards_of(self, draw: sample_draws.Draw) -> Shards | None:
+    @property
+    def are_seeded(self) -> bool:
+        """Whether the model has seeded the generators by itself, inside of a micro-batch."""
+        import torch
+
+        return self._outside is not None and torch.default_generator.initial_seed() not in self._known
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether what is drawn now is the same tensor on all ranks of a sequence's axis."""
+        return self._held is not None and self._held.shard is None
+
+    def _shards_of(self, draw: Draw) -> Shards | None:
         """Return the shards of what is drawn; without positions where it has none, or is called with whole samples."""
-        shards = None if self._held is None or draw.is_called else Shards.of(self._shard, self._held)
+        shards = None if draw.is_called else Shards.of(self._shard, self._held)
         return shards if shards is not None and shards.fits(draw.shape) else Shards.of(self._shard, None)
 
-    def _next(self, func: Any, draw: sample_draws.Draw, before: int, shard: Shards | None) -> Drawn:
+    def _is_alike(self, draw: Draw, shard: Shards | None) -> bool:
+        """Return whether ranks of a sequence's axis have the numbers of one device, or their part of them."""
+        if self._is_whole and self._held is not None:
+            padding = self._held.padding
+            return (
+                padding is None
+                or (shard is not None and padding in shard.inner_first)
+                or not padding.touches(draw.shape)
+            )
+        is_alike = not self._shares_positions or (shard is not None and shard.is_of_sequence)
+        is_single = max((*draw.shape[1:], 1)) == 1
+        return is_alike or (is_single and draw.shape[:1] in ((), (self._rows.count if self._rows else 0,)))
+
+    def _next(self, func: Any, draw: Draw, before: int, shard: Shards | None) -> Drawn:
         """Number a draw that no forward of this step has made before."""
         assert self._rows is not None, "inside a micro-batch"
-        fqn, place, stage = self._caller()
+        fqn, place, stage = self._callers.caller(is_loss=self.is_loss)
         number = self._counts.get(fqn, 0)
         self._counts[fqn] = number + 1
         step, microbatch, _ = self._place
         which = microbatch >> 16 if step == _EVALUATION else 0
         # Of one number a sample, and of positions that are known, ranks along a sequence axis have those of one device.
-        is_single = max((*draw.shape[1:], 1)) == 1
-        is_alike = not self._shares_positions or (shard is not None and shard.has_positions)
-        is_alike |= is_single and draw.shape[:1] in ((), (self._rows.count,))
-        own = self._positions if not is_alike else "" if is_single else self._first_positions
+        is_alike = self._is_alike(draw, shard)
+        own = self._first_positions if is_alike or self._is_whole else self._positions
+        own = "" if is_alike and max((*draw.shape[1:], 1)) == 1 else own
         key = seed_of(
             self._seed,
             "sample",
@@ -372,19 +390,6 @@ class Streams:
                 and stage is None,
             )
         return drawn
-
-    def _caller(self) -> tuple[str, str, int | None]:
-        """Return the FQN of the module whose code draws, the user's place, and the stage if several call the module."""
-        if not self._names:
-            for part in self._parts():
-                for fqn, module in part.module.named_modules():
-                    self._names.setdefault(id(module), fqn)
-                    if any(f"{fqn}.".startswith(f"{other}.") for other in part.called_elsewhere):
-                        self._split[id(module)] = part.index
-        owner, place = caller(self._names)
-        if self.is_loss or owner is None:
-            return ("loss" if self.is_loss else ""), place, None
-        return self._names[owner], place, self._split.get(owner)
 
     def _set(self, name: str, site: int, *before: int) -> None:
         seed = seed_of(self._seed, *self._place, name, site, *before)

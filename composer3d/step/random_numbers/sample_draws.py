@@ -6,52 +6,24 @@ dim for the samples, in order: as many entries each, where it is a multiple of t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.random_numbers.counter_random import Rows, fill, row_seed
-from composer3d.step.random_numbers.held_shards import Shards
+from composer3d.mesh.held_shards import Shards
+from composer3d.step.random_numbers.counter_random import Rows, fill
+from composer3d.step.random_numbers.draw_sites import Draw, argument
+from composer3d.step.random_numbers.inner_draws import attention, each, heads, recurrent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Draw", "draw_of"]
+__all__ = ["draw_of"]
 
 _UNIFORM: tuple[str, tuple[Any, ...]] = ("uniform_", (0.0, 1.0))
 _NORMAL: tuple[str, tuple[Any, ...]] = ("normal_", (0.0, 1.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draw:
-    """One call of a function that draws.
-
-    Args:
-        shape: Of what it draws, or drops from.
-        by_sample: Called with a key, rows, and the shard of a tensor that has the shape; returns what the function
-            returns. None where that is not possible.
-        batch_dim: The dim of the shape that holds the samples.
-        is_called: The function itself is called for every sample, so it has to have whole samples.
-    """
-
-    shape: tuple[int, ...]
-    by_sample: Callable[[int, Rows, Shards | None], Any] | None
-    batch_dim: int = 0
-    is_called: bool = False
-
-    def has_samples(self, count: int, shard: Shards | None = None) -> bool:
-        """Return whether the leading dim holds so many samples."""
-        if self.by_sample is None or (shard is not None and (self.is_called or not shard.fits(self.shape))):
-            return False
-        shape = self.shape if shard is None else shard.whole(self.shape)
-        leads = shape[self.batch_dim] if len(shape) > self.batch_dim else 0
-        return leads > 0 and leads % count == 0
-
-    def is_common(self, count: int) -> bool:
-        """Return whether it is a single number for all of so many samples, as one that decides of a whole layer."""
-        return self.by_sample is not None and math.prod(self.shape) == 1 and not self.has_samples(count)
 
 
 def draw_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
@@ -64,7 +36,11 @@ def draw_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | 
     """
     name = getattr(func, "__name__", "")
     make = _MAKERS.get(name)
-    if make is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
+    if (written := getattr(func, "composer3d_written", None)) is not None:
+        return Draw(shape=(), by_sample=None, written=functools.partial(written, *args, **kwargs))
+    if make is None:
+        return None
+    if kwargs.get("generator") is not None or kwargs.get("out") is not None:
         return None
     if _is_without_values(args, kwargs):
         return None
@@ -80,10 +56,6 @@ def _is_without_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if first is not None:
         return first.is_meta or torch_compat.is_wrapper_subclass(type(first))
     return str(kwargs.get("device") or "").startswith("meta")
-
-
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def _filling(make: Callable[[], Tensor], shape: Any, kind: str, *parameters: Any) -> Draw:
@@ -131,7 +103,7 @@ def _like(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """`rand_like` and its kin."""
     import torch
 
-    source = _argument(args, kwargs, 0, "input")
+    source = argument(args, kwargs, 0, "input")
     options = {key: value for key, value in kwargs.items() if key not in ("input", "low", "high")}
     if (options.get("dtype") or source.dtype).is_complex or options.pop("requires_grad", False):
         return None
@@ -157,7 +129,7 @@ _IN_PLACE: Mapping[str, tuple[tuple[str, float | None], ...]] = {
 def _in_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
     """Methods that fill their tensor."""
     target = args[0]
-    given = tuple(_argument(args, kwargs, place, key, usual) for place, (key, usual) in enumerate(_IN_PLACE[name], 1))
+    given = tuple(argument(args, kwargs, place, key, usual) for place, (key, usual) in enumerate(_IN_PLACE[name], 1))
     if name == "random_":
         given = tuple(number for number in given if number is not None)
         given = (0, *given) if len(given) == 1 else given
@@ -169,7 +141,7 @@ def _in_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 def _bernoulli(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
     import torch
 
-    source, p = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "p")
+    source, p = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "p")
     probability = source.detach() if p is None else p
     return _filling(lambda: torch.empty_like(source), source.shape, "bernoulli_", probability)
 
@@ -178,8 +150,8 @@ def _normal(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     """`torch.normal` of means and deviations, or of a size."""
     import torch
 
-    mean, std = _argument(args, kwargs, 0, "mean", 0.0), _argument(args, kwargs, 1, "std", 1.0)
-    size = _argument(args, kwargs, 2, "size")
+    mean, std = argument(args, kwargs, 0, "mean", 0.0), argument(args, kwargs, 1, "std", 1.0)
+    size = argument(args, kwargs, 2, "size")
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
     if size is None and not tensors:
         return None
@@ -200,17 +172,17 @@ def _normal(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _probability(args: tuple[Any, ...], kwargs: Mapping[str, Any], default: float = 0.5) -> float:
     """Return with which probability a dropout drops; 0 where it is off."""
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return float(_argument(args, kwargs, 1, "p", default)) if training else 0.0
+    return float(argument(args, kwargs, 1, "p", default)) if training else 0.0
 
 
 def _dropout(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
     """Dropout of elements, or of whole channels."""
     import torch
 
-    x, p = _argument(args, kwargs, 0, "input"), _probability(args, kwargs)
+    x, p = argument(args, kwargs, 0, "input"), _probability(args, kwargs)
     if not 0.0 < p < 1.0:
         return None
-    inplace = name.endswith("_") or bool(_argument(args, kwargs, 3, "inplace", False))
+    inplace = name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False))
     shape = tuple(x.shape)
     if inplace and "alpha" in name:
         return Draw(shape=shape, by_sample=None)
@@ -235,103 +207,45 @@ def _dropout(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return Draw(shape=shape, by_sample=by_sample)
 
 
-# ---- functions that draw inside --------------------------------------------------------------------------------------
-
-
-def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
-    """Call a function once a sample, with torch's own generators seeded for it, and put the results together."""
+def _rrelu(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
+    """Leaky units, each with its slope."""
     import torch
 
-    if not _is_drawing(name, args, kwargs):
+    if not argument(args, kwargs, 3, "training", False):
         return None
-    first = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
-    if kwargs.get("inplace") or name.endswith("_"):
-        return Draw(shape=tuple(first.shape), by_sample=None)
+    x, lower, upper = args[0], argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
+    if name.endswith("_") or argument(args, kwargs, 4, "inplace", False) is True:
+        return Draw(shape=tuple(x.shape), by_sample=None)
 
-    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
-        found = []
-        size = first.shape[0] // rows.count
-        for place in range(rows.count):
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Tensor:
+        slopes = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return torch.where(x <= 0, x * fill(slopes, "uniform_", (lower, upper), key=key, rows=rows, shard=shard), x)
 
-            def piece(value: Any, at: int = place * size) -> Any:
-                is_split = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == first.shape[0]
-                return value.narrow(0, at, size) if is_split else value
-
-            torch.manual_seed(row_seed(key, rows.first + place))
-            found.append(func(*map(piece, args), **{name: piece(value) for name, value in kwargs.items()}))
-        return torch.cat(found)
-
-    return Draw(shape=tuple(first.shape), by_sample=by_sample, is_called=True)
+    return Draw(shape=tuple(x.shape), by_sample=by_sample)
 
 
-def _is_drawing(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if name == "scaled_dot_product_attention":
-        return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
-    if name in ("rrelu", "rrelu_"):
-        return bool(_argument(args, kwargs, 3, "training", False))
-    return True
-
-
-def _heads(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
-    """Multi-head attention, whose samples lie along dim 1."""
+def _gumbel(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    """A softmax of logits with noise; hard ones have the gradient of the soft ones."""
     import torch
 
-    if not (_argument(args, kwargs, 10, "dropout_p", 0.0) and _argument(args, kwargs, 13, "training", True)):
-        return None
-    query, num_heads = args[0], args[4]
-    if query.ndim != 3:
-        return Draw(shape=(), by_sample=None)
+    logits, tau = args[0], argument(args, kwargs, 1, "tau", 1.0)
+    is_hard, dim = argument(args, kwargs, 2, "hard", False), argument(args, kwargs, 4, "dim", -1)
 
-    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
-        size = query.shape[1] // rows.count
-        outputs, weights = [], []
-        for place in range(rows.count):
-            named = dict(kwargs)
-            for option, wide in (("key_padding_mask", 1), ("attn_mask", num_heads)):
-                value = named.get(option)
-                if value is not None and (option != "attn_mask" or value.ndim == 3):
-                    named[option] = value.narrow(0, place * size * wide, size * wide)
-            torch.manual_seed(row_seed(key, rows.first + place))
-            pieces = (tensor.narrow(1, place * size, size) for tensor in args[:3])
-            output, weight = func(*pieces, *args[3:], **named)
-            outputs.append(output)
-            weights.append(weight)
-        return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights)
+    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Tensor:
+        noise = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        noise = -fill(noise, "exponential_", (1.0,), key=key, rows=rows, shard=shard).log()
+        soft: Tensor = ((logits + noise) / tau).softmax(dim)
+        if not is_hard:
+            return soft
+        hard = torch.zeros_like(soft).scatter_(dim, soft.max(dim, keepdim=True)[1], 1.0)
+        return hard - soft.detach() + soft
 
-    return Draw(shape=tuple(query.shape), by_sample=by_sample, batch_dim=1, is_called=True)
+    return Draw(shape=tuple(logits.shape), by_sample=by_sample)
 
 
 def _alone(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
     """Return a draw that has no samples."""
     return Draw(shape=(), by_sample=None)
-
-
-def _recurrent(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
-    """Layers that drop between each other, inside of one function; packed sequences are not taken apart."""
-    import torch
-
-    # The probability is the only number that is no integer; training follows it.
-    at = next((place for place, arg in enumerate(args) if isinstance(arg, float)), None)
-    if at is None or not args[at] or not args[at + 1]:
-        return None
-    if len(args) != 9:
-        return Draw(shape=(), by_sample=None)
-    x, batch_dim = args[0], 0 if args[8] else 1
-
-    def by_sample(key: int, rows: Rows, shard: Shards | None) -> Any:
-        size = x.shape[batch_dim] // rows.count
-        found = []
-        # cuDNN keeps the state of its dropout for itself, whatever the seeds.
-        with torch.backends.cudnn.flags(enabled=False):
-            for place in range(rows.count):
-                states = [state.narrow(1, place * size, size) for state in ([args[1]], args[1])[name == "lstm"]]
-                torch.manual_seed(row_seed(key, rows.first + place))
-                piece = x.narrow(batch_dim, place * size, size)
-                found.append(func(piece, states if name == "lstm" else states[0], *args[2:], **kwargs))
-        outputs, *last = zip(*found, strict=True)
-        return torch.cat(outputs, batch_dim), *(torch.cat(states, 1) for states in last)
-
-    return Draw(shape=tuple(x.shape), by_sample=by_sample, batch_dim=batch_dim, is_called=True)
 
 
 _MAKERS: Mapping[str, Callable[..., Draw | None]] = {
@@ -343,9 +257,11 @@ _MAKERS: Mapping[str, Callable[..., Draw | None]] = {
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout", "feature_dropout_"), _dropout),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _dropout),
     **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "alpha_dropout_", "feature_alpha_dropout_"), _dropout),
-    **dict.fromkeys(("rrelu", "rrelu_", "multinomial", "poisson", "gumbel_softmax"), _each),
-    "scaled_dot_product_attention": _each,
-    "multi_head_attention_forward": _heads,
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(("rrelu", "rrelu_"), _rrelu),
+    "gumbel_softmax": _gumbel,
+    **dict.fromkeys(("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), each),
+    "scaled_dot_product_attention": attention,
+    "multi_head_attention_forward": heads,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
     "randperm": _alone,
 }

@@ -49,6 +49,7 @@ class Draws:
         probabilities: Every dropout probability with which it is called.
         is_idle: Whether all dropped values were zero already.
         is_common: Whether all samples of the step have one number, so that micro-batches and ranks draw alike.
+        is_shared: Whether all ranks of a sequence draw alike, as for a tensor that each of them has whole.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class Draws:
     probabilities: set[float] = field(default_factory=set)
     is_idle: bool = True
     is_common: bool = False
+    is_shared: bool = False
 
     @property
     def is_seeded(self) -> bool:
@@ -138,7 +140,7 @@ def recording(run: Composition) -> Iterator[Drawn]:
 
     def look(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         drawing, given, named = _inside_of(getattr(func, "__name__", ""), args, kwargs)
-        if not _draws(drawing, given, named):
+        if not _draws(drawing, given, named) or hasattr(func, "composer3d_written"):
             return
         fqn, calls = open_modules[-1]
         number = calls.get(drawing, 0)
@@ -146,6 +148,7 @@ def recording(run: Composition) -> Iterator[Drawn]:
         site = f"{fqn or '(root)'}:{drawing}" + (f"#{number}" if number else "")
         _note(found, site, given)
         found[site].is_common |= streams.is_common
+        found[site].is_shared |= streams.is_shared
         found[site].probabilities |= _probability(drawing, given, named)
 
     def enter(fqn: str) -> Any:
@@ -270,6 +273,8 @@ def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) ->
             if axis.role not in (Role.BATCH, Role.SEQUENCE, Role.TENSOR):
                 continue
             apart = not usual.is_common
+            if axis.role is Role.SEQUENCE:
+                apart &= not any(draws.is_shared for draws in members.values())
             if axis.role is Role.TENSOR:
                 apart = site in reference.sites and next(iter(members.values())).shape != usual.shape
             faults += _between(site, axis.name, apart, _neighbours([*members], axis.name, layout), members)

@@ -67,9 +67,13 @@ class ContextParallel:
     ulysses: positions are exchanged for heads, of which cp has to be a divisor.
     usp: so are they within groups of neighbouring ranks, between which keys and values are passed around a ring.
     universal: they are all-gathered, and torch's function runs on this rank's rows, with dropout and trained biases.
-    What is drawn at random for sharded activations are the numbers that one device draws for a rank's positions.
+    What is drawn at random for sharded activations are the numbers that one device draws for a rank's positions, and
+    for tensors that every rank has whole those that one device draws. So are weights that attention drops, which
+    universal and ulysses compute whatever the method, on torch's math path: always on CPU, and on CUDA where fused
+    kernels are off (`sdpa_kernel(SDPBackend.MATH)`). These draw inside, by blocks of their own: other numbers than one
+    device's, which `verify` notes.
     Memory: activations / cp; gather and universal: the keys and values of one attention; of dropout one mask of all
-        positions at a time.
+        positions at a time; of dropped weights, on the math path, S^2 / cp scores and bytes for each head.
     Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
     cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's
     messages among cp / inner_degree ranks; universal 2 all-gathers forward, 2 reduce-scatters backward, and so do
@@ -272,7 +276,13 @@ class ContextParallel:
             lengths=found.lengths,
             has_flex=found.has_flex,
             mesh=mesh,
-            draws_of=PositionDraws(context=context, index=rules.index, tokens=rules.tokens),
+            draws_of=PositionDraws(
+                context=context,
+                index=rules.index,
+                tokens=rules.tokens,
+                padded=lambda: found.sequences.unpadded(),
+                is_position=found.drawn.is_position,
+            ),
             form=lambda: (tuple(found.sequences.lengths.items()), bool(found.sequences.positions)),
         )
         found.is_captured = lambda: sequence.is_captured

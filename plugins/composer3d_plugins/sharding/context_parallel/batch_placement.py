@@ -89,9 +89,13 @@ class Sequences:
         """Whether outputs are gathered."""
         return self.is_own_forward or bool(self.relation)
 
+    def unpadded(self) -> dict[int, int]:
+        """Return numbers of tokens by padded length, of sequences that are padded."""
+        return {length: tokens for length, tokens in self.lengths.items() if tokens != length}
+
     def padded(self) -> tuple[int, int] | None:
         """Return a sequence's number of tokens and its padded length; None where none is padded."""
-        return next(((tokens, length) for length, tokens in self.lengths.items() if tokens != length), None)
+        return next(((tokens, length) for length, tokens in self.unpadded().items()), None)
 
     def tokens(self, length: int) -> int:
         """Return the number of tokens of a sequence, without padding."""

@@ -30,6 +30,7 @@ from composer3d.propagation import (
 )
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
+from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels, own_backwards
@@ -60,6 +61,7 @@ class Found:
         names: Of the model's parameters.
         shares_output: Whether the model's output is sharded.
         table: The smallest table of positions that the model reads, beyond which nothing is padded.
+        drawn: Dims of what the model draws.
         unpadded: Why lengths that do not divide are not padded; empty where they are.
         sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
@@ -79,6 +81,7 @@ class Found:
     rowwise: tuple[str, ...] = ()
     shares_output: bool = True
     table: Table | None = None
+    drawn: DrawnDims = field(default_factory=DrawnDims)
     unpadded: str = ""
     sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
@@ -100,7 +103,7 @@ class Found:
 CUMULATIVE = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Notes that say something of a function which another note names.
-UNLISTED = ("narrowed", "follows", "drawn")
+UNLISTED = ("narrowed", "follows")
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -135,7 +138,8 @@ def dry_run(
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
-    whole_call = trace(model, context, blocks=blocks, scale=degree).call
+    traced = trace(model, context, blocks=blocks, scale=degree)
+    whole_call = traced.call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[ShardSpec | None] = []
     found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
@@ -166,6 +170,10 @@ def dry_run(
     output = _run(model, call, sequence, forwards, rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
+    # Code may leave out blocks at random: what they take is what others of their form take.
+    for group in traced.forms.values():
+        given = [found.blocks[fqn] for fqn in group if fqn in found.blocks and fqn not in found.given_whole]
+        found.blocks = dict.fromkeys(group if given else (), next(iter(given), ())) | found.blocks
     _summarise(found, rules)
     _refuse(found, rules, context, Method(method), inner_degree)
     found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, whole_call, found, dim, unit)
@@ -181,11 +189,13 @@ def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: i
     lengths = {x.shape[dim] for x in sharded}
     tables = Tables(lengths=lengths, given=given)
     try:
-        where = length_number(model, call, tables=tables, shorter=unit - 1, has_products="products" in found.rows)
+        where = length_number(
+            model, call, tables=tables, drawn=found.drawn, shorter=unit - 1, has_products="products" in found.rows
+        )
     except Exception as error:  # a model's own code may raise anything
         return f"it cannot be run for another length ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     found.table = tables.smallest
-    return where
+    return where or ("it draws from generators of its own, one number after another" if found.drawn.is_seeded else "")
 
 
 def _summarise(found: Found, rules: DryRules) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composer3d import torch_compat
 from composer3d.propagation import Call, name_of, on_meta, patched, unseen
+from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
 from composer3d_plugins.sharding.context_parallel.position_tables import Tables
 
 __all__ = ["length_number", "named"]
@@ -37,21 +38,25 @@ NUMBERS = (int, float, complex)
 _Noted = tuple[str, str, tuple[Any, ...], tuple[int, ...]]
 
 
-def length_number(model: nn.Module, call: Call, *, tables: Tables, shorter: int, has_products: bool) -> str:
+def length_number(
+    model: nn.Module, call: Call, *, tables: Tables, drawn: DrawnDims, shorter: int, has_products: bool
+) -> str:
     """Return which module and function computes with a number of the length; empty if there is none.
 
     Args:
         model: The whole model.
         call: Of it, whole.
         tables: Notes the tables of positions that the call reads.
+        drawn: Notes what both runs draw.
         shorter: Positions that the second length is shorter by.
         has_products: Whether attention is written out, of whose scores only a softmax is known to leave padding out.
     """
     lengths, fresh = tables.lengths, call.fresh()
-    runs = [_noted(model, fresh, tables)]
+    runs = [_noted(model, fresh, drawn, tables)]
     if min(lengths, default=0) <= shorter:
         return ""
-    runs.append(_noted(model, _shortened(call, lengths, shorter).fresh()))
+    runs.append(_noted(model, _shortened(call, lengths, shorter).fresh(), drawn))
+    drawn.compare()
     for (name, where, numbers, shape), (other, _, others, shape_2) in zip(*runs, strict=False):
         if name != other:
             return f"{named(where)} does something else for another length ({name}, and {other})"
@@ -83,9 +88,10 @@ def _shortened(call: Call, lengths: Collection[int], shorter: int) -> Call:
     return Call(args=tuple(args), kwargs=kwargs, has_values=call.has_values)
 
 
-def _noted(model: nn.Module, call: Call, tables: Tables | None = None) -> list[_Noted]:
+def _noted(model: nn.Module, call: Call, drawn: DrawnDims, tables: Tables | None = None) -> list[_Noted]:
     """Run a call on meta; return what its functions compute with."""
     found: list[_Noted] = []
+    drawn.begin(call.seed if call.has_values else torch.default_generator.initial_seed())
     at_work: list[str] = []
 
     def tracked(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +108,7 @@ def _noted(model: nn.Module, call: Call, tables: Tables | None = None) -> list[_
 
     def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = name_of(func)
+        drawn.note(func, args, kwargs, result)
         if tables is not None:
             tables.note(func, args, result, at_work[-1] if at_work else "")
         if name not in SHAPES:

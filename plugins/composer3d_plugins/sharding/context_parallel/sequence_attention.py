@@ -9,11 +9,14 @@ Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Fang and Zhao, USP, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
+from composer3d.propagation import attend_drawing
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
@@ -39,6 +42,7 @@ class Attention:
         scale: Factor of scores; default 1 / sqrt(E).
         softcap: c of c * tanh(score / c); 0 for none.
         dropout: Probability with which weights become 0.
+        of_heads: As of `AttentionCall`.
     """
 
     pattern: Pattern = Pattern()
@@ -46,6 +50,7 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
+    of_heads: Callable[..., AbstractContextManager[None]] = lambda **heads: nullcontext()
 
     @property
     def needs_autograd(self) -> bool:
@@ -168,9 +173,7 @@ def local_attention(
         mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
     if attention.softcap:
         return _written_out(q, k, v, mask, scale=scale, softcap=attention.softcap, dropout=attention.dropout)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, attention.dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return attend_drawing(q, k, v, mask, attention.dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _exchanged(
@@ -194,8 +197,9 @@ def _exchanged(
             scale=scale, softcap=attention.softcap, is_ring=True, group=group.outer,
         )  # fmt: skip
     else:
-        of_heads = replace(attention, mask=mask, scale=scale)
-        o = local_attention(q, k, v, of_heads, rows=rows, columns=columns, rank=0)
+        own = replace(attention, mask=mask, scale=scale)
+        with attention.of_heads(index=group.rank, degree=degree, size=num_heads):
+            o = local_attention(q, k, v, own, rows=rows, columns=columns, rank=0)
     return exchange_heads(o, positions=of_rows, group=name, to_heads=False)
 
 

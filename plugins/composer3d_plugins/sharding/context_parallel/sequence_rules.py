@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import BatchError, PluginError, torch_compat
-from composer3d.propagation import AttentionCall, PropagationError, Reach
+from composer3d.propagation import AttentionCall, PropagationError, Reach, attend_drawing
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
@@ -121,9 +120,7 @@ class EngineRules:
             return self._attend_flexibly(call)
         if call.q_length is None:
             gqa = q.ndim > 2 and q.shape[-3] != k.shape[-3]
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
-            )
+            return attend_drawing(q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa)
         self._refuse_padding(call)
         if q.ndim > 4:
             return self._attend_many(call)
@@ -136,6 +133,7 @@ class EngineRules:
             mask=mask,
             scale=call.scale,
             dropout=call.dropout_p,
+            of_heads=call.of_heads,
         )
         rows = self.positions(call.q_length)
         if call.k_length is None:
@@ -320,11 +318,6 @@ class DryRules:
         self.notes[what, module, name] += 1
         if what == "gathered" and self.others == "refuse":
             raise PropagationError(f'"{module}": {name} mixes positions, and others = "refuse" gathers nothing')
-        if what == "drawn":
-            raise PropagationError(
-                f'"{module}": {name} draws random numbers for a tensor that every rank of cp has whole: ranks would '
-                "draw different ones"
-            )
 
 
 @functools.lru_cache(maxsize=256)

@@ -138,7 +138,9 @@ class HeadsOf:
         self, q_BHSE: Tensor, k_BHLE: Tensor, v_BHLE: Tensor, mask_BHSL: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         probability = self.module.dropout if self.module.training else 0.0
-        drawing = self.context.streams.sharded(site_of(self.fqn)) if probability else contextlib.nullcontext()
+        drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if probability:
+            drawing = self.context.streams.sharded(site_of(self.fqn), dim=1, parts=(self.module.num_heads,))
         with drawing:
             if not need_weights:
                 return F.scaled_dot_product_attention(q_BHSE, k_BHLE, v_BHLE, mask_BHSL, probability), None
