@@ -91,6 +91,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 8},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4},
+    "longcat_flash": {"zero_expert_num": 2},  # of 256 among 4 with weights, tokens would choose these alone
     "zaya": {"num_experts_per_tok": 1},
     "deepseek_v4": {"mlp_layer_types": ["moe"] * 2},
     "dots3_note": {"pad_token_id": 0},
@@ -222,7 +223,8 @@ def _compared(family: str, manifest: Path) -> tuple[str, str]:
     try:
         run = composer3d.compose(model, manifest, loss_fn=token_sum, example=((), {**inputs, "use_cache": False}))
     except composer3d.ComposerError as error:
-        return "refused", str(error).strip().splitlines()[0].partition("] ")[2]
+        text = str(error).strip().splitlines()[0]
+        return "refused", text.partition("] ")[2] or text
     mine = slice(run.context.data_parallel_rank, None, run.context.data_parallel_degree)
     with run.step(0):
         given = {name: value[mine] for name, value in inputs.items()}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         has_stacked_experts,
         shared_by_experts,
         stacked_layers,
+        stacked_number,
     )
     from composer3d.composition.experts.expert_products import multiply_experts, standing_in, summed_dims
     from composer3d.composition.experts.routed_lists import caller_of, chosen_by_values, listed_experts
@@ -183,6 +184,7 @@ _MODULES = {
         "has_stacked_experts",
         "shared_by_experts",
         "stacked_layers",
+        "stacked_number",
     ),
     "composition.experts.expert_products": ("multiply_experts", "standing_in", "summed_dims"),
     "composition.experts.routed_lists": ("caller_of", "chosen_by_values", "listed_experts"),
@@ -344,6 +346,7 @@ __all__ = [
     "send_json",
     "shared_by_experts",
     "stacked_layers",
+    "stacked_number",
     "standing_in",
     "suggest",
     "summed_dims",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.handwritten_mixtures import HANDWRITTEN, CallsWeightless, UncountedStack
 from support.mixtures import DIM, FlatStack, Looped, mixture_steps
 from support.models import write_manifest
 from support.sorted_mixtures import FORMS, Counted, Grouped
@@ -18,7 +19,8 @@ CP = EP.format("cp = 2").replace("dp_shard = 2\n", "") + LOCAL
 
 
 def assert_equal_to_one_device(world_size, cases):
-    results = run_ranks(mixture_steps, world_size, [(FORMS[name], text) for name, text in cases], timeout_s=600)
+    known = FORMS | HANDWRITTEN
+    results = run_ranks(mixture_steps, world_size, [(known[name], text) for name, text in cases], timeout_s=600)
     for ranks in zip(cases, *results, strict=True):
         for loss, norm, error, _ in ranks[1:]:
             assert max(loss, norm, error) <= 1e-12, ranks[0][0]
@@ -31,6 +33,12 @@ def test_every_form_equals_one_device():
         num_exchanges = 2 if name.startswith("counted") else 1
         layers = 2
         assert counted["all_to_all", "ep"][0] == 5 * num_exchanges * layers, name
+
+
+def test_experts_that_are_known_by_their_name_equal_one_device():
+    found = assert_equal_to_one_device(2, [(name, EP.format("")) for name in HANDWRITTEN])
+    for name, counted in found.items():
+        assert counted["all_to_all", "ep"][0] == 5 * 2, name  # layers
 
 
 @pytest.mark.slow
@@ -65,6 +73,14 @@ def test_forms_are_known_by_arguments_and_weights():
     assert composer3d.expert_form(Grouped(4)) == "grouped"
     assert composer3d.expert_form(FlatStack()) == "chosen"
     assert [composer3d.expert_form(module) for module in (Several(), Router())] == [None, None]
+
+
+def test_forms_of_modules_that_are_said_to_hold_experts():
+    weightless, said = CallsWeightless().experts, nn.Sequential(nn.Conv1d(4, 4, 1, bias=False))
+    assert composer3d.expert_form(UncountedStack()) is None
+    assert composer3d.expert_form(UncountedStack(), is_stated=True) == "grouped"
+    assert composer3d.expert_form(said, is_stated=True) is None  # a convolution's weight stacks nothing
+    assert (composer3d.stacked_number(weightless), *composer3d.shared_by_experts(weightless)) == (4, "up_MFD")
 
 
 class Unequal(nn.Module):

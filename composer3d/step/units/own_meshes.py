@@ -19,8 +19,9 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
     """Return the modules that data-parallel plugins handle as units on a mesh of their own: experts.
 
     They are the outermost ones with a forward of which all parameters have one mesh by `composer3d_parameter_mesh`;
-    where all of a module's own have, those of modules inside may have none, and are of no unit. Each comes with the
-    name of one of its parameters, for `context.data_mesh` and `context.parameter_mesh`.
+    where all of a module's own have, those of modules inside may have none, and are of no unit; nor are its own without
+    one, where some have. Each comes with the name of one of its parameters, for `context.data_mesh` and
+    `context.parameter_mesh`.
 
     Args:
         model: A part of the whole one, by whose FQNs the hook is asked.
@@ -38,9 +39,10 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
     for module_fqn, module in model.named_modules():
         prefix = f"{module_fqn}." if module_fqn else ""
         inside = [fqn for fqn in meshes if f"{fqn}.".startswith(prefix)]
-        own = [meshes[prefix + name] for name, held in module._parameters.items() if held is not None]
-        if own and None not in own:
-            inside = [fqn for fqn in inside if meshes[fqn] is not None]
+        own = {prefix + name: meshes[prefix + name] for name, held in module._parameters.items() if held is not None}
+        if any(mesh is not None for mesh in own.values()):
+            whole = own if None in own.values() else inside
+            inside = [fqn for fqn in inside if meshes[fqn] is not None or fqn not in whole]
         alike = {meshes[fqn] for fqn in inside}
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if len(alike) == 1 and None not in alike and not is_list and not _is_inside(module_fqn, found):

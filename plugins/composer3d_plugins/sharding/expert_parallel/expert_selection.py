@@ -18,6 +18,7 @@ from composer3d import (
     listed_experts,
     select_fqns,
     shared_by_experts,
+    stacked_number,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
     "their weights; parameters may then have the rows of one after those of another), of (rows in order of experts, "
     "how many each has), or of (rows, as many for each); or an "
-    "nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it chooses by values"
+    "nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it chooses by values; a name with "
+    '"expert" says so too, and then a module need not say how many'
 )
 
 
@@ -72,9 +74,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
     """
     degree = context.degrees["ep"]
     if patterns is None:
-        found = [
-            each for fqn, module in model.named_modules() if (each := _recognised(model, fqn, module, named=False))
-        ]
+        found = _found(model)
         if not found:
             lists = [fqn for fqn, module in model.named_modules() if _is_list(module)]
             seen = f"; its lists of modules: {', '.join(lists)}" if lists else "; it has no list of modules"
@@ -86,7 +86,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
     else:
         found = []
         for fqn in dict.fromkeys(name for pattern in patterns for name in select_fqns(pattern, context.fqns)):
-            each = _recognised(model, fqn, model.get_submodule(fqn), named=True)
+            each = _recognised(model, fqn, model.get_submodule(fqn), is_said=True, named=True)
             if each is None:
                 kind = type(model.get_submodule(fqn)).__name__
                 raise PluginError(f'expert_parallel: "{fqn}" ({kind}) holds no experts: what does is {_CONTRACT}')
@@ -107,18 +107,54 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
     return found
 
 
-def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
-    form = expert_form(module)
+def _found(model: nn.Module) -> list[Experts]:
+    """Return what is known for experts by what it is, and beside that by its name, in the model's order."""
+    found: dict[str, Experts] = {}
+    for is_named in (False, True):
+        for fqn, module in model.named_modules():
+            if is_named and not _says_experts(fqn, module):
+                continue
+            beside = all(not _is_within(fqn, other) and not _is_within(other, fqn) for other in found)
+            if (beside or not is_named) and (each := _recognised(model, fqn, module, is_said=is_named)):
+                found[fqn] = each
+    return [found[fqn] for fqn, _ in model.named_modules() if fqn in found]
+
+
+def _is_within(fqn: str, other: str) -> bool:
+    return fqn == other or not other or fqn.startswith(f"{other}.")
+
+
+def _says_experts(fqn: str, module: nn.Module) -> bool:
+    """Return whether a name says experts that tokens choose, of a list its attribute's, of a module its class's too."""
+    from torch import nn
+
+    names = fqn.rpartition(".")[2]
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList):
+        names += type(module).__name__
+    return "expert" in names.lower() and "shared" not in names.lower()
+
+
+def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool, named: bool = False) -> Experts | None:
+    """Return the experts that a module holds, if it does.
+
+    Args:
+        model: The whole one.
+        fqn: Of the module.
+        module: Itself.
+        is_said: Whether its name, or the manifest, says that it holds experts.
+        named: Whether the manifest does.
+    """
+    form = expert_form(module, is_stated=is_said)
     if form is not None:
         return Experts(
             fqn=fqn,
-            number=next(iter(expert_counts(module).values())),
+            number=stacked_number(module),
             is_list=False,
             block=fqn,
             is_sorted=form != "chosen",
             shared=shared_by_experts(module),
         )
-    if fqn and _is_list(module, named=named) and (named or chosen_by_values(model, fqn)):
+    if fqn and _is_list(module, named=named) and (is_said or chosen_by_values(model, fqn)):
         return Experts(fqn=fqn, number=len(listed_experts(module)), is_list=True, block=caller_of(model, fqn))
     return None
 

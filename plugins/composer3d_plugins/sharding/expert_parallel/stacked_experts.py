@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import PluginError, expert_counts, expert_form, propagation, shared_by_experts
+from composer3d import PluginError, expert_counts, expert_form, propagation, shared_by_experts, stacked_number
 from composer3d_plugins.sharding.expert_parallel.sorted_rows import exchange_sorted, states_ends
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
-    exchange_parts,
     gather_tokens,
     scaled,
     send_tokens,
 )
+from composer3d_plugins.sharding.expert_parallel.token_parts import exchange_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,8 @@ def shard_stacked(
 
     The module's own code runs on this rank's experts: where tokens choose them, each row with one expert and a weight
     of one; where rows come in order of experts, those of all ranks in that order. What all experts share stays whole;
-    its gradients are averaged over all ranks, as those of other layers, and so are not divided by the degree.
+    its gradients are averaged over all ranks, as those of other layers, and so are not divided by the degree. Experts
+    without weights, whose numbers come after those of all others, are run where their tokens are.
 
     Args:
         module: With a form of `expert_form`.
@@ -55,12 +56,20 @@ def shard_stacked(
     Memory: experts / ep. Collectives: as `token_exchange.send_tokens`, `send_sorted` and `gather_tokens`; over the
     ranks of tensor 1 all-gather forward (results), 2 backward.
     """
-    form, counts = expert_form(module), expert_counts(module)
-    total, degree, inner = next(iter(counts.values())), mesh.size(), module.forward
+    form, total, counts = expert_form(module, is_stated=True), stacked_number(module), expert_counts(module)
+    degree, inner, counts = mesh.size(), module.forward, counts or _unnamed_counts(module, total)
     signature, divisor = inspect.signature(inner), degree // (1 if tensor is None else tensor.size())
     shared = shared_by_experts(module)
     _shard_weights(module, mesh, shared)
-    local = functools.partial(_local, module, dict.fromkeys(counts, total // degree), shared=shared, divisor=divisor)
+    local = functools.partial(
+        _local,
+        module,
+        dict.fromkeys(counts, total // degree),
+        shared=shared,
+        divisor=divisor,
+        first=mesh.get_local_rank() * (total // degree),
+    )
+    more = any(held.ndim > 2 for name, held in module.named_parameters() if name in shared)
     options: dict[str, Any] = {
         "num_experts": total,
         "group": mesh.get_group(),
@@ -70,7 +79,14 @@ def shard_stacked(
     }
     if form == "chosen":
         run = functools.partial(
-            _exchange_chosen, inner, fqn=fqn, dispatch=dispatch, degree=degree, tensor=tensor, options=options
+            _exchange_chosen,
+            inner,
+            fqn=fqn,
+            dispatch=dispatch,
+            degree=degree,
+            tensor=tensor,
+            more=more,
+            options=options,
         )
     else:
         are_ends = states_ends([*signature.parameters][-1])
@@ -83,6 +99,13 @@ def shard_stacked(
             return run(*given)
 
     module.forward = propagation.eagerly(forward)
+
+
+def _unnamed_counts(module: Any, number: int) -> dict[str, int]:
+    """Return the attributes that say how many experts a module has, where none is named for them."""
+    sizes = {size for parameter in module.parameters() for size in parameter.shape[1:]}
+    held = {name: value for name, value in vars(module).items() if type(value) is int and value == number}
+    return {name: value for name, value in held.items() if number not in sizes or len(name) == 1 or "exp" in name}
 
 
 def _shard_weights(module: Any, mesh: DeviceMesh, shared: Collection[str]) -> None:
@@ -106,12 +129,23 @@ def _exchange_chosen(
     dispatch: Dispatch,
     degree: int,
     tensor: DeviceMesh | None,
+    more: bool,
     options: Mapping[str, Any],
 ) -> Tensor:
     """Run experts that tokens choose, each with its weights; arguments as of `shard_stacked`.
 
-    Tokens may stand in several dims; the module's own code then has as many, and says whether its results have.
+    Tokens may stand in several dims; the module's own code then has as many, and says whether its results have. It may
+    be called with weights before choices; `more` says that there are experts without weights of their own.
     """
+    if index_TK.is_floating_point() and not weights_TK.is_floating_point():
+        index_TK, weights_TK, inner = weights_TK, index_TK, _weights_first(inner)
+    if more:
+        is_own_TK, number = index_TK < options["num_experts"], options["num_experts"]
+        beside = inner(hidden, index_TK.clamp(min=number), weights_TK.masked_fill(is_own_TK, 0.0))
+        own_TK = index_TK.masked_fill(~is_own_TK, number), weights_TK.masked_fill(~is_own_TK, 0.0)
+        inner = inner if index_TK.shape[1] == 1 else _of_two_choices(inner, number)
+        given: Any = {"fqn": fqn, "dispatch": dispatch, "degree": degree, "tensor": tensor, "options": options}
+        return beside + _exchange_chosen(inner, hidden, *own_TK, more=False, **given)
     hidden_TD = hidden.flatten(0, -2) if hidden.ndim > 2 else hidden
     if hidden.ndim < 2 or index_TK.shape != weights_TK.shape or index_TK.shape[:-1] != hidden_TD.shape[:-1]:
         raise PluginError(
@@ -138,6 +172,21 @@ def _exchange_chosen(
     if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
         return shaped(propagation.copy_mark(hidden_TD, exchange(*map(propagation.strip, given))))
     return shaped(exchange_parts(exchange, *given, group=tensor.get_group()))
+
+
+def _of_two_choices(inner: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
+    """Return code that is called with a second choice, of no weight: some takes a dim of one choice for none."""
+    import torch
+
+    def two(hidden: Tensor, index_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        index_RK = torch.cat([index_RK, torch.full_like(index_RK, number)], 1)
+        return inner(hidden, index_RK, torch.cat([weights_RK, torch.zeros_like(weights_RK)], 1))
+
+    return two
+
+
+def _weights_first(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda hidden, index_TK, weights_TK: inner(hidden, weights_TK, index_TK)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -171,8 +220,18 @@ def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor,
 
 
 @contextmanager
-def _local(module: Any, counts: Mapping[str, int], *, shared: Collection[str], divisor: int) -> Iterator[None]:
-    """Let a module's code read this rank's experts: plain tensors, and as many as there are."""
+def _local(
+    module: Any, counts: Mapping[str, int], *, shared: Collection[str], divisor: int, first: int
+) -> Iterator[None]:
+    """Let a module's code read this rank's experts: plain tensors, and as many as there are.
+
+    Args:
+        module: Of the experts.
+        counts: Its attributes that say how many there are, with what they are to say.
+        shared: Names of parameters that are whole; a stack is one that has rows of no expert after those of all.
+        divisor: What gradients of the sharded ones are divided by.
+        first: Number of this rank's first expert.
+    """
     from torch.distributed.tensor import DTensor
 
     shadowed: list[tuple[Any, str]] = []
@@ -181,7 +240,8 @@ def _local(module: Any, counts: Mapping[str, int], *, shared: Collection[str], d
         for fqn, owner in module.named_modules():
             for name, parameter in owner._parameters.items():
                 if f"{fqn}.{name}".lstrip(".") in shared:
-                    owner.__dict__[name] = scaled(parameter, float(divisor))
+                    whole = scaled(parameter, float(divisor))
+                    owner.__dict__[name] = whole if whole.ndim < 3 else whole[first:]
                 elif isinstance(parameter, DTensor):
                     owner.__dict__[name] = parameter.to_local()
                 else:

@@ -23,12 +23,14 @@ __all__ = [
     "Compute",
     "Note",
     "Rows",
+    "all_gather",
     "count_rows",
     "evenly",
+    "exchanged",
     "exchange_counts",
-    "exchange_parts",
     "experts_of",
     "gather_tokens",
+    "padded",
     "scale_gradients",
     "scaled",
     "send_rows",
@@ -154,6 +156,12 @@ class _Exchange(torch.autograd.Function):
         return ctx.adjoint(grad), None, None, None
 
 
+def exchanged(x: Tensor, exchange: Exchange, adjoint: Exchange) -> Tensor:
+    """Return what an exchange between ranks makes of a tensor, whose gradient takes the adjoint."""
+    result: Tensor = _Exchange.apply(x, exchange, adjoint)
+    return result
+
+
 def _all_to_all(x_RD: Tensor, *, sent: list[int], received: list[int], group: Any) -> Tensor:
     x_RD = x_RD.contiguous()
     result_RD = x_RD.new_empty(sum(received), *x_RD.shape[1:])
@@ -248,7 +256,7 @@ def send_tokens(
     Args:
         compute: Runs this rank's experts.
         hidden_TD: Tokens.
-        index_TK: Experts of each.
+        index_TK: Experts of each; a number that no expert has for what is sent to none.
         weights_TK: Of what they return.
         num_experts: On all ranks.
         group: Process group of ep.
@@ -263,18 +271,26 @@ def send_tokens(
     order_R = chosen_R.argsort(stable=True)
     rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
     note(rows.per_expert, rows.chosen)
+    order_R = order_R[: sum(rows.sent)]  # what no expert has comes last
     hidden_TD = scaled(hidden_TD, float(degree))
     sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
     out_RD = compute(sent_RD, experts_of(rows, like=order_R))
     back_RD = send_rows(out_RD, rows, group=group, back=True)
-    out_TKD = torch.empty_like(back_RD).index_copy(0, order_R, back_RD).unflatten(0, tuple(index_TK.shape))
+    is_sent = back_RD.shape[0] == chosen_R.shape[0]
+    make = back_RD.new_empty if is_sent else back_RD.new_zeros
+    out_RD = make(chosen_R.shape[0], back_RD.shape[1]).index_copy(0, order_R, back_RD)
+    out_TKD = out_RD.unflatten(0, tuple(index_TK.shape))
     result: Tensor = _Weighted.apply(out_TKD, weights_TK, 1.0 / degree).to(hidden_TD.dtype)
     return result
 
 
 def count_rows(chosen_R: Tensor, num_experts: int) -> Tensor:
-    """Return how many rows each expert has; of a known size on fake tensors, where `bincount` has none."""
-    return chosen_R.new_zeros(num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+    """Return how many rows each expert has; of a known size on fake tensors, where `bincount` has none.
+
+    A number that no expert has is not counted.
+    """
+    ones_R = torch.ones_like(chosen_R)
+    return chosen_R.new_zeros(num_experts + 1).scatter_add_(0, chosen_R.clamp(max=num_experts), ones_R)[:-1]
 
 
 def experts_of(rows: Rows, *, like: Tensor) -> Tensor:
@@ -288,7 +304,7 @@ def experts_of(rows: Rows, *, like: Tensor) -> Tensor:
     return pieces[0].repeat_interleave(pieces[1], output_size=sum(sizes))
 
 
-def _all_gather(x: Tensor, *, group: Any, is_read: bool = False) -> Tensor:
+def all_gather(x: Tensor, *, group: Any, is_read: bool = False) -> Tensor:
     """Gather rows; where their values are read, a fake process group leaves this rank's for those of the others."""
     result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     if is_read:
@@ -327,14 +343,14 @@ def gather_tokens(
     rank, top_k, num_tokens = dist.get_rank(group), index_TK.shape[-1], hidden_TD.shape[0]
     is_fake, local = torch_compat.active_fake_mode() is not None, num_experts // dist.get_world_size(group)
     length = torch.full((1,), num_tokens, dtype=torch.int64, device=hidden_TD.device)
-    lengths = _all_gather(length, group=group, is_read=True)
+    lengths = all_gather(length, group=group, is_read=True)
     longest = num_tokens if is_fake else int(lengths.max())
-    hidden_TD, weights_TK = (_padded(x, longest, 0.0) for x in (hidden_TD, weights_TK))
+    hidden_TD, weights_TK = (padded(x, longest, 0.0) for x in (hidden_TD, weights_TK))
     # The gradient of what is gathered is the sum of all ranks', of this rank's rows.
-    gather, scatter = partial(_all_gather, group=group), partial(_reduce_scatter, group=group)
-    all_TD: Tensor = _Exchange.apply(hidden_TD, gather, scatter)
-    weights_R: Tensor = _Exchange.apply(weights_TK, gather, scatter).reshape(-1)
-    chosen_R = _all_gather(_padded(index_TK, longest, -1), group=group, is_read=True).reshape(-1) - rank * local
+    gather, scatter = partial(all_gather, group=group), partial(_reduce_scatter, group=group)
+    all_TD = exchanged(hidden_TD, gather, scatter)
+    weights_R = exchanged(weights_TK, gather, scatter).reshape(-1)
+    chosen_R = all_gather(padded(index_TK, longest, -1), group=group, is_read=True).reshape(-1) - rank * local
     # Rows of other ranks' experts, and of padding, come after the last of this rank's.
     chosen_R = torch.where((chosen_R >= 0) & (chosen_R < local), chosen_R, local)
     order_R = chosen_R.argsort(stable=True)
@@ -343,7 +359,7 @@ def gather_tokens(
         note(per_expert, evenly(num_tokens * top_k, num_experts))
     else:
         own_E = count_rows(index_TK.reshape(-1), num_experts)
-        told = torch.cat([count_rows(chosen_R, local + 1)[:-1], own_E]).tolist()  # one wait for the accelerator
+        told = torch.cat([count_rows(chosen_R, local), own_E]).tolist()  # one wait for the accelerator
         per_expert = told[:local]
         note(per_expert, told[local:])
     order_R = order_R[: sum(per_expert)]
@@ -352,49 +368,10 @@ def gather_tokens(
     out_RD = scale_gradients(lambda rows_RD: compute(rows_RD, experts_R), all_TD[token_R], degree=degree)
     out_RD = out_RD * weights_R[order_R].unsqueeze(-1)
     sum_TD = out_RD.new_zeros(all_TD.shape[0], out_RD.shape[-1]).index_add(0, token_R, out_RD)
-    result: Tensor = _Exchange.apply(sum_TD, scatter, gather)[:num_tokens].to(hidden_TD.dtype)
-    return result
+    return exchanged(sum_TD, scatter, gather)[:num_tokens].to(hidden_TD.dtype)
 
 
-def _padded(x: Tensor, length: int, value: float) -> Tensor:
+def padded(x: Tensor, length: int, value: float) -> Tensor:
+    """Return a tensor with as many rows, the last ones of a value."""
     missing = length - x.shape[0]
     return x if not missing else torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
-
-
-def _rows_of(num_rows: int, group: Any) -> slice:
-    length = -(-num_rows // dist.get_world_size(group))
-    first = min(num_rows, dist.get_rank(group) * length)
-    return slice(first, min(num_rows, first + length))
-
-
-def _part(x: Tensor, *, group: Any) -> Tensor:
-    """Return this rank's rows of tokens that all ranks have."""
-    return x[_rows_of(x.shape[0], group)].clone()
-
-
-def _all_parts(x: Tensor, *, num_rows: int, group: Any) -> Tensor:
-    return _all_gather(_padded(x, -(-num_rows // dist.get_world_size(group)), 0.0), group=group)[:num_rows]
-
-
-def exchange_parts(
-    exchange: Callable[..., Tensor], hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *, group: Any
-) -> Tensor:
-    """Exchange tokens that all ranks of a group have, a part of them by each, so that none travels twice.
-
-    Args:
-        exchange: Given tokens, their experts and weights, returns the results.
-        hidden_TD: Tokens.
-        index_TK: Experts of each.
-        weights_TK: Of what they return.
-        group: Process group of ranks with the same tokens, and the same gradients of what is returned.
-
-    Collectives: beside those of the exchange 1 all-gather forward (results), 2 backward (gradients of tokens and of
-    weights).
-    """
-    mine, num_rows = _rows_of(hidden_TD.shape[0], group), hidden_TD.shape[0]
-    part, gather = partial(_part, group=group), partial(_all_parts, num_rows=num_rows, group=group)
-    out_TD = exchange(
-        _Exchange.apply(hidden_TD, part, gather), index_TK[mine], _Exchange.apply(weights_TK, part, gather)
-    )
-    result: Tensor = _Exchange.apply(out_TD, gather, part)
-    return result
