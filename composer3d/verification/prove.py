@@ -11,6 +11,7 @@ from composer3d.processes import temporary_folder
 from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
 from composer3d.verification.evidence.drawn_steps import drawing_notes
 from composer3d.verification.evidence.reached_parameters import Uneven
+from composer3d.verification.evidence.untrained import notes_of_untrained
 from composer3d.verification.restored_run import notes_of_restored
 from composer3d.verification.session import Launch, RankReport, ReferenceReport, Session
 from composer3d.verification.subject import Arithmetic, Subject
@@ -87,6 +88,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *_mixed(reference),
         *_unwritten(reference),
         *_coarse(reference),
+        *notes_of_untrained(reference.untrained, reference.outputs),
         *drawing_notes([report.drawing for report in evidence.ranks]),
         *_coded(evidence.ranks),
         *_independent(evidence.layout),

@@ -14,6 +14,7 @@ from composer3d.verification.comparison import largest_of
 from composer3d.verification.evidence.gains import gains_of
 from composer3d.verification.evidence.kept_state import changed, kept_by_loss
 from composer3d.verification.evidence.replica_drift import saved_buffers
+from composer3d.verification.evidence.untrained import untrained
 from composer3d.verification.one_device import (
     alone,
     copies,
@@ -115,6 +116,8 @@ def _run(
                 step.averages = {f: _averaged(before[f], step.parameters[f], subject.decay) for f in trained}
             reference.steps.append(step)
         reference.buffers = copies(saved_buffers(run))
+        trained = [fqn for fqn, parameter in run.named_parameters() if parameter.requires_grad]
+        reference.untrained = untrained(trained, [step.gradients for step in reference.steps])
         apart = (fqn for fqn, buffer in reference.buffers.items() if not buffer.equal(buffers.get(fqn, buffer)))
         reference.kept = tuple(apart)
     return reference

@@ -55,6 +55,7 @@ class Reference:
         gains: Of the first step's gradients, beside those of float64 on the same weights; empty in float64.
         buffers: Those that are saved, after the last step.
         kept: Those of them that the steps have changed, and what the loss keeps and has changed.
+        untrained: Parameters to train that had no gradient.
     """
 
     initial: dict[str, Tensor]
@@ -67,3 +68,4 @@ class Reference:
     gains: dict[str, Gain] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()

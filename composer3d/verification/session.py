@@ -60,6 +60,7 @@ class ReferenceReport:
         gains: Gains of one device's gradients in the run's dtypes over its own in float64.
         unit: The spacing of the narrowest of those dtypes at 1.
         ties: Choices among scores that are equal up to rounding in the first step, by the module that makes them.
+        untrained: Parameters to train that no gradient reaches.
     """
 
     losses: Mapping[str, list[float]]
@@ -75,6 +76,7 @@ class ReferenceReport:
     gains: Mapping[str, Gain] = field(default_factory=dict)
     unit: float = 0.0
     ties: Mapping[str, int] = field(default_factory=dict)
+    untrained: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -200,6 +202,7 @@ def reference_rank(
         mixing=mixing(subject, degree=degree),
         written=as_written(subject, degree=degree),
         kept=references[passes[0]].kept,
+        untrained=references[passes[0]].untrained,
         gains=references["own"].gains if "own" in references else {},
         unit=unit,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
 from support.mixtures import DIM, MixtureNet, shipped, token_sum, tokens_and_targets
 from support.models import write_manifest
+from support.untrained_routers import UNTRAINED, InList, InStack, Routed, trained
 from support.verification_cases import planted
 from torch import nn
 
@@ -46,6 +48,31 @@ def test_an_exchange_that_is_wrong_is_found_and_named(name, said):
             own_dtype=False,
         )
     assert re.search(f"likely: .*{said}", str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text", "routes"),
+    [
+        (InList, EP, UNTRAINED[::4]),
+        pytest.param(InStack, "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n", UNTRAINED, marks=pytest.mark.slow),
+    ],
+    ids=["list, ep", "stack, all"],
+)
+def test_a_router_that_nothing_trains_is_named(layer, text, routes):
+    tokens, targets = tokens_and_targets(num_sequences=2)
+    found = assert_parity(
+        functools.partial(Routed, layer, (*routes, trained)),
+        write_manifest(text),
+        Batch(args=(tokens,), target=targets),
+        loss_fn=token_sum,
+        steps=2,
+        own_dtype=False,
+    ).verdict
+    routers = [f"layers.{number}.gate.{name}" for number in range(len(routes)) for name in ("weight", "bias")]
+    assert [fqn for fqn in found.evidence.reference.untrained if "gate" in fqn] == routers
+    (note,) = [note for note in found.notes if note.startswith("no gradient reaches")]
+    assert note.startswith("no gradient reaches layers.0.gate.weight, layers.0.gate.bias, layers.1.gate.weight, ")
+    assert f" and {len(routers) - 4} more, on one device either" in note
 
 
 class TiedRouter(nn.Module):
