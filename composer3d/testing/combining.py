@@ -244,7 +244,7 @@ def _shrunk(
     An axis goes with its owners at first: one of them without the other would be refused for a reason of its own.
     """
 
-    def without(keys: Iterable[str]) -> Row:
+    def without(keys: Iterable[str]) -> dict[str, str]:
         candidate = row
         for key in keys:
             neutral = DEFAULT if plugin_of(key) and row[key] != OFF else options[key][0]

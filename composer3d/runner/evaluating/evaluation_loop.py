@@ -9,7 +9,7 @@ from composer3d.errors import DataError
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.runner.data import RunBatch
+    from composer3d.runner.data import Batch
     from composer3d.runner.evaluating.evaluation_metrics import EvaluationMetrics
     from composer3d.runner.model_factory import ModelFactory
 
@@ -17,7 +17,7 @@ __all__ = ["loss_over"]
 
 
 def loss_over(
-    batches: Iterable[RunBatch],
+    batches: Iterable[Batch],
     *,
     run: Composition,
     factory: ModelFactory,
