@@ -116,8 +116,8 @@ def _run(
                 step.averages = {f: _averaged(before[f], step.parameters[f], subject.decay) for f in trained}
             reference.steps.append(step)
         reference.buffers = copies(saved_buffers(run))
-        trained = [fqn for fqn, parameter in run.named_parameters() if parameter.requires_grad]
-        reference.untrained = untrained(trained, [step.gradients for step in reference.steps])
+        to_train = [fqn for fqn, parameter in run.named_parameters() if parameter.requires_grad]
+        reference.untrained = untrained(to_train, [step.gradients for step in reference.steps])
         apart = (fqn for fqn, buffer in reference.buffers.items() if not buffer.equal(buffers.get(fqn, buffer)))
         reference.kept = tuple(apart)
     return reference
