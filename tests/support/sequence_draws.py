@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import composer3d
-from composer3d.testing import full, run_ranks
+from composer3d.testing import run_ranks
 from support.family_models import class_loss
 from support.models import mine, seeded, write_manifest
 
@@ -39,7 +39,7 @@ def gradients(factory, text, length):
             run.forward_backward(mine(run, tokens), target=mine(run, targets))
             run.clip_grad_norm_(float("inf"))
             trained = [(name, p.grad) for name, p in run.named_parameters() if p.grad is not None]
-            found.append({name: full(grad).clone() for name, grad in trained})
+            found.append({name: run.full_tensor(name, grad).clone() for name, grad in trained})
             for part in run.parts:
                 for parameter in part.module.parameters():
                     parameter.grad = None

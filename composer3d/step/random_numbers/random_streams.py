@@ -83,7 +83,7 @@ class Streams:
         self._first_positions = "/".join("0" for _ in sequences)
         self._shares_positions = layout.degree(Role.SEQUENCE) > 1
         self._index, self._degree = layout.index(rank, Role.BATCH), layout.degree(Role.BATCH)
-        self._tensor = {"index": layout.index(rank, Role.TENSOR), "degree": layout.degree(Role.TENSOR)}
+        self._tensor: dict[str, Any] = {"index": layout.index(rank, Role.TENSOR), "degree": layout.degree(Role.TENSOR)}
         self._shard: DimShard | None = None
         self._held: Held | None = None
         self._place = (0, 0, 0)
