@@ -6,11 +6,12 @@ import functools
 import warnings
 
 import pytest
-from support.models import Net, composed, one_step, seeded
+import torch
+from support.models import Net, composed, one_step, seeded, sum_loss, unpadded
 from torch import nn
 
 from composer3d import ManifestError
-from composer3d.testing import run_ranks
+from composer3d.testing import gather_full, run_ranks
 
 TIGHT = 1e-12
 
@@ -45,6 +46,62 @@ def test_units_by_class_are_gathered_and_reduced_one_by_one():
     # Three blocks, the embedding and the root.
     for *_, counted in run_ranks(one_step, 2, '[sharding.fsdp2]\nzero = 2\nunit_classes = ["Block", "Embedding"]'):
         assert counted["all_gather", "dp_shard"] == counted["reduce_scatter", "dp_shard"] == 5
+
+
+class Constant(nn.Module):
+    """A block that returns a view of its own parameter, or the parameter itself."""
+
+    def __init__(self, is_itself):
+        super().__init__()
+        self.value, self.is_itself = nn.Parameter(torch.linspace(-1.0, 1.0, 8)), is_itself
+
+    def forward(self, x):
+        return self.value if self.is_itself else {"added": self.value.expand_as(x)}
+
+
+class Constants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.layers = nn.Embedding(11, 8), nn.ModuleList(Constant(n % 2 == 0) for n in range(4))
+        self.out = nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            added = layer(x)
+            x = x.tanh() + (added["added"] if isinstance(added, dict) else added)
+        return self.out(x)
+
+
+def constant_steps(text):
+    def evaluated(model, tokens):
+        with torch.no_grad():
+            return model(tokens)
+
+    tokens, targets = unpadded()
+    tokens, targets = tokens % 11, targets % 11
+    model = seeded(Constants)
+    alone = evaluated(model, tokens)
+    total, count = sum_loss(model(tokens), targets)
+    (total / count).backward()
+    run = composed(text, seeded(Constants))
+    degree = run.context.data_parallel_degree
+    share = len(tokens) // degree
+    own = slice(run.context.rank * share, (run.context.rank + 1) * share)
+    difference = (evaluated(run.model, tokens[own]) - alone[own]).abs().max()
+    with run.step(0):
+        run.forward_backward(tokens[own], target=targets[own])
+        found = gather_full((name, p.grad) for name, p in run.named_parameters())
+    run.close()
+    gaps = [(found[name] - p.grad).abs().max() for name, p in model.named_parameters()]
+    return float(max(difference, *gaps))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_outputs_that_are_views_of_a_units_parameters_outlive_its_shards(zero):
+    for difference in run_ranks(constant_steps, 2, f'[sharding.fsdp2]\nzero = {zero}\nunits = ["layers.*"]\n'):
+        assert difference < TIGHT
 
 
 class Towers(nn.Module):
