@@ -27,7 +27,6 @@ __all__ = [
     "silence_redistribution",
     "unflatten",
     "unify_gradients",
-    "unify_group",
     "with_local",
 ]
 

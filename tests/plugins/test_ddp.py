@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.mixtures import MIXTURES
 from support.models import Net, composed, mine, one_step, padded, seeded
 from torch.distributed.tensor import Replicate
 
 from composer3d import ManifestError, RankError
-from composer3d.testing import count_collectives, full, run_ranks
+from composer3d.testing import count_collectives, fake_world, full, run_ranks
 
 TIGHT = 1e-12
 UNITS = 4
@@ -226,3 +227,10 @@ def test_a_backward_inside_of_a_backward_is_reduced_by_units_and_refused_of_buck
         "reversible networks do, or a checkpoint with use_reentrant = True; in [sharding.ddp] write "
         'reducer = "unit", the default'
     ) in str(caught.value)
+
+
+def test_buckets_are_refused_experts_on_a_mesh_of_their_own():
+    mesh = "[mesh]\ncp = 2\nep = 2\n"
+    text = f'{mesh}[sharding.ddp]\nreducer = "bucketed"\n[sharding.context_parallel]\n[sharding.expert_parallel]\n'
+    with fake_world(2), pytest.raises(ManifestError, match='reducer = "bucketed" does not work with ep = 2: torch'):
+        composed(text, seeded(MIXTURES["looped"]))

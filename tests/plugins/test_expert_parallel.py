@@ -260,13 +260,8 @@ class Shared(nn.Module):
             ep(2, "dp_shard = 1\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n"),
             'ep = 2 does not divide dp_shard x cp = 1, so that it takes ranks of tp, and "layers.0.experts" is a list',
         ),
-        (
-            MIXTURES["looped"],
-            ep(2, "dp_shard = 1\ncp = 2", '[sharding.ddp]\nreducer = "bucketed"\n[sharding.context_parallel]\n'),
-            'reducer = "bucketed" does not work with ep = 2: torch\'s DistributedDataParallel reduces in every',
-        ),
     ],
-    ids=["none", "another module", "two lists", "does not divide", "too many", "pattern", "lists out of tp", "buckets"],
+    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern", "lists out of tp"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
     world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (

@@ -265,7 +265,8 @@ def test_a_schedule_of_a_plugin_runs_the_micro_batches():
     # The loss it calls once more, for shapes, is not counted.
     assert max(gradients, loss, abs(evaluation)) < TIGHT
     refusal = "the manifest has a pipeline, which runs the {} itself; use run.forward_backward(...)"
-    assert (backward, model) == (refusal.format("backward"), refusal.format("forward"))
+    held = ", and run.named_parameters() and run.named_buffers() for what this rank's stages hold"
+    assert (backward, model) == (refusal.format("backward"), refusal.format("forward") + held)
 
 
 def numbered():

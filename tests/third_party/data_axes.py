@@ -159,7 +159,15 @@ class ExpertShards:
 
 @plugin(family="sharding", owns=("ep",))
 class HalfShards(ExpertShards):
-    """Shard experts, and say so of one parameter of theirs only."""
+    """Shard all parameters of experts, and say so of one only."""
+
+    def _apply(self, model, fqns, context):
+        for fqn in super()._apply(model, fqns, context):
+            module = model.get_submodule(fqn)
+            if hasattr(module, "scale"):
+                shards = distribute_tensor(module.scale.data, context.expert_mesh()["ep"], [Shard(0)])
+                module.scale = nn.Parameter(shards)
+        return fqns
 
     @hookimpl
     def composer3d_parameter_mesh(self, context, fqn):

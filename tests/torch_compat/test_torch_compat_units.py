@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world, run_ranks
+from composer3d.torch_compat.layouts import unify_group
 
 
 class Half(nn.Module):
@@ -33,7 +34,7 @@ def reduced():
     assert torch_compat.gradient_version(group.fsdp_params[0]) is None
     group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(4, 4)
     group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
-    torch_compat.unify_group(group)
+    unify_group(group)
     summed = torch_compat.gradient_of(group.fsdp_params[0]).unique().tolist()
     group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
     before = torch_compat.gradient_version(group.fsdp_params[0])

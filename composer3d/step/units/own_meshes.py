@@ -31,8 +31,10 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
         TransformError: Parameters of one module have different meshes.
     """
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
-    meshes = {fqn: _mesh(context, fqn) for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    meshes = {fqn: _mesh(context, fqn) for fqn in parameters}
     if not any(mesh is not None for mesh in meshes.values()):
         return {}
     found: dict[str, str] = {}
@@ -41,7 +43,9 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
         inside = [fqn for fqn in meshes if f"{fqn}.".startswith(prefix)]
         own = {prefix + name: meshes[prefix + name] for name, held in module._parameters.items() if held is not None}
         if any(mesh is not None for mesh in own.values()):
+            # What is sharded has a mesh: where a plugin states none, it is not whole all the same.
             whole = own if None in own.values() else inside
+            whole = [fqn for fqn in whole if not isinstance(parameters[fqn], DTensor)]
             inside = [fqn for fqn in inside if meshes[fqn] is not None or fqn not in whole]
         alike = {meshes[fqn] for fqn in inside}
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called

@@ -20,11 +20,12 @@ class DrawnDims:
 
     Attributes:
         runs: Of each, the shapes in order.
-        is_seeded: Whether the code draws from generators that it seeds, one number after another.
+        is_seeded: Whether it draws tensors with positions from generators that it seeds, one number after another.
     """
 
     runs: list[list[tuple[int, ...]]] = field(default_factory=list)
     is_seeded: bool = False
+    _seeded: set[int] = field(default_factory=set)  # indices of draws from the code's own generators
     _seed: int = 0
     _varied: set[tuple[int, int]] = field(default_factory=set)
     _fixed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
@@ -42,16 +43,17 @@ class DrawnDims:
             if query.dim() == 3:
                 self.runs[-1].append((query.shape[1], given["num_heads"], query.shape[0], key.shape[0]))
         elif may_draw(name) and isinstance(result, Tensor):
-            self.is_seeded |= (
-                kwargs.get("generator") is not None or torch.default_generator.initial_seed() != self._seed
-            )
+            if kwargs.get("generator") is not None or torch.default_generator.initial_seed() != self._seed:
+                self._seeded.add(len(self.runs[-1]))
             self.runs[-1].append(tuple(result.shape))
 
     def compare(self) -> None:
         """Compare two runs; nothing is known where they draw other tensors."""
         first, second = self.runs
         if len(first) != len(second) or any(len(a) != len(b) for a, b in zip(first, second, strict=True)):
+            self.is_seeded = bool(self._seeded)
             return
+        self.is_seeded = any(first[index] != second[index] for index in self._seeded)
         for one, other in zip(first, second, strict=True):
             for dim, (size, again) in enumerate(zip(one, other, strict=True)):
                 if size != again:
