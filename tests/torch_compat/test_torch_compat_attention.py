@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from composer3d.torch_compat.multihead_attention import attend_with_heads, call_of
 from composer3d.torch_compat.written_attention import attend_keeping, attends_by_math
 
 
@@ -43,3 +44,23 @@ def test_16_bit_numbers_are_multiplied_in_32():
         found = attend_keeping(q.float(), q, q, None, kept, dropout_p=0.5)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+@pytest.mark.parametrize("form", ["plain", "mask", "padding", "one sample"])
+def test_attention_with_heads_written_out_is_torchs_module(form, needs_weights):
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2, dtype=torch.float64)
+    shape = (5, 8) if form == "one sample" else (5, 3, 8)
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1) if form == "mask" else None
+    padding = torch.arange(5).expand(3, 5) > 3 if form == "padding" else None
+    args = query, key, value, 8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0
+    options = {"attn_mask": mask, "key_padding_mask": padding, "need_weights": needs_weights}
+    args += module.out_proj.weight, module.out_proj.bias
+    expected = F.multi_head_attention_forward(*args, **options)
+    given = call_of(args, options)
+    assert given is not None and call_of((*args[:9], True, *args[10:]), options) is None
+    for one, other in zip(attend_with_heads(given), expected, strict=True):
+        assert (one is None) == (other is None)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
