@@ -269,6 +269,17 @@ def test_a_warmup_beyond_the_run_is_megatrons_where_the_fall_is_beyond_it_too(tm
     assert [rate(step) for step in range(100)] == pytest.approx([step / 160 for step in range(100)])
 
 
+def test_an_inverse_root_without_a_warmup_is_megatrons_root_of_samples(tmp_path):
+    flags = "--lr 1e-3 --min-lr 1e-5 --train-iters 20 --global-batch-size 8 --lr-decay-style inverse-square-root"
+    written = manifest_of(translated(tmp_path, "flags.txt", flags, system="megatron"))
+    table, sizes = (
+        TABLES["lr_schedule"](**written["lr_schedule"]),
+        BatchSize(TABLES["train"](**written["train"]), degree=1),
+    )
+    rate = multiplier_of(table, num_steps=20, folder=tmp_path, sizes=sizes)
+    assert [rate(step) for step in range(20)] == pytest.approx([max(8 * step, 1) ** -0.5 for step in range(20)])
+
+
 def test_what_experts_compute_is_a_part_of_a_model_that_is_not_here(tmp_path):
     flags = "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
     told = verdicts_of(translated(tmp_path, "flags.txt", f"{flags} --moe-grouped-gemm --lr 1e-3", system="megatron"))

@@ -83,7 +83,7 @@ def _judge_warmup(t: Translation, source: str | None, until: int | None) -> None
 
 
 def _start(t: Translation, kind: str, warmup: int | float) -> None:
-    """State where the warm-up begins; without one, the inverse square root counts from the second step on."""
+    """State where the warm-up begins; without one, the inverse square root is of samples."""
     first, highest = t.number("lr_warmup_init", 0.0) or 0.0, t.number("lr")
     if warmup:
         start = min(first / highest, 1.0) if highest else 0.0
@@ -92,6 +92,8 @@ def _start(t: Translation, kind: str, warmup: int | float) -> None:
     elif kind == "inverse_sqrt":
         t.put("lr_schedule.warmup", 1, reason=f"{_TITLE}: the second step has the rate of the first")
         t.put("lr_schedule.warmup_start", 1.0, reason="no warm-up")
+        if "train.global_batch" in t.settings:  # its root is one of samples, from the first one on
+            t.put("lr_schedule.unit", "samples", reason=f"{_TITLE}: 1 / sqrt of the samples before the step")
     t.judge("lr_warmup_init", "meaningless", "no warm-up")
 
 
