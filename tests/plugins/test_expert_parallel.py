@@ -44,9 +44,9 @@ def assert_equal_to_one_device(world_size, cases):
     return [[counted for *_, counted in of_case] for of_case in zip(*ranks, strict=True)]
 
 
-# Loops over experts in a list and a dict, one over masks, and stacks, one with a norm that experts share, one of rows:
-# what others vary.
-FORMS = ("looped", "named", "masked", "two lists", "stacked", "stacked of three", "normed", "flat")
+# Loops over experts in a list and a dict, one over masks, two over one list, and stacks, one with a norm that experts
+# share, one of rows: what others vary.
+FORMS = ("looped", "named", "masked", "tied", "two lists", "stacked", "stacked of three", "normed", "flat")
 MORE = [name for name in MIXTURES if name not in (*FORMS, "looped starved", "stacked starved", "shipped of four heads")]
 
 
@@ -236,22 +236,11 @@ class Reading(Looped):
         return super().forward(x_BSD) + self.experts[0][0].weight.sum()
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tok, self.one, self.two = nn.Embedding(11, DIM), Looped(), Looped()
-        self.two.experts[1] = self.one.experts[0]
-
-    def forward(self, tokens):
-        return self.two(self.one(self.tok(tokens)))
-
-
 @pytest.mark.parametrize(
     ("model", "text", "message"),
     [
         (Plain, ep(2, "dp_shard = 2"), "expert_parallel found no experts in Plain: it looked for a module with"),
         (Plain, ep(2, "dp_shard = 2", table='experts = ["layers.0"]\n'), 'expert_parallel: "layers.0" (Linear) holds'),
-        (Shared, ep(2, "dp_shard = 2"), '"two.experts.1.0.weight" is also a parameter of "one.experts": an expert'),
         (MIXTURES["looped"], ep(3, "dp_shard = 3"), "has 4 experts, which do not divide by ep = 3; ep may be 2, 4"),
         (MIXTURES["looped"], ep(8, "dp_shard = 8"), 'ep = 8 is more than the 4 experts of "layers.0.experts"'),
         (MIXTURES["looped"], ep(2, "dp_shard = 2", table='experts = ["nothing.*"]\n'), '"nothing.*"'),
@@ -261,7 +250,7 @@ class Shared(nn.Module):
             'ep = 2 does not divide dp_shard x cp = 1, so that it takes ranks of tp, and "layers.0.experts" is a list',
         ),
     ],
-    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern", "lists out of tp"],
+    ids=["none", "another module", "does not divide", "too many ranks", "pattern", "lists out of tp"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
     world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (

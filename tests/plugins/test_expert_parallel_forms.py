@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.handwritten_mixtures import HANDWRITTEN, CallsWeightless, UncountedStack
-from support.mixtures import DIM, FlatStack, Looped, mixture_steps
-from support.models import write_manifest
+from support.mixtures import DIM, MIXTURES, FlatStack, Looped, mixture_steps
+from support.models import seeded, write_manifest
 from support.sorted_mixtures import FORMS, Counted, Grouped
 from torch import nn
 
 import composer3d
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 EP = "[mesh]\ndp_shard = 2\nep = 2\n{}\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
 LOCAL = "[sharding.context_parallel]\nbalanced = false\n[train]\nmicrobatch = 1\n"
@@ -180,3 +180,40 @@ def test_a_model_without_known_experts_is_told_what_was_found():
 
 def test_shared_experts_are_none_that_tokens_choose():
     assert composer3d.expert_form(Shared()) is None
+
+
+class Crossed(nn.Module):
+    """The first expert of one layer is the last of the other, which another rank holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Looped(), Looped()
+        self.two.experts[3] = self.one.experts[0]
+
+    def forward(self, x_BSD):
+        return self.two(self.one(x_BSD))
+
+
+PIPELINE = EP.format("pp = 2") + "[scheduling.pipeline]\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "message"),
+    [
+        (
+            Crossed,
+            EP.format(""),
+            '"two.experts.3.0.weight" is also "one.experts.0.0.weight": lists may share experts, of which ep = 2 gives '
+            "each rank the same ones, in the same places",
+        ),
+        *(
+            (MIXTURES[name], PIPELINE, "have the same experts, of which each stage of a pipeline holds a replica")
+            for name in ("tied", "tied in two lists")
+        ),
+    ],
+    ids=["in other places", "one list over pp", "two lists over pp"],
+)
+def test_experts_of_several_layers_are_refused_where_ranks_would_not_hold_them_alike(model, text, message):
+    with fake_world(4 if text == PIPELINE else 2), pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.compose(seeded(model), write_manifest(text), loss_fn=nn.functional.mse_loss)
+    assert message in str(caught.value)

@@ -272,6 +272,15 @@ class MixtureNet(nn.Module):
         return self.out(x_BSD)
 
 
+class Tied(MixtureNet):
+    """Both layers have the same experts, in one list or each in a list of its own."""
+
+    def __init__(self, in_one):
+        super().__init__(Looped)
+        experts = self.layers[0].experts
+        self.layers[1].experts = experts if in_one else nn.ModuleList(experts)
+
+
 def shipped(**sizes):
     """Return the shipped model, small; without losses of its routers unless stated."""
     small = {"dim": DIM, "num_layers": 2, "num_heads": 2, "num_experts": NUM_EXPERTS, "vocab_size": VOCAB}
@@ -294,6 +303,8 @@ MIXTURES = {
     "dense": lambda: MixtureNet(Stacked, stack=DenseStack),
     "flat": lambda: MixtureNet(FlatStacked, stack=FlatStack),
     "normed": lambda: MixtureNet(Stacked, stack=NormedStack),
+    "tied": lambda: Tied(in_one=True),
+    "tied in two lists": lambda: Tied(in_one=False),
     "shipped": shipped,
     "shipped of four heads": lambda: shipped(num_heads=4),
 }

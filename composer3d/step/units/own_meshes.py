@@ -51,7 +51,8 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if len(alike) == 1 and None not in alike and not is_list and not _is_inside(module_fqn, found):
             found[module_fqn] = inside[0]
-    lost = [fqn for fqn, mesh in meshes.items() if mesh is not None and not _is_inside(fqn, found)]
+    reached = {id(parameters[fqn]) for fqn in meshes if _is_inside(fqn, found)}  # a tied one under one of its names
+    lost = [fqn for fqn, mesh in meshes.items() if mesh is not None and id(parameters[fqn]) not in reached]
     if lost:
         raise TransformError(
             f'"{lost[0]}" has a mesh of its own, and other parameters of "{lost[0].rpartition(".")[0]}" have another: '

@@ -105,7 +105,7 @@ class ExpertParallel:
     as DBRX's), with rows in order of experts and how many each has (torchtitan's, ScatterMoE's), or as many for each
     (Llama 4's); or modules of a list or dict, around whose loop the exchange is made: the block's own code runs twice,
     once to record what each expert is given, once to use what they return. What a dict holds without parameters, such
-    as a dropout, runs where the code calls it.
+    as a dropout, runs where the code calls it. Layers may share their experts: each exchanges its own rows.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
     and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run. An ep that does not
@@ -224,19 +224,21 @@ class ExpertParallel:
             if dependent.routing_skew == 1.0
             else f"a rank's experts are assumed to be sent {dependent.routing_skew:g} times the mean of all ranks"
         )
+        held = dict(model.named_modules(remove_duplicate=False))  # of a stage
+        done: set[tuple[nn.Module, nn.Module]] = set()  # a tied module has several names
         for each in found.experts:
-            if each.fqn not in fqns:
-                continue
-            note = partial(found.note, each.fqn)
-            if each.is_list:
-                name = "" if each.fqn == each.block else each.fqn.removeprefix(f"{each.block}.")
-                shard_listed(
-                    model.get_submodule(each.block), name, mesh, fqn=each.block, note=note, dependent=dependent
-                )
-            else:
-                module = model.get_submodule(each.fqn)
-                options: Any = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}
-                shard_stacked(module, mesh, fqn=each.fqn, note=note, **options)
+            for fqn, block in each.blocks.items():
+                if fqn not in held or (pair := (held[block], held[fqn])) in done:
+                    continue
+                done.add(pair)
+                note = partial(found.note, fqn)
+                if each.is_list:
+                    name = "" if fqn == block else fqn.removeprefix(f"{block}.")
+                    options: Any = {"note": note, "dependent": dependent, "names": each.names}
+                    shard_listed(pair[0], name, mesh, fqn=block, **options)
+                else:
+                    options = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}
+                    shard_stacked(pair[1], mesh, fqn=fqn, note=note, **options)
         return fqns
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,21 +43,27 @@ class Experts:
         fqn: Of the module that holds them: stacked parameters, or a list.
         number: How many.
         is_list: Whether they are modules of a list.
-        block: FQN of the module whose forward is changed: of a list, the one around it that has a forward.
+        blocks: By each FQN of what holds them, that of the module whose forward is changed: of a list, the one around
+            it that has a forward. There are several where layers share it.
         is_sorted: Whether it is called with rows in order of experts.
         shared: Names of its parameters that all experts have, and every rank.
+        names: Of a list, its entries that are experts.
     """
 
     fqn: str
     number: int
     is_list: bool
-    block: str
+    blocks: Mapping[str, str]
     is_sorted: bool = False
     shared: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
 
     def holds(self, parameter: str) -> bool:
         """Return whether a parameter, by its FQN, is of one expert."""
-        return parameter.startswith(f"{self.fqn}.") and parameter.removeprefix(f"{self.fqn}.") not in self.shared
+        return any(
+            parameter.startswith(f"{fqn}.") and parameter.removeprefix(f"{fqn}.") not in self.shared
+            for fqn in self.blocks
+        )
 
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
@@ -101,7 +107,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
             raise PluginError(
                 f'"{each.fqn}" has {each.number} experts, which do not divide by ep = {degree}; ep may be {divisors}'
             )
-    _refuse_shared(model, found)
+    _refuse_shared(model, found, degree)
+    if degree > 1 and context.layout.degree(Role.STAGE) > 1:
+        _refuse_tied(model, found)
     if degree > 1 and set(context.layout.names(Role.TENSOR)) & set(context.layout.carved_from("ep")):
         _refuse_lists(found, degree, context)
     return found
@@ -150,13 +158,20 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool,
             fqn=fqn,
             number=stacked_number(module),
             is_list=False,
-            block=fqn,
+            blocks={name: name for name in _names(model, module)},
             is_sorted=form != "chosen",
             shared=shared_by_experts(module),
         )
     if fqn and _is_list(module, named=named) and (is_said or chosen_by_values(model, fqn)):
-        return Experts(fqn=fqn, number=len(listed_experts(module)), is_list=True, block=caller_of(model, fqn))
+        blocks = {name: caller_of(model, name) for name in _names(model, module)}
+        names = tuple(listed_experts(module))
+        return Experts(fqn=fqn, number=len(names), is_list=True, blocks=blocks, names=names)
     return None
+
+
+def _names(model: nn.Module, module: nn.Module) -> list[str]:
+    """Return all FQNs of a module."""
+    return [fqn for fqn, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
 def _missed(model: nn.Module) -> str:
@@ -244,19 +259,44 @@ def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) ->
             )
 
 
-def _refuse_shared(model: nn.Module, found: Sequence[Experts]) -> None:
-    """Refuse experts that are in two lists, or twice in one: ranks of the one would have to be those of the other."""
-    owners: dict[int, tuple[str, str]] = {}
+def _refuse_shared(model: nn.Module, found: Sequence[Experts], degree: int) -> None:
+    """Refuse parameters of several experts, of one list or of two, that ranks of ep would not hold alike."""
+    owners: dict[int, tuple[Experts, str]] = {}
     for each in found:
         for name, parameter in model.get_submodule(each.fqn).named_parameters(remove_duplicate=False):
-            fqn, other = owners.setdefault(id(parameter), (each.fqn, name))
-            if fqn != each.fqn:
+            first, other = owners.setdefault(id(parameter), (each, name))
+            if first is not each and _holder(first, other, degree) != _holder(each, name, degree):
                 raise PluginError(
-                    f'expert_parallel: "{each.fqn}.{name}" is also a parameter of "{fqn}": an expert that is in two '
-                    "lists cannot be sharded; name one of them in experts"
+                    f'expert_parallel: "{each.fqn}.{name}" is also "{first.fqn}.{other}": lists may share experts, of '
+                    f"which ep = {degree} gives each rank the same ones, in the same places; give both the same "
+                    "order and number, or name one of them in experts"
                 )
-            if other != name and name not in each.shared:
+            if first is each and other != name and name not in each.shared:
                 raise PluginError(
-                    f'expert_parallel: "{each.fqn}.{name}" is also "{fqn}.{other}": ranks of ep would train two of it; '
-                    "give each expert weights of its own, or leave these out of [sharding.expert_parallel] experts"
+                    f'expert_parallel: "{each.fqn}.{name}" is also "{first.fqn}.{other}": ranks of ep would train two '
+                    "of it; give each expert weights of its own, or leave these out of [sharding.expert_parallel] "
+                    "experts"
                 )
+
+
+def _refuse_tied(model: nn.Module, found: Sequence[Experts]) -> None:
+    """Refuse experts that several layers have, of which stages of a pipeline would hold replicas."""
+    owners: dict[int, str] = {}
+    for each in found:
+        names = [*each.blocks]
+        for parameter in model.get_submodule(each.fqn).parameters():
+            names.insert(0, owners.setdefault(id(parameter), each.fqn))
+        other = next((name for name in names if name != each.fqn), None)
+        if other is not None:
+            raise PluginError(
+                f'expert_parallel: "{each.fqn}" and "{other}" have the same experts, of which each stage of a pipeline '
+                "holds a replica; replicas of experts are not kept equal over ep",
+                hint="set pp = 1, or leave these out of [sharding.expert_parallel] experts",
+            )
+
+
+def _holder(experts: Experts, name: str, degree: int) -> tuple[bool, int]:
+    """Return whether a parameter is of a list, and which rank of ep holds its expert; of stacks, how many they are."""
+    if not experts.is_list:
+        return False, experts.number
+    return True, experts.names.index(name.partition(".")[0]) * degree // experts.number

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer3d import DataDependent, PluginError, listed_experts, propagation, torch_compat
 from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
@@ -45,8 +45,11 @@ def shard_listed(
     fqn: str,
     note: Note,
     dependent: DataDependent,
+    names: Sequence[str] | None = None,
 ) -> None:
     """Leave this rank its experts of a list, and exchange rows around the block's forward.
+
+    Of a list that several blocks call it is done for each of them.
 
     Args:
         block: Whose forward calls the experts with rows, none of which it makes of what an expert has returned.
@@ -55,21 +58,25 @@ def shard_listed(
         fqn: Of the block, for messages.
         note: Called in every forward, as `token_exchange.Note`.
         dependent: Of the run; learns which experts were run without rows.
+        names: Of the experts in the list, before any are dropped; None reads them.
 
     Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
     backward.
     """
     experts: Any = block.get_submodule(name)
-    entries = listed_experts(experts)  # those with parameters, before they are dropped
-    held = local_experts(len(entries), degree=mesh.size(), rank=mesh.get_local_rank())
-    widths = _widths([*entries.values()][held[0]])
-    for index, expert in enumerate(entries.values()):
+    names = [*listed_experts(experts)] if names is None else names  # those with parameters
+    held = local_experts(len(names), degree=mesh.size(), rank=mesh.get_local_rank())
+    widths = _widths(experts.get_submodule(names[held[0]]))
+    for index, entry in enumerate(names):
         if index not in held:
-            _drop_parameters(expert)
+            _drop_parameters(experts.get_submodule(entry))
+    if not hasattr(type(experts), "running"):  # no other block calls them
+        # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
+        experts.__class__ = _list_class(type(experts))
     exchange = _Exchange(
         block,
         experts,
-        [*entries],
+        names,
         held,
         mesh,
         fqn=fqn,
@@ -78,8 +85,6 @@ def shard_listed(
         dependent=dependent,
         widths=widths,
     )
-    # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
-    experts.__class__ = _list_class(type(experts), exchange)
     block.forward = exchange.around(block.forward)
 
 
@@ -131,15 +136,18 @@ class _StandIn:
         )
 
 
-def _list_class(cls: type, exchange: _Exchange) -> type:
-    """Return a list's class with entries that stand for experts while the block's forward runs."""
+def _list_class(cls: type) -> type:
+    """Return a list's class with entries that stand for experts while the forward of a block around it runs."""
 
     def entries(self: Any) -> dict[str, Any]:
-        return self._modules | exchange.stand_ins if exchange.is_running else self._modules
+        return self._modules | self.running[-1].stand_ins if self.running else self._modules
 
     class Experts(cls):
+        # Exchanges of the blocks whose code runs, innermost last.
+        running: ClassVar[list[_Exchange]] = []
+
         def __getitem__(self, key: Any) -> Any:
-            if not exchange.is_running or isinstance(key, slice):
+            if not self.running or isinstance(key, slice):
                 return [*entries(self).values()][key] if isinstance(key, slice) else super().__getitem__(key)
             return entries(self)[key] if isinstance(key, str) else [*entries(self).values()][int(key)]
 
@@ -173,7 +181,6 @@ class _Exchange:
 
     Attributes:
         stand_ins: What the block's code finds in the list, by name.
-        is_running: Whether the block's code runs.
     """
 
     def __init__(
@@ -195,7 +202,6 @@ class _Exchange:
         self.fqn, self._list_name, self._note, self._dependent = fqn, list_name, note, dependent
         self._names = names
         self.stand_ins = {name: _StandIn(self, index) for index, name in enumerate(names)}
-        self.is_running = False
         self._calls: list[_Call] = []
         self._recorded: list[_Call] = []
         self._results: list[Tensor] | None = None
@@ -235,11 +241,13 @@ class _Exchange:
         return propagation.eagerly(replayed)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.is_running = True
+        of_list: Any = type(self._experts)
+        running: list[_Exchange] = of_list.running
+        running.append(self)
         try:
             return forward(*args, **kwargs)
         finally:
-            self.is_running = False
+            running.pop()
 
     def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Record what an expert is given, or return its result.
