@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.observation.call_sites import beside
-from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.decision_cache import UNSHARDED, Memory
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.functions.contractions import (
     Products,
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Propagation"]
+
+# Context without torch functions.
+UNSEEN = type(torch_compat.without_torch_functions())
 
 
 class Propagation(ShapeRules):
@@ -130,16 +133,24 @@ class Propagation(ShapeRules):
         return result
 
     def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Do what was decided about a function; the way of nearly every one of a step, and so in a single call."""
         name = name_of(func)
         if name in OBJECT:
             return func(*args, **options)
-        with torch_compat.without_torch_functions():
+        with UNSEEN():
             key = memory.key(func, args, options)
-            decision = None if key is None else memory.get(key)
-            if decision is not None:
-                return decision(self._meeting, func, args, options)
-        if key is None and not self._specs_in(args, options):
+            if key:
+                decision = memory.get(key)
+                if decision is not None:
+                    return decision(self._meeting, func, args, options)
+        if key is UNSHARDED or (key is None and not self._specs_in(args, options)):
             return self._unsharded(func, args, options)
+        return self._decided(memory, key, name, func, args, options)
+
+    def _decided(
+        self, memory: Memory, key: Any, name: str, func: Any, args: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        """Run a function as rules say, and remember what they came to if it is the same again for an equal key."""
         self._forget()
         acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(options))

@@ -13,11 +13,13 @@ from composer3d.torch_compat.operators import operator_python
 __all__ = [
     "SCALED_STEP",
     "UNSCALING",
+    "autocast_question",
     "backward_inside",
     "call_beside",
     "call_within",
     "dispatch_mode",
     "function_mode",
+    "function_mode_counter",
     "function_modes",
     "hidden_from",
     "hide_compiler_warnings",
@@ -115,16 +117,34 @@ def function_modes() -> list[Any]:
     return list(overrides._get_current_function_mode_stack())
 
 
+def function_mode_counter() -> Callable[[], int]:
+    """Return what tells how many modes of torch functions are on, for code that asks before every function.
+
+    The stack of modes is private (torch 2.11-2.15).
+    """
+    import torch
+
+    return torch._C._len_torch_function_stack
+
+
+def autocast_question() -> Callable[[], bool]:
+    """Return what tells whether autocast is on for any device; public only for the compiler (torch 2.11-2.15)."""
+    import torch
+
+    return torch._C._is_any_autocast_enabled
+
+
 def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:
     """Call a function inside `without_torch_functions` so that all modes that are on see it but those of one class.
 
     What a plugin hides from its own modes others still see. Private (torch 2.11-2.15): the stack, and what turns it on.
     """
     import torch
-    from torch import overrides
 
     if not torch._C._len_torch_function_stack():
         return func(*args, **options)
+    from torch import overrides
+
     stack = function_modes()
     others = [mode for mode in stack if not isinstance(mode, kind)]
     if not others:

@@ -221,6 +221,15 @@ def test_modes_of_others_see_what_is_called_beside_one_kind_of_them():
     assert seen == ["own", "other", "own"]
 
 
+def test_code_that_asks_often_is_told_of_modes_and_autocast():
+    from torch.overrides import TorchFunctionMode
+
+    count_modes, is_cast = torch_compat.function_mode_counter(), torch_compat.autocast_question()
+    assert (count_modes(), is_cast()) == (0, False)
+    with TorchFunctionMode(), torch_compat.without_torch_functions(), torch.autocast("cpu", torch.bfloat16):
+        assert (count_modes(), is_cast()) == (1, True)
+
+
 def test_an_unviewed_tensor_shares_memory_and_graph():
     leaf = torch.ones(2, 3, requires_grad=True)
     view = (leaf * 2).view(3, 2)

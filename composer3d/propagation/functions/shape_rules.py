@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d.propagation.decision_cache import Work
+from composer3d.propagation.decision_cache import Work, as_it_is
 from composer3d.propagation.functions.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d.propagation.functions.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
 from composer3d.propagation.functions.known_functions import is_known
@@ -80,7 +79,7 @@ class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, spec)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == spec.placed.dim:
                 return self._glu(func, x, spec, args, options, whole)
-        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, ShapeRules)
+        self._work = None if name == "__setitem__" else as_it_is
         return self._paired(self._local(func, args, options), whole, specs, name)
 
     def _within(self) -> AbstractContextManager[None]:
@@ -88,10 +87,9 @@ class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
         return contextlib.nullcontext() if self.inside else torch_compat.without_torch_functions()
 
     def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run a function on local shards; modes of others see it, as those do that compute in float64."""
         if self.inside:
             return func(*args, **options)
-        return torch_compat.call_beside(ShapeRules, func, args, options)
+        return as_it_is(func, args, options)
 
     def _convolved(
         self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, specs: Sequence[ShardSpec]

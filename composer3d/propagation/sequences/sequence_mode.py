@@ -78,6 +78,8 @@ class SequencePropagation(SequenceWholes):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
+        if not (self._is_busy or self.pauses or self.inside) and (memory := self._memory) is not None:
+            return self._remembered(memory, func, args, kwargs or {})  # type: ignore[arg-type]
         if self._is_busy or self.pauses:
             if self._is_busy:
                 return func(*args, **(kwargs or {}))
@@ -88,9 +90,16 @@ class SequencePropagation(SequenceWholes):
                 return func(*args, **(kwargs or {}))
         self._is_busy = True
         try:
-            if self._memory is not None and not self.inside:
-                return self._remembered(self._memory, func, args, dict(kwargs) if kwargs else {})
             return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self._is_busy = False
+
+    def _decided(
+        self, memory: Memory, key: Any, name: str, func: Any, args: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        self._is_busy = True
+        try:
+            return super()._decided(memory, key, name, func, args, options)
         finally:
             self._is_busy = False
 

@@ -277,7 +277,7 @@ def _wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _narrow(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    return tensor.narrow(-1, 0, width)
+    return tensor if tensor.shape[-1] == width else tensor.narrow(-1, 0, width)
 
 
 def _aligned(size: int, unit: int) -> int:

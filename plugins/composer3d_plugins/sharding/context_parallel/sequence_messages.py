@@ -127,14 +127,17 @@ def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positio
     every = flat.new_empty(positions.degree * size)
     with torch_compat.operator_span("all_gather", process_group, bytes=every.nbytes):
         torch_compat.all_gather_single(every, flat, group=process_group)
-    wholes = [
-        tensor.new_empty(_resized(shape, dim, positions.length)) for tensor, shape in zip(tensors, shapes, strict=True)
+    shards = [
+        unpacked(
+            every.narrow(0, rank * size, size),
+            [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes],
+        )
+        for rank in range(positions.degree)
     ]
-    for rank, runs in enumerate(positions.runs):
-        local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
-        for whole, shard in zip(wholes, unpacked(every.narrow(0, rank * size, size), local), strict=True):
-            _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=True)
-    return wholes
+    return [
+        torch.cat([shards[rank][at].narrow(dim, start, length) for rank, start, length in positions.pieces], dim)
+        for at in range(len(tensors))
+    ]
 
 
 def scatter_runs(wholes: Sequence[torch.Tensor], *, dim: int, positions: Positions, group: str) -> list[torch.Tensor]:

@@ -92,6 +92,17 @@ class Positions:
         """Whether all ranks hold equally many."""
         return len(set(self.local_lengths)) == 1
 
+    @functools.cached_property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """The runs in order of positions: the rank that holds each, where it begins in its shard, and its length."""
+        found = []
+        for rank, runs in enumerate(self.runs):
+            at = 0
+            for start, end in runs:
+                found.append((start, rank, at, end - start))
+                at += end - start
+        return [(rank, at, length) for _, rank, at, length in sorted(found)]
+
     def index(self, rank: int) -> torch.Tensor:
         """Return a rank's positions, int64 [local length]."""
         return _joined(self.runs[rank])
