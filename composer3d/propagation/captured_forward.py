@@ -3,8 +3,8 @@
 No compiler follows a propagation, which decides at each function by marks on tensors. What it makes of a block is the
 same in every step: functions of local shards, exchanges as operators, positions as constants. So a block is captured
 once for every form of its arguments, and later calls run the compiled graph. Its Python code does not run again, so
-what it depends on beside tensors is a part of the form: the settings of all its modules. Code that cannot be captured,
-as it reads values of tensors, runs as it is.
+what it depends on beside tensors is a part of the form: the settings of all its modules, and those of configurations
+that they hold. Code that cannot be captured, as it reads values of tensors, runs as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CAPTURED = "composer3d_captured"
 MOST_FORMS = 16
 # What a module's attributes may be to be a part of the form; tensors are by identity.
 SETTINGS = (*NUMBERS, *HASHABLE)
+# What every module has.
+OF_MODULES = frozenset(vars(nn.Module()))
 STATE = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 
 
@@ -156,15 +158,19 @@ class _Captured:
             device = tensor.device.type
         if held and torch.is_autocast_enabled(device):
             key.append(torch.get_autocast_dtype(device))
+        seen: set[int] = set()
         for module in self._modules:
             settings = vars(module)
             if module is not self._modules[0] and (settings["_forward_hooks"] or settings["_forward_pre_hooks"]):
                 return None
-            for value in settings.values():
+            for name, value in settings.items():
                 if isinstance(value, SETTINGS):
-                    key.append(value)
+                    key += (type(value), value)
                 elif isinstance(value, Tensor):
                     key.append(id(value))
+                elif name not in OF_MODULES and id(value) not in seen:  # a configuration is one object for all
+                    seen.add(id(value))
+                    key.append(_settings_in(value))
         return tuple(key)
 
     def _captured(
@@ -223,6 +229,17 @@ class _Captured:
                     del vars(module)[name]
             if changed:
                 raise torch_compat.CaptureError(f"it writes to {type(module).__name__}.{changed[0]}")
+
+
+def _settings_in(value: Any) -> tuple[Any, ...]:
+    """Return the settings that an attribute of a module holds: a configuration, a list or a dict."""
+    if isinstance(value, dict):
+        inner = [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        inner = [*value]
+    else:
+        inner = [] if callable(value) else [*getattr(value, "__dict__", {}).values()]
+    return tuple((type(each), each) for each in inner if isinstance(each, SETTINGS))
 
 
 def _as_marked(x: Tensor, spec: ShardSpec | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 COMPILE = '[scheduling.compile]\nbackend = "aot_eager"\n'
 FSDP, AC = "[sharding.fsdp2]\n", "[scheduling.activation_checkpoint]\n"
 STAGES = '[scheduling.pipeline]\nschedule = "1F1B"\n'
-SP = "[sharding.tensor_parallel]\nsequence_parallel = true\n"
 
 
 def cp(method, tables, *, mesh="", microbatch=16):
@@ -68,19 +68,32 @@ def test_stages():
     assert_compiled(4, [cp("ring", FSDP + STAGES + COMPILE, mesh="pp = 2", microbatch=8)])
 
 
-def kept(text):
-    """Return the notes of a composed run whose blocks tensor parallelism has sharded, and how far a step is off."""
-    torch.set_default_dtype(torch.float64)
+def logged_of(name):
+    """Return the list that takes what a module logs from now on."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    return lines
+
+
+def uncompiled(text, reference):
+    """Return how far two steps whose blocks tensor parallelism has sharded are off, what was compiled, and was said."""
+    logged = logged_of("composer3d_plugins.scheduling.compile")
+    ((apart, graphs),) = trained([text], reference)
     with composer3d.compose(
         factory, write_manifest(text.removeprefix("composer3d = 1\n")), loss_fn=loss_fn, device="cpu"
     ) as run:
-        return list(run.context.stash(composer3d.Decisions).notes)
+        return apart, graphs, list(run.context.stash(composer3d.Decisions).notes), logged
 
 
 @pytest.mark.slow
-def test_blocks_that_cannot_be_captured_are_named_with_the_reason():
-    notes = run_ranks(kept, 4, cp("ring", SP + COMPILE, mesh="tp = 2"))[0]
-    assert any(note.startswith('compile: "layers.0" runs as it is, since ') for note in notes), notes
+@pytest.mark.parametrize("settings", ["", "sequence_parallel = true\n"], ids=["tp", "sp"])
+def test_blocks_that_cannot_be_captured_are_not_the_compilers_and_are_named_with_the_reason(settings):
+    text = cp("ring", "[sharding.tensor_parallel]\n" + settings + COMPILE, mesh="tp = 2")
+    for apart, graphs, notes, logged in run_ranks(uncompiled, 4, text, one_device(), timeout_s=300.0):
+        assert apart <= 1e-12 and graphs == 0
+        assert any(note.startswith('compile: "layers.0" runs as it is, since weights of ') for note in notes), notes
+        assert 'blocks run as they are: "layers.0", since weights of "' in logged[0]
 
 
 # ---- code beside tensors -------------------------------------------------------------------------------------------
@@ -119,6 +132,22 @@ class Scaling(nn.Module):
         return x * self.factor
 
 
+class Configured(Scaling):
+    """Reads it of a configuration, which is no module."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.config = types.SimpleNamespace(factor=1.0)
+
+    @property
+    def factor(self):
+        return self.config.factor
+
+    @factor.setter
+    def factor(self, value):
+        self.config.factor = value
+
+
 class Block(nn.Module):
     def __init__(self, language, inner):
         super().__init__()
@@ -149,10 +178,7 @@ def stepped(inner, attention, text, length):
     torch.set_default_dtype(torch.float64)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    logged = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("composer3d.propagation.captured_forward").addHandler(handler)
+    logged = logged_of("composer3d.propagation.captured_forward")
     make = functools.partial(Inside, attention, inner)
     (tokens,), _, targets = padded_batch(length)
     alone, errors = seeded(make), []
@@ -193,8 +219,9 @@ def test_code_that_reads_values_or_writes_to_modules_runs_as_it_is():
             assert calls == (eager if inner is Counting else [])
 
 
-def test_numbers_that_a_loop_changes_are_a_part_of_a_graphs_form():
-    for apart, graphs, logged, _ in run_ranks(stepped, 2, Scaling, Window, CAPTURED, LENGTH):
+@pytest.mark.parametrize("inner", [Scaling, Configured])
+def test_numbers_that_a_loop_changes_are_a_part_of_a_graphs_form(inner):
+    for apart, graphs, logged, _ in run_ranks(stepped, 2, inner, Window, CAPTURED, LENGTH):
         assert apart <= 1e-12 and graphs == 2 and logged == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import getpass
+import logging
 import os
 import shutil
 import tempfile
@@ -30,6 +31,8 @@ from composer3d import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger(__name__)
 
 # Other plugins mark with this attribute a forward that cannot be compiled.
 EAGER = "composer3d_eager"
@@ -110,9 +113,12 @@ class Compile:
         compiled = functools.partial(
             torch_compat.compile_graph, backend=self.backend, mode=self.mode, keep_roundings=keep_roundings
         )
+        left: dict[str, str] = {}
         for fqn in fqns:
             unit = model.get_submodule(fqn)
-            if _captured(unit, fqn, compiled, context):
+            if _is_eager(unit):
+                # Never the compiler's: it would trace the hooks around, in which other plugins' modes are at work.
+                left |= {fqn: why} if (why := _captured(unit, fqn, compiled, context)) else {}
                 continue
             held = [_run_eagerly(module) for module in unit.modules()]
             # Units of data parallelism inside gather and reduce in hooks, which torch keeps the compiler out of.
@@ -126,7 +132,23 @@ class Compile:
                 fullgraph=fullgraph,
                 dynamic=self.dynamic,
             )
+        _report(left, len(fqns), context)
         return list(fqns)
+
+
+def _report(left: Mapping[str, str], num_units: int, context: RunContext) -> None:
+    """Say which blocks run as they are, to a plan by name and to who runs them in one line."""
+    context.stash(Decisions).notes += [f'compile: "{fqn}" runs as it is, since {why}' for fqn, why in left.items()]
+    if left and context.purpose == "run":
+        fqn, why = next(iter(left.items()))
+        log.warning('compile: %d of %d blocks run as they are: "%s", since %s', len(left), num_units, fqn, why)
+
+
+def _is_eager(unit: nn.Module) -> bool:
+    """Return whether no compiler can follow a module's own forward, or what of it is recomputed."""
+    forward = vars(unit).get("forward")
+    recomputed = forward.args if isinstance(forward, functools.partial) else ()
+    return any(getattr(each, EAGER, False) for each in (forward, *recomputed))
 
 
 def _refuse_cache_of_others() -> None:
@@ -152,16 +174,18 @@ def _refuse_cache_of_others() -> None:
         )
 
 
-def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[..., Any]], context: RunContext) -> bool:
-    """Let a module whose code is propagated run compiled graphs of what the propagation does; return whether it can."""
+def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[..., Any]], context: RunContext) -> str:
+    """Let a module whose code is propagated run compiled graphs of what the propagation does.
+
+    Returns:
+        Why it cannot; empty where it does.
+    """
     forward = vars(unit).get("forward")
     recomputed = forward.args if isinstance(forward, functools.partial) else ()
     if not any(hasattr(each, CAPTURED) for each in (forward, *recomputed)):
-        return False
-    why = _why_not_captured(unit, fqn, context)
-    if why:
-        context.stash(Decisions).notes.append(f'compile: "{fqn}" runs as it is, since {why}')
-        return False
+        return "its code is propagated, and no graph is captured of that"
+    if why := _why_not_captured(unit, fqn, context):
+        return why
 
     def replaced(each: Any) -> Any:
         return getattr(each, CAPTURED)(compiled) if hasattr(each, CAPTURED) else each
@@ -170,7 +194,7 @@ def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[...,
         unit.forward = functools.partial(forward.func, *map(replaced, forward.args), **forward.keywords)
     else:
         unit.forward = replaced(forward)
-    return True
+    return ""
 
 
 def _why_not_captured(unit: nn.Module, fqn: str, context: RunContext) -> str:
@@ -197,7 +221,7 @@ def _run_eagerly(module: nn.Module) -> bool:
     if getattr(forward, EAGER, False):
         module.forward = torch.compiler.disable(forward)
     elif isinstance(forward, functools.partial) and any(getattr(each, EAGER, False) for each in forward.args):
-        # A recomputed block: what is recomputed is among the arguments.
+        # A recomputed module: what is recomputed is among the arguments.
         args = [torch.compiler.disable(each) if getattr(each, EAGER, False) else each for each in forward.args]
         module.forward = functools.partial(forward.func, *args, **forward.keywords)
     else:
