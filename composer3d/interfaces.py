@@ -50,6 +50,7 @@ class Part:
         copies: Names of parameters that an earlier stage holds too. That one counts them in the gradient norm; where it
             is on the same rank, it also is the one that the optimizer steps.
         called_elsewhere: FQNs of modules that other stages call too; what they draw at random depends on the split.
+        firsts: Of them that have several names, the first in the whole model, by the stage's own.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class Part:
     num_stages: int = 1
     copies: frozenset[str] = frozenset()
     called_elsewhere: frozenset[str] = frozenset()
+    firsts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from composer3d import initialisation, torch_compat
@@ -37,7 +38,7 @@ def apply_transforms(
     """
     context, model = preparation.context, preparation.model
     context.split = preparation.hooks.split(context, model)
-    context.parts = context.split.parts if context.split is not None else (Part(module=model),)
+    context.parts = (Part(module=model),) if context.split is None else _shared_over(context.split.parts, model)
     after_split(context.parts)
     if context.split is None and any(transform.phase is not Phase.SPLIT for transform, _ in preparation.selected):
         mark_composed(model)  # stages are copies; without them the transforms change the module that compose was given
@@ -51,6 +52,21 @@ def apply_transforms(
     ]
     if unheard:
         raise TransformError(f"{unheard[0]} gives dtypes, but no plugin of this manifest applies them")
+
+
+def _shared_over(parts: Sequence[Part], model: nn.Module) -> tuple[Part, ...]:
+    """Return stages that name, of modules that have several names, those that other stages hold and call too."""
+    names: dict[int, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(fqn)
+    several = [group for group in names.values() if len(group) > 1]
+    found = []
+    for part in parts:
+        held = {fqn for fqn, _ in part.module.named_modules(remove_duplicate=False)} if several else set()
+        firsts = {fqn: group[0] for group in several if set(group) - held for fqn in group if fqn in held}
+        elsewhere = part.called_elsewhere.union(firsts)
+        found.append(replace(part, called_elsewhere=elsewhere, firsts=firsts) if firsts else part)
+    return tuple(found)
 
 
 def _is_of_experts(fqn: str, context: RunContext) -> bool:

@@ -25,7 +25,8 @@ NUMBERS = (bool, int, float, complex)
 NUMBER_KINDS = frozenset(NUMBERS)
 HASHABLE = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
 
-count_function_modes, is_any_autocast_on = torch_compat.function_mode_counter(), torch_compat.autocast_question()
+count_function_modes = torch_compat.function_transforms.function_mode_counter()
+is_any_autocast_on = torch_compat.function_transforms.autocast_question()
 # In place of the key of a call on replicated tensors alone.
 UNSHARDED = ()
 

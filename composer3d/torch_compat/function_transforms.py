@@ -1,12 +1,20 @@
-"""Transforms of `torch.func` around a forward (vmap, grad, jvp), and autograd functions of a model's own in it."""
+"""What is at work around a function: transforms of `torch.func`, a model's own autograd functions, modes, autocast."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["calling_function", "is_transforming", "outside_transforms", "untransformed"]
+__all__ = [
+    "autocast_question",
+    "calling_function",
+    "function_mode_counter",
+    "is_transforming",
+    "outside_transforms",
+    "untransformed",
+]
 
 
 def is_transforming() -> bool:
@@ -54,3 +62,20 @@ def untransformed(tensor: Any) -> Any:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def function_mode_counter() -> Callable[[], int]:
+    """Return what tells how many modes of torch functions are on, for code that asks before every function.
+
+    The stack of modes is private (torch 2.11-2.15).
+    """
+    import torch
+
+    return torch._C._len_torch_function_stack
+
+
+def autocast_question() -> Callable[[], bool]:
+    """Return what tells whether autocast is on for any device; public only for the compiler (torch 2.11-2.15)."""
+    import torch
+
+    return torch._C._is_any_autocast_enabled

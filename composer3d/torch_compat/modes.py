@@ -13,13 +13,11 @@ from composer3d.torch_compat.operators import operator_python
 __all__ = [
     "SCALED_STEP",
     "UNSCALING",
-    "autocast_question",
     "backward_inside",
     "call_beside",
     "call_within",
     "dispatch_mode",
     "function_mode",
-    "function_mode_counter",
     "function_modes",
     "hidden_from",
     "hide_compiler_warnings",
@@ -115,23 +113,6 @@ def function_modes() -> list[Any]:
     from torch import overrides
 
     return list(overrides._get_current_function_mode_stack())
-
-
-def function_mode_counter() -> Callable[[], int]:
-    """Return what tells how many modes of torch functions are on, for code that asks before every function.
-
-    The stack of modes is private (torch 2.11-2.15).
-    """
-    import torch
-
-    return torch._C._len_torch_function_stack
-
-
-def autocast_question() -> Callable[[], bool]:
-    """Return what tells whether autocast is on for any device; public only for the compiler (torch 2.11-2.15)."""
-    import torch
-
-    return torch._C._is_any_autocast_enabled
 
 
 def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:

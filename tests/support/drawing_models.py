@@ -40,6 +40,15 @@ class Stochastic(nn.Module):
         return self.head(x.mean(1))
 
 
+class Shared(Stochastic):
+    """Blocks of which all have the one module that drops."""
+
+    def __init__(self, num_layers=4):
+        super().__init__(num_layers, drop_path=0.0)
+        for layer in self.layers:
+            layer.dropout = self.layers[0].dropout
+
+
 class Guided(Stochastic):
     """A denoiser with labels, some of which are dropped for guidance without a classifier."""
 

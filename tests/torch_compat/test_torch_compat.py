@@ -224,7 +224,8 @@ def test_modes_of_others_see_what_is_called_beside_one_kind_of_them():
 def test_code_that_asks_often_is_told_of_modes_and_autocast():
     from torch.overrides import TorchFunctionMode
 
-    count_modes, is_cast = torch_compat.function_mode_counter(), torch_compat.autocast_question()
+    around = torch_compat.function_transforms
+    count_modes, is_cast = around.function_mode_counter(), around.autocast_question()
     assert (count_modes(), is_cast()) == (0, False)
     with TorchFunctionMode(), torch_compat.without_torch_functions(), torch.autocast("cpu", torch.bfloat16):
         assert (count_modes(), is_cast()) == (1, True)

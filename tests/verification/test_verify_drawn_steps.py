@@ -7,6 +7,7 @@ from support.drawing_models import (
     Diffusion,
     LayerDrop,
     Recurrent,
+    Shared,
     Stochastic,
     Weighed,
     class_loss,
@@ -56,3 +57,16 @@ def test_what_is_drawn_for_a_micro_batch_is_said_with_its_line():
 def test_numbers_that_ranks_draw_by_themselves_are_said():
     verdict = proven(FSDP + HALVES + 'random_numbers = "ranks"\n', Stochastic, class_loss)
     assert verdict.notes == ("random numbers are drawn by rank and micro-batch: another layout trains on other ones",)
+
+
+PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
+
+
+def test_a_module_that_draws_in_blocks_of_several_stages_is_said():
+    """One device goes on with its numbers from block to block, and no stage knows how many others draw before it."""
+    (note,) = proven(PP + HALVES, Shared, class_loss).notes
+    assert note.startswith("random numbers drawn at dropout in layers.0.dropout, drawing_models.py:")
+
+
+def test_a_module_that_draws_in_several_blocks_is_one_devices_without_stages():
+    assert proven(FSDP + HALVES, Shared, class_loss).notes == ()

@@ -34,7 +34,7 @@ class Callers:
         if not self._names:
             for part in self._parts():
                 for fqn, module in part.module.named_modules():
-                    self._names.setdefault(id(module), fqn)
+                    self._names.setdefault(id(module), part.firsts.get(fqn, fqn))
                     if any(f"{fqn}.".startswith(f"{other}.") for other in part.called_elsewhere):
                         self._split[id(module)] = part.index
         owner, place = caller(self._names)

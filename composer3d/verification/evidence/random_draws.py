@@ -164,7 +164,8 @@ def recording(run: Composition) -> Iterator[Drawn]:
     hooks = []
     for part in run.parts:
         for fqn, module in part.module.named_modules():
-            hooks.append(module.register_forward_pre_hook(enter(fqn), prepend=True))
+            name = part.firsts.get(fqn, fqn)
+            hooks.append(module.register_forward_pre_hook(enter(name), prepend=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
     streams = run.context.streams
     # What the streams draw by sample, no other mode sees.
