@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import checkpoint as dcp
+from support.megatron_checkpoints import (
+    DIM,
+    GROUPS,
+    HEADS,
+    ROWS,
+    VOCAB,
+    arguments,
+    attended,
+    tensors_in,
+    write_folder,
+)
 
 from composer3d import CheckpointError
-from composer3d.checkpoint import contents, read_state, read_tensors
+from composer3d.checkpoint import read_state
 from composer3d.cli import main
 from composer3d.importing.foreign_checkpoints import import_checkpoint
 from composer3d.models import llama
 
-LAYERS, HEADS, GROUPS, WIDTH, DIM, HIDDEN, VOCAB = 3, 4, 2, 6, 24, 20, 32
-ROWS = (HEADS + 2 * GROUPS) * WIDTH
+LAYERS, HIDDEN = 3, 20
 LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": (DIM,),
     "self_attention.linear_qkv.weight": (ROWS, DIM),
@@ -47,11 +55,6 @@ def drawn(*, numbered=False, seed=0):
     return found | {f"decoder.layers.{name}": value for name, value in layers.items()}
 
 
-def arguments(**changed):
-    held = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "rotary_interleaved": False}
-    return argparse.Namespace(**{**held, **changed})
-
-
 def write(folder, weights, *, moments=True, args=None, **beside):
     """Write what core 0.17 writes: weights, `optimizer.state.NAME.WEIGHT`, and the plain rest in `common.pt`."""
     state = dict(weights)
@@ -59,29 +62,7 @@ def write(folder, weights, *, moments=True, args=None, **beside):
         for number, name in enumerate(("exp_avg", "exp_avg_sq")):
             other = drawn(seed=number + 1, numbered="decoder.layers.0.mlp.linear_fc2.weight" in weights)
             state |= {f"optimizer.state.{name}.{key}": other[key].square() for key in weights}
-    folder.mkdir(parents=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({**state, **beside}, checkpoint_id=folder)
-    groups = {"param_groups": [{"lr": 0.1, "step": 7}]}
-    torch.save({"args": args or arguments(), "iteration": 8, "optimizer": {"optimizer": groups}}, folder / "common.pt")
-
-
-def tensors_in(path):
-    return dict(read_tensors(path, list(contents(path))))
-
-
-def rotated(x, *, neighbours):
-    """Turn the pairs of heads, batch x sequence x heads x width, as Megatron-LM does."""
-    exponents = -torch.arange(0, WIDTH, 2, dtype=x.dtype) / WIDTH
-    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 10000.0**exponents
-    if neighbours:
-        angles = angles.repeat_interleave(2, dim=-1)[:, None]
-        half = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    else:
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        half = torch.cat([-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]], dim=-1)
-    return x * angles.cos() + half * angles.sin()
+    write_folder(folder, {**state, **beside}, args or arguments())
 
 
 def logits_in_its_form(weights, tokens, *, neighbours=False, offset=0.0):
@@ -93,12 +74,13 @@ def logits_in_its_form(weights, tokens, *, neighbours=False, offset=0.0):
     x = weights["embedding.word_embeddings.weight"][tokens]
     for number in range(LAYERS):
         own = {name: weights[f"decoder.layers.{name}"][number] for name in LAYER}
-        fused = norm(x, own["self_attention.linear_qkv.layer_norm_weight"]) @ own["self_attention.linear_qkv.weight"].T
-        grouped = fused.unflatten(-1, (GROUPS, HEADS // GROUPS + 2, WIDTH))
-        q, k, v = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
-        q, k = (rotated(each, neighbours=neighbours).transpose(1, 2) for each in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        x = x + out.transpose(1, 2).flatten(2) @ own["self_attention.linear_proj.weight"].T
+        normed = norm(x, own["self_attention.linear_qkv.layer_norm_weight"])
+        x = x + attended(
+            normed,
+            own["self_attention.linear_qkv.weight"],
+            own["self_attention.linear_proj.weight"],
+            neighbours=neighbours,
+        )
         wide = norm(x, own["mlp.linear_fc1.layer_norm_weight"]) @ own["mlp.linear_fc1.weight"].T
         gate, up = wide.chunk(2, dim=-1)
         x = x + (F.silu(gate) * up) @ own["mlp.linear_fc2.weight"].T
@@ -248,9 +230,9 @@ def test_heads_that_do_not_fit(heads, problem, tmp_path):
 
 
 def test_a_tensor_without_a_place_is_named(tmp_path):
-    router = {"decoder.layers.mlp.router.weight": torch.ones(LAYERS, 8, DIM)}
+    router = {"decoder.layers.mlp.router.bias": torch.ones(LAYERS, 8)}
     write(tmp_path / "iter_0000008", drawn(), moments=False, **router)
-    with pytest.raises(CheckpointError, match=r"decoder\.layers\.mlp\.router\.weight has no place in the model"):
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.mlp\.router\.bias has no place in the model"):
         import_checkpoint(tmp_path / "iter_0000008", tmp_path)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checkpoint import Saved, open_foreign, read_into
+from composer3d.checkpoint import Saved, open_foreign
 from composer3d.errors import CheckpointError
 from composer3d.importing.foreign_checkpoints.found_state import FoundState, number_in
-from composer3d.importing.foreign_checkpoints.megatron_names import NAMINGS, Heads, Naming, taken_apart
+from composer3d.importing.foreign_checkpoints.megatron_names import Heads, Naming, naming_of, taken_apart
+from composer3d.importing.foreign_checkpoints.megatron_pieces import Pieces, check_gates, pieces_of
 from composer3d.importing.foreign_checkpoints.torch_archive import Note, read_archive
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ _STATE = re.compile(
 )
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER = "fp32_param"
-# Halves of a gated projection that were saved apart.
-_HALVES = ("_w", "_v")
 
 
 def read_megatron_folder(path: Path, values: Mapping[str, str], naming: str) -> FoundState | None:
@@ -62,7 +61,7 @@ def read_megatron_folder(path: Path, values: Mapping[str, str], naming: str) -> 
     if isinstance(common, dict) and type(common.get("iteration")) is int:
         found.step = common["iteration"]
     found.skipped += _not_read(saved, pickled)
-    _add(saved, found, heads=_heads(folder, arguments), naming=NAMINGS[naming], arguments=arguments)
+    _add(saved, found, heads=_heads(folder, arguments), naming=naming_of(naming, saved.entries), arguments=arguments)
     steps = set(_steps(common))
     if len(steps) == 1:
         import torch
@@ -136,55 +135,51 @@ def _steps(common: Any) -> Iterator[int]:
 def _add(saved: Saved, found: FoundState, *, heads: Heads, naming: Naming, arguments: Mapping[str, Any]) -> None:
     """Read every tensor, and give its parts their names."""
     centred = arguments.get("apply_layernorm_1p") or arguments.get("layernorm_zero_centered_gamma")
-    states = {key: match for key in saved.entries if (match := _STATE.match(key))}
-    masters = {match["name"] for match in states.values() if match["state"] == _MASTER}
-    weights = [key for key in saved.entries if key not in states and not _BUCKETS.match(key) and key not in masters]
-    shapes = {key: saved.entries[key].shape for key in saved.entries}
-    for key in (*weights, *states):
-        match = states.get(key)
-        name, state = (key, _MASTER) if match is None else (match["name"], match["state"])
-        if shapes.get(name, shapes[key]) != shapes[key]:
-            found.skipped.append(f"{key}: has the shape {list(shapes[key])}, and the weight {list(shapes[name])}")
-            continue
-        for fqn, tensor in _named(saved, key, name, heads, naming):
-            if state == _MASTER:
-                is_norm = name.endswith(("layernorm.weight", "layer_norm_weight"))
-                found.weights[fqn] = tensor + 1 if centred and is_norm else tensor
-            else:
-                found.moments.setdefault(fqn, {})[state] = tensor
+    keys: dict[str, dict[str, str]] = {"": {}}
+    for key in saved.entries:
+        match = _STATE.match(key)
+        if match is not None:
+            keys.setdefault(match["state"], {})[match["name"]] = key
+        elif not _BUCKETS.match(key):
+            keys[""][key] = key
+    wholes = {state: pieces_of(named, saved) for state, named in keys.items()}
+    weights = wholes.pop("")
+    check_gates(weights, saved)
+    masters = wholes.get(_MASTER, {})
+    kept = {name: each for name, each in weights.items() if name not in masters}
+    for state, named in ((_MASTER, kept), *wholes.items()):
+        for name, pieces in named.items():
+            shape = pieces.shape(saved)
+            wanted = weights[name].shape(saved) if name in weights else shape
+            if shape != wanted:
+                key = pieces.keys[0][0]
+                found.skipped.append(f"{key}: has the shape {list(shape)}, and the weight {list(wanted)}")
+                continue
+            for fqn, tensor in _named(saved, name, pieces, heads, naming):
+                if state == _MASTER:
+                    is_norm = name.endswith(("layernorm.weight", "layer_norm_weight"))
+                    found.weights[fqn] = tensor + 1 if centred and is_norm else tensor
+                else:
+                    found.moments.setdefault(fqn, {})[state] = tensor
 
 
-def _named(saved: Saved, key: str, name: str, heads: Heads, naming: Naming) -> Iterator[tuple[str, Tensor]]:
+def _named(saved: Saved, name: str, pieces: Pieces, heads: Heads, naming: Naming) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors that one of the folder becomes, by name."""
     match = _LAYER.match(name)
     if match is None and name in naming.whole:
-        yield naming.whole[name], _read(saved, key)
+        yield naming.whole[name], pieces.read(saved)
         return
     part = "" if match is None else match["name"]
-    half = next((suffix for suffix in _HALVES if part.endswith(suffix)), "")
-    if match is None or not naming.names(0, part.removesuffix(half)):
+    if match is None or not naming.names(0, part):
         raise CheckpointError(
-            f"{saved.path}: {name} has no place in the model: Llamas, and transformers' models that are named as "
-            "they are (--names huggingface), are read"
+            f"{saved.path}: {name} has no place in the model: Llamas and mixtures of composer3d.models, and "
+            "transformers' models that are named as they are (--names huggingface), are read"
         )
-    read = _read(saved, key)
+    read = pieces.read(saved)
     layers = [(int(match["number"]), read)] if match["number"] is not None else list(enumerate(read))
     for number, tensor in layers:
-        names = naming.names(number, part.removesuffix(half))
-        if half:
-            yield names[_HALVES.index(half)], tensor
-            continue
         try:
             parts = taken_apart(part, tensor, heads, naming)
         except ValueError as error:
             raise CheckpointError(f"{saved.path}: {name}: {error}") from error
-        yield from zip(names, parts, strict=True)
-
-
-def _read(saved: Saved, key: str) -> Tensor:
-    import torch
-
-    entry = saved.entries[key]
-    tensors = {key: torch.empty(entry.shape, dtype=entry.dtype)}
-    read_into(saved, tensors)
-    return tensors[key]
+        yield from zip(naming.names(number, part), parts, strict=True)

@@ -1,18 +1,23 @@
-"""Names and shapes of Megatron-LM's tensors, and what stands for each in a Llama here or in transformers.
+"""Names and shapes of Megatron-LM's tensors, and what stands for each in a Llama or mixture here or in transformers.
 
-Source: `megatron/core/models/gpt/gpt_layer_specs.py` and `transformer/attention.py` of Megatron-LM core 0.17.
+Sources: `megatron/core/models/gpt/gpt_layer_specs.py`, `transformer/attention.py` and `transformer/moe` of Megatron-LM
+core 0.17.
+
+Legend: N experts, D width of the model, F width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NAMINGS", "Heads", "Naming", "taken_apart"]
+__all__ = ["NAMINGS", "Heads", "Naming", "naming_of", "taken_apart"]
+
+_EXPERTS = "mlp.experts.experts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +44,14 @@ class Naming:
         layer: Beginning of the names of a layer, with a place for its number.
         parts: By Megatron-LM's name in a layer: one name, or those of the parts of a fused tensor.
         pairs_are_neighbours: Whether the model's rotary positions turn neighbouring elements.
+        inputs_first: Whether an expert's weights have their inputs before their outputs.
     """
 
     whole: Mapping[str, str]
     layer: str
     parts: Mapping[str, tuple[str, ...]]
     pairs_are_neighbours: bool
+    inputs_first: bool
 
     def names(self, number: int, name: str) -> tuple[str, ...]:
         """Return the names of a layer's tensor; none where the model has no place for it."""
@@ -70,8 +77,15 @@ NAMINGS: Mapping[str, Naming] = {
             **dict.fromkeys(_NORM_BEFORE_MLP, ("ffn_norm.weight",)),
             "mlp.linear_fc1.weight": ("feed_forward.w1.weight", "feed_forward.w3.weight"),
             "mlp.linear_fc2.weight": ("feed_forward.w2.weight",),
+            "mlp.router.weight": ("feed_forward.router.weight",),
+            "mlp.router.expert_bias": ("feed_forward.router.bias_N",),
+            f"{_EXPERTS}linear_fc1.weight": ("feed_forward.experts.w1_NDF", "feed_forward.experts.w3_NDF"),
+            f"{_EXPERTS}linear_fc2.weight": ("feed_forward.experts.w2_NFD",),
+            "mlp.shared_experts.linear_fc1.weight": ("feed_forward.shared.w1.weight", "feed_forward.shared.w3.weight"),
+            "mlp.shared_experts.linear_fc2.weight": ("feed_forward.shared.w2.weight",),
         },
         pairs_are_neighbours=True,
+        inputs_first=True,
     ),
     "huggingface": Naming(
         whole={
@@ -93,10 +107,40 @@ NAMINGS: Mapping[str, Naming] = {
             "mlp.linear_fc1.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
             "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
             "mlp.linear_fc2.bias": ("mlp.down_proj.bias",),
+            "mlp.router.weight": ("mlp.gate.weight",),
+            "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+            f"{_EXPERTS}linear_fc1.weight": ("mlp.experts.gate_up_proj",),
+            f"{_EXPERTS}linear_fc2.weight": ("mlp.experts.down_proj",),
+            "mlp.shared_experts.linear_fc1.weight": (
+                "mlp.shared_experts.gate_proj.weight",
+                "mlp.shared_experts.up_proj.weight",
+            ),
+            "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
         },
         pairs_are_neighbours=False,
+        inputs_first=False,
     ),
 }
+# transformers' models whose shared expert has a gate, as Qwen2-MoE, call it by one name; GLM-4.5 has none, and another.
+_GATE = "mlp.shared_experts.gate_weight"
+_GATED_SHARED: Mapping[str, tuple[str, ...]] = {
+    _GATE: ("mlp.shared_expert_gate.weight",),
+    "mlp.shared_experts.linear_fc1.weight": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight",),
+}
+
+
+def naming_of(kind: str, names: Collection[str]) -> Naming:
+    """Return the names of a kind of model, of `NAMINGS`, as far as they depend on what was saved.
+
+    Args:
+        kind: A key of `NAMINGS`.
+        names: Megatron-LM's, of the tensors of one of its checkpoints.
+    """
+    naming = NAMINGS[kind]
+    if kind == "huggingface" and any(name.endswith(_GATE) for name in names):
+        return replace(naming, parts={**naming.parts, **_GATED_SHARED})
+    return naming
 
 
 def taken_apart(name: str, tensor: Tensor, heads: Heads, naming: Naming) -> tuple[Tensor, ...]:
@@ -107,7 +151,7 @@ def taken_apart(name: str, tensor: Tensor, heads: Heads, naming: Naming) -> tupl
 
     Args:
         name: Megatron-LM's, in a layer.
-        tensor: Of one layer, whole.
+        tensor: Of one layer, whole; of routed experts those of all, expert by expert.
         heads: Of the model.
         naming: Of the result.
 
@@ -116,10 +160,18 @@ def taken_apart(name: str, tensor: Tensor, heads: Heads, naming: Naming) -> tupl
     """
     if name.startswith("self_attention.linear_qkv.") and "layer_norm" not in name:
         return _queries_keys_values(tensor, heads, naming)
-    if name.startswith("mlp.linear_fc1.") and "layer_norm" not in name:
+    if name.startswith(_EXPERTS):
+        return _experts(name, tensor, naming)
+    if name.startswith(("mlp.linear_fc1.", "mlp.shared_experts.linear_fc1.")) and "layer_norm" not in name:
         gate, up = tensor.chunk(2)
         return gate, up
     return (tensor,)
+
+
+def _experts(name: str, weight: Tensor, naming: Naming) -> tuple[Tensor, ...]:
+    """Return the parts of fc1_N2FD, gates before the others, or fc2_NDF."""
+    parts = weight.chunk(len(naming.parts[name]), dim=1)
+    return tuple(each.transpose(1, 2) for each in parts) if naming.inputs_first else parts
 
 
 def _queries_keys_values(rows: Tensor, heads: Heads, naming: Naming) -> tuple[Tensor, Tensor, Tensor]:
