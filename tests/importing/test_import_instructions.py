@@ -156,7 +156,19 @@ RESET = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
         (
             f"{RESET} --tokenizer-type NullTokenizer --vocab-size 99",
             {"model": "folder"},
-            {"end": 99, "positions": "position_ids", "loss_after_end": False},
+            {"end": 98, "positions": "position_ids", "loss_after_end": False},
+            "carried",
+        ),
+        (
+            f"{RESET} --tokenizer-type NullTokenizer --vocab-size 99",
+            {"version": "0.17"},
+            {"end": 99, "positions": "positions", "numbers": "documents", "loss_after_end": False},
+            "carried",
+        ),
+        (
+            f"{RESET} --tokenizer-type TikTokenizer --tokenizer-model vocab.json",
+            {},
+            {"end": 2, "positions": "positions", "numbers": "documents", "loss_after_end": False},
             "carried",
         ),
         (f"{RESET} --tokenizer-type HuggingFaceTokenizer", {}, None, "missing"),
@@ -176,3 +188,73 @@ def test_documents_of_neox(tmp_path):
     keys = '"reset_attention_mask": true, "tokenizer_type": "GPT2BPETokenizer", '
     translation = translated(tmp_path, "neox.yml", text.replace("{", "{" + keys, 1))
     assert manifest_of(translation)["data"]["documents"] == {"end": 50256, "numbers": "documents"}
+
+
+def sentencepiece_model(*pieces, end=None):
+    """Return a model of sentencepiece: pieces with their kinds, and the name that its trainer gave the end."""
+
+    def field(number, content):
+        return bytes([number << 3 & 127 | 2 | 128, number >> 4, len(content)]) + content
+
+    made = b"".join(
+        field(1, field(1, name.encode()) + b"\x15\x00\x00\x80\x3f" + bytes([3 << 3, kind])) for name, kind in pieces
+    )
+    return made + (b"" if end is None else field(2, bytes([40 << 3 & 127 | 128, 2, 0]) + field(47, end.encode())))
+
+
+WORD, UNKNOWN, CONTROL = 1, 2, 3
+PIECES = (("<unk>", UNKNOWN), ("<s>", CONTROL), ("a", WORD), ("</s>", CONTROL), ("<end>", CONTROL))
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "end"),
+    [
+        ("Llama2Tokenizer", {"tok": sentencepiece_model(*PIECES)}, 3),
+        ("Llama2Tokenizer", {"tok": sentencepiece_model(*PIECES, end="<end>")}, 4),
+        ("Llama2Tokenizer", {"tok": sentencepiece_model(("</s>", WORD))}, None),
+        ("GPTSentencePieceTokenizer", {"tok": b"\x0a\xff\xff"}, None),
+        (
+            "HuggingFaceTokenizer",
+            {
+                "tok/tokenizer_config.json": {"eos_token": {"content": "<|end|>"}},
+                "tok/tokenizer.json": {"added_tokens": [{"id": 128001, "content": "<|end|>"}], "model": {"vocab": {}}},
+            },
+            128001,
+        ),
+        (
+            "HuggingFaceTokenizer",
+            {
+                "tok/tokenizer_config.json": {"eos_token": "</s>"},
+                "tok/tokenizer.json": {"model": {"vocab": {"</s>": 2}}},
+            },
+            2,
+        ),
+        (
+            "HuggingFaceTokenizer",
+            {"tok/tokenizer_config.json": {"eos_token": "z", "added_tokens_decoder": {"7": {"content": "z"}}}},
+            7,
+        ),
+        ("HuggingFaceTokenizer", {"tok/tokenizer_config.json": {}, "tok/tokenizer.json": {"added_tokens": []}}, None),
+        ("HuggingFaceTokenizer", {}, None),
+    ],
+)
+def test_ends_of_documents_are_read_from_a_tokenizers_files(tmp_path, kind, files, end):
+    for name, content in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    flags = f"{MEGATRON} {RESET} --tokenizer-type {kind} --tokenizer-model tok"
+    text = f"python pretrain_gpt.py {flags} --data-path corpus_text_document\n"
+    translation = translated(tmp_path, "train.sh", text)
+    assert manifest_of(translation)["data"].get("documents", {}).get("end") == end
+    assert verdicts_of(translation)["reset_position_ids"] == ("missing" if end is None else "carried")
+
+
+def test_a_tokenizer_is_not_missing_where_data_is_tokens(tmp_path):
+    flags = f"{MEGATRON} --tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt"
+    for more, verdict in (("", "meaningless"), (RESET, "derived")):
+        text = f"python pretrain_gpt.py {flags} {more} --data-path corpus_text_document\n"
+        found = verdicts_of(translated(tmp_path, "train.sh", text))
+        assert {found[key] for key in ("tokenizer_type", "vocab_file", "merge_file")} == {verdict}
+    found = verdicts_of(translated(tmp_path, "train.sh", f"python pretrain_gpt.py {flags}\n"))
+    assert found["tokenizer_type"] == "missing"

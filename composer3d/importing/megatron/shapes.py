@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.importing.documents_inside import asks_for_end
 from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
 from composer3d.importing.translation import Translation
 
@@ -180,5 +181,8 @@ def data(translation: Translation) -> None:
     for name in ("valid_data_path", "test_data_path"):
         t.judge(name, "missing" if t.get(name) else "meaningless", "evaluation on sets of its own")
     t.judge("split", "ignored-there" if t.get("split") else "meaningless", "it divides data_path alone")
-    for key in ("tokenizer_type", "tokenizer_model"):
+    is_tokens = t.options.data is None and bool(items) and key in t.verdicts and t.verdicts[key].verdict == "carried"
+    for key in () if asks_for_end(t) else ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):
+        if is_tokens:
+            t.judge(key, "meaningless", "the data is tokens")
         t.judge(key, "missing" if t.get(key) else "meaningless", "write data.tokenizer where the data is text")
