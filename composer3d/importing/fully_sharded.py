@@ -27,6 +27,8 @@ _EQUAL = {
     "limit_all_gathers": "FSDP2 limits them itself",
     "backward_prefetch": "FSDP2 gathers ahead itself",
 }
+# As Accelerate reads them.
+_TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
 _LEAST_NUMEL = 100_000_000  # of torch's size_based_auto_wrap_policy
 
 
@@ -74,6 +76,11 @@ def _strategy(t: Translation, key_of: Callable[[str], str], machines: int, world
     is_second = t.get(key_of("version")) in (2, "2")
     stated = t.get(resharded if is_second or key not in t else key, True if is_second else "FULL_SHARD")
     source = resharded if is_second or key not in t else key
+    if is_second and str(stated).lower() not in (*_TRUE, *_FALSE):
+        t.wrong(source, "must be true or false in version 2 of FSDP")
+        return
+    if is_second:
+        stated = str(stated).lower() in _TRUE
     if isinstance(stated, bool) or str(stated).lower() in ("true", "false"):
         zero = 3 if str(stated).lower() == "true" else 2
         name = ""

@@ -56,6 +56,18 @@ def test_fsdp_in_its_second_version(tmp_path):
     assert set(verdicts_of(translation).values()) == {"derived", "equal", "carried"}
 
 
+@pytest.mark.parametrize(("stated", "zero"), [("4", None), ("FULL_SHARD", None), ("'no'", 2), ("1", 3)])
+def test_the_second_version_of_fsdp_has_no_strategies(tmp_path, stated, zero):
+    text = f"{LAUNCH}distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, fsdp_reshard_after_forward: {stated}}}\n"
+    translation = translated(tmp_path, "a.yaml", text)
+    said = [problem.message for problem in translation.problems if problem.severity == "error"]
+    if zero is None:
+        assert any("must be true or false in version 2 of FSDP" in each for each in said)
+        assert "mesh.dp_replicate" not in translation.settings
+    else:
+        assert not said and manifest_of(translation)["sharding"]["fsdp2"]["zero"] == zero
+
+
 @pytest.mark.parametrize(("stated", "numel"), [("  fsdp_min_num_params: 1e6\n", 1_000_000), ("", 100_000_000)])
 def test_units_by_size_are_fsdps(tmp_path, stated, numel):
     text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"

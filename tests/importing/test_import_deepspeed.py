@@ -328,6 +328,13 @@ def test_verdicts_of_single_keys(tmp_path, content, key, verdict, said):
     assert said in translation.verdicts[key].note
 
 
+def test_groups_that_keep_weights_are_checked_on_as_many_ranks(tmp_path):
+    text = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, '
+    (tmp_path / "ds.json").write_text(text + '"zero_quantized_weights": true}}')
+    result = import_config(tmp_path / "ds.json", name=str(tmp_path / "run.toml"))
+    assert result.ok, result.problems
+
+
 def test_a_file_without_a_batch_size_is_reported_and_a_slip_is_named(tmp_path):
     translation = translated(tmp_path, "ds.json", document(train_micro_batch_size_per_gp=4, bf16={"enabled": True}))
     entry = translation.verdicts["train_micro_batch_size_per_gp"]

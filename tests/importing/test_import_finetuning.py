@@ -98,6 +98,8 @@ def test_axolotl_under_the_trainers_rules(tmp_path):
         ("activation_offloading: legacy", "activation_offloading", "carried"),
         ("fp32_norms: true", "fp32_norms", "carried"),
         ("flash_attention: true", "flash_attention", "meaningless"),
+        ("liger_fused_linear_cross_entropy: true", "liger_fused_linear_cross_entropy", "meaningless"),
+        ("liger_use_token_scaling: true", "liger_use_token_scaling", "missing"),
     ],
 )
 def test_single_keys_of_axolotl(tmp_path, line, key, verdict):
