@@ -81,6 +81,8 @@ _GATHERED: Mapping[str, int] = {
     "allgather_into_tensor_coalesced_": 1,
     "gather_": 1,
 }
+# The argument that names the source, in its group.
+_SOURCES: Mapping[str, int] = {"broadcast": 1, "broadcast_": 2}
 
 # Functions of torch that call a module's forward with its hooks, and that run a backward.
 _CALLS = {"torch.nn.modules.module": ("_call_impl",), "torch.autograd.graph": ("_engine_run_backward",)}
@@ -119,13 +121,15 @@ class Issued:
         op: As of `Collective`.
         axis: As of `Collective`.
         ranks: As of `Collective`.
-        tensors: What this rank puts in.
+        tensors: What this rank puts in; of a broadcast what it sends, or what is overwritten.
+        source: Of a broadcast, the rank in its group whose values all receive.
     """
 
     op: str
     axis: str
     ranks: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
+    source: int | None = None
 
 
 class Collectives:
@@ -160,7 +164,8 @@ class Collectives:
         found = process_group(_group_of(args))
         ranks = tuple(dist.get_process_group_ranks(found))
         tensors = tuple(_tensors(args[_GATHERED.get(name, position)]))
-        return Issued(op=op, axis=self._axis(found, ranks), ranks=ranks, tensors=tensors)
+        source = args[_SOURCES[name]] if name in _SOURCES else None
+        return Issued(op=op, axis=self._axis(found, ranks), ranks=ranks, tensors=tensors, source=source)
 
     @property
     def rows(self) -> tuple[Collective, ...]:

@@ -95,6 +95,28 @@ class Swapped:
         return [Metric(name="swapped_ratio", value=context.state.get(self, 0.0))]
 
 
+@plugin(family="profiling")
+class SwappedBroadcast:
+    """Measure two gradients' norms of the first rank, of which the second rank receives the second first.
+
+    Collectives: two broadcasts a step.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return action("swappedbroadcast", StepPoint.GRADIENTS_LOCAL, self._share)
+
+    def _share(self, state):
+        norms = [grad.to_local().norm().view(1) for grad in list(gradients(state))[:2]]
+        for norm in reversed(norms) if state.context.rank else norms:
+            dist.broadcast(norm, group=state.context.mesh.get_group("dp_shard"), group_src=0)
+        state.context.state[self] = float(norms[0] / norms[1])
+
+    @hookimpl
+    def composer3d_measure(self, context, step):
+        return [Metric(name="swapped_ratio", value=context.state.get(self, 0.0))]
+
+
 @plugin(family="communication")
 class PlannedOtherwise:
     """Add up a number over the ranks, but only in runs.

@@ -32,6 +32,12 @@ FAULTS = [
         "collectives out of order",
         "step 0, what rank 0 puts into number 1 (norm, norms[0]), at nonconforming_plugins.py:",
     ),
+    (
+        "collectives",
+        Conformance(plugin=faulty.SwappedBroadcast),
+        "collectives out of order",
+        "step 0, what rank 0 takes as number 1 (norm, norms[0]), at nonconforming_plugins.py:",
+    ),
     ("numerics", Conformance(plugin=faulty.WrongGradients), "wrong numbers", "gradients differ by more than"),
     ("state", Conformance(plugin=faulty.LostState), "lost state", "in the step after a load"),
     ("order", Conformance(plugin=faulty.OrderDependent), "depends on order", "as a table whose name sorts first"),
@@ -115,6 +121,21 @@ def test_what_each_rank_adds_in_its_turn_is_in_order():
     assert out_of_order([[own, nothing], [nothing, own]]) == ""
     # Numbers of a rank's own, which are no other rank's.
     assert out_of_order([[replace(FIRST, values="1"), SECOND], [replace(FIRST, values="3"), SECOND]]) == ""
+
+
+def broadcast(names, source, place="own.py:1 in share"):
+    return replace(sent("", names, place), op="broadcast", source=source)
+
+
+def test_broadcasts_in_another_order_are_told():
+    one, other = broadcast("a", 0), broadcast("b", 0)
+    assert out_of_order([[one, other], [one, other]]) == ""
+    said = out_of_order([[one, other], [other, one]])
+    assert "what rank 0 takes as number 1 (a), at own.py:1 in share, rank 1 takes as number 2" in said
+    assert said.endswith("each is given the values of another one")
+    # Ranks that take turns share what is theirs, and receive into a buffer.
+    turns = [broadcast("mine", 0), broadcast("buffer", 1)], [broadcast("buffer", 0), broadcast("mine", 1)]
+    assert out_of_order(turns) == ""
 
 
 def test_every_heading_has_a_fault_that_it_finds():

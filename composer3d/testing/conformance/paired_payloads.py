@@ -2,7 +2,8 @@
 
 What one rank puts into the first collective and another rank into the second was to be reduced with itself. It is known
 by its values, since all ranks are given the same batch; by its name in the plugin's code, which other values of a shard
-have too; and by the line of the call.
+have too; and by the line of the call. What a broadcast overwrites is known by its name and line alone, among those of
+one source.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Sent", "out_of_order", "sent_on_equal_batches"]
 
-# To which every rank of the group contributes.
-_PAIRED = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+_BROADCAST = "broadcast"
+# To which every rank of the group contributes, or from which every rank takes.
+_PAIRED = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", _BROADCAST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,11 @@ class Sent:
         ranks: Of its process group.
         size: Dtypes and shapes.
         values: Digest of what this rank puts in; empty where all elements are one integer, as of flags and counts,
-            which say nothing of what they are.
+            which say nothing of what they are, and of a broadcast, whose receivers have anything.
         names: What the plugin's code calls it; empty where it has no name.
         place: File, line and function of the plugin.
         is_nothing: Whether it adds nothing to what other ranks put in: one rank at a time may have something.
+        source: In the group, of a broadcast.
     """
 
     step: int
@@ -59,6 +62,7 @@ class Sent:
     names: str
     place: str
     is_nothing: bool = False
+    source: int | None = None
 
 
 def sent_on_equal_batches(manifest: Path, plugin: type, *, world_size: int) -> list[list[Sent]]:
@@ -98,16 +102,19 @@ def _send(manifest: Path, plugin: type) -> list[Sent]:
 def _sent(issued: Any, frames: Sequence[FrameType], step: int, run: Composition) -> Iterator[Sent]:
     if issued is not None and issued.op in _PAIRED:
         inner = frames[0]
+        is_broadcast = issued.op == _BROADCAST
+        is_told = not is_broadcast and any(map(_is_telling, issued.tensors))
         yield Sent(
             step=step,
             op=issued.op,
             axis=issued.axis,
             ranks=issued.ranks,
             size=" ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in issued.tensors),
-            values=" ".join(map(digest, issued.tensors)) if any(map(_is_telling, issued.tensors)) else "",
+            values=" ".join(map(digest, issued.tensors)) if is_told else "",
             names=", ".join(sorted(_names(issued.tensors, frames, run))),
             place=f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno} in {inner.f_code.co_name}",
-            is_nothing=all(map(_is_nothing, issued.tensors)),
+            is_nothing=not is_broadcast and all(map(_is_nothing, issued.tensors)),
+            source=issued.source,
         )
 
 
@@ -179,12 +186,12 @@ def out_of_order(ranks: Sequence[Sequence[Sent]]) -> str:
     return ""
 
 
-def _alike(rows: Sequence[Sent], group: tuple[int, ...]) -> Mapping[tuple[int, str, str], list[Sent]]:
+def _alike(rows: Sequence[Sent], group: tuple[int, ...]) -> Mapping[tuple[int, str, str, int | None], list[Sent]]:
     """Return collectives by what ranks have to have in common, each list in its order."""
-    found: defaultdict[tuple[int, str, str], list[Sent]] = defaultdict(list)
+    found: defaultdict[tuple[int, str, str, int | None], list[Sent]] = defaultdict(list)
     for sent in rows:
         if sent.ranks == group:
-            found[sent.step, sent.op, sent.size].append(sent)
+            found[sent.step, sent.op, sent.size, sent.source].append(sent)
     return found
 
 
@@ -194,10 +201,13 @@ def _say(mine: Sequence[Sent], theirs: Sequence[Sent], first: int, other: int) -
         if pair is not None:
             here, there = pair
             sent = mine[here]
+            is_received = sent.source is not None
+            does, becomes = ("takes as", "given the values of") if is_received else ("puts into", "reduced with")
+            named = f" ({sent.names})" if sent.names else ""
             return (
-                f"of {len(mine)} {sent.op} of {sent.size} over {sent.axis} in step {sent.step}, what rank {first} puts "
-                f"into number {here + 1}{f' ({sent.names})' if sent.names else ''}, at {sent.place}, rank {other} puts "
-                f"into number {there + 1}: each is reduced with another one"
+                f"of {len(mine)} {sent.op} of {sent.size} over {sent.axis} in step {sent.step}, what rank {first} "
+                f"{does} number {here + 1}{named}, at {sent.place}, rank {other} {does} number {there + 1}: each is "
+                f"{becomes} another one"
             )
     return ""
 
