@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer3d.cli.output import complain, print_problems, say
+from composer3d.cli.schema import SCHEMA_FILE, heading, write_schema
 from composer3d.errors import ManifestError
 
 __all__ = ["Answers", "ask", "from_terminal", "guide", "manifest_of"]
@@ -23,7 +25,8 @@ class Answers:
 
     Args:
         model: `module:Class`, `hf:` and a name or folder; empty: a small Llama.
-        data: A file, a folder, or `module:callable`; empty: the documentation that ships inside Python.
+        data: A file or folder, from the manifest's folder, or `module:callable`; empty: the documentation that ships
+            inside Python.
         devices: Ranks on this machine.
         steps: Optimizer steps.
         file: Of the manifest.
@@ -36,14 +39,13 @@ class Answers:
     file: Path
 
 
-def guide(read: Callable[[str], str], *, devices: int, device: str, heading: str) -> int:
+def guide(read: Callable[[str], str], *, devices: int, device: str) -> int:
     """Ask, write the manifest and the schema for editors, and check it; returns the exit code.
 
     Args:
         read: Shows a question and returns the line that answers it; raises EOFError where there is none.
         devices: Proposed number of ranks.
         device: `cpu` or `cuda`.
-        heading: The first line of the manifest, for editors.
     """
     from composer3d import check
 
@@ -54,11 +56,13 @@ def guide(read: Callable[[str], str], *, devices: int, device: str, heading: str
         return 2
     try:
         with answers.file.open("x", encoding="utf-8") as file:
-            file.write(heading + manifest_of(answers, device=device))
+            file.write(heading() + manifest_of(answers, device=device))
     except OSError as error:
         complain(f"{answers.file} cannot be written: {(error.strerror or str(error)).lower()}")
         return 2
-    say(f"wrote {answers.file}; checking it")
+    if code := write_schema(answers.file.parent):
+        return code
+    say(f"wrote {answers.file}, and {answers.file.with_name(SCHEMA_FILE)} for editors; checking it")
     try:
         found = check(answers.file)
     except ManifestError as error:
@@ -82,8 +86,21 @@ def ask(read: Callable[[str], str], *, devices: int) -> Answers:
     )
     number = _asked(read, f"Devices of this machine [{devices}]", str(devices), _number)
     steps = _asked(read, "Optimizer steps [100]", "100", _number)
-    file = _asked(read, "Manifest [run.toml]", "run.toml", _file)
-    return Answers(model=model, data=data, devices=int(number), steps=int(steps), file=Path(file))
+    file = Path(_asked(read, "Manifest [run.toml]", "run.toml", _file))
+    is_folder = model.startswith("hf:") and Path(model[3:]).exists()
+    return Answers(
+        model=f"hf:{_seen_from(file, model[3:])}" if is_folder else model,
+        data=data if _REFERENCE.fullmatch(data) else _seen_from(file, data),
+        devices=int(number),
+        steps=int(steps),
+        file=file,
+    )
+
+
+def _seen_from(manifest: Path, name: str) -> str:
+    """Return a file or folder of this folder as a manifest names it: from the folder in which the manifest lies."""
+    is_here = not name or os.path.isabs(name) or manifest.parent == Path()
+    return name if is_here else os.path.relpath(name, manifest.parent)
 
 
 def manifest_of(answers: Answers, *, device: str) -> str:
@@ -150,6 +167,8 @@ def _number(answer: str) -> str:
 def _file(answer: str) -> str:
     if not answer.endswith(".toml"):
         return f'"{answer}" is no name of a manifest; write for example run.toml'
+    if not Path(answer).parent.is_dir():
+        return f"there is no folder {Path(answer).parent}"
     return f"{answer} exists and is not overwritten; name another file" if Path(answer).exists() else ""
 
 

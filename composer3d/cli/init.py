@@ -9,13 +9,10 @@ from pathlib import Path
 
 from composer3d.cli.options import Subparsers, path
 from composer3d.cli.output import complain, print_table, say
-from composer3d.cli.schema import schema_text
+from composer3d.cli.schema import SCHEMA_FILE, heading, write_schema
 from composer3d.errors import did_you_mean
 
 __all__ = ["add", "execute"]
-
-# Editors take it from the line `#:schema` of a manifest; Taplo and those who follow it.
-SCHEMA = "composer3d.schema.json"
 
 
 def add(subparsers: Subparsers) -> None:
@@ -79,35 +76,23 @@ def _guided() -> int:
     import torch
 
     devices = torch.cuda.device_count() if device.type == "cuda" else 2
-    code = guide(from_terminal, devices=devices, device=device.type, heading=f"#:schema {SCHEMA}\n")
-    return code or _schema(Path(SCHEMA))
-
-
-def _schema(path: Path) -> int:
-    """Write the schema for editors; 2 where it cannot be."""
-    try:
-        path.write_text(f"{schema_text()}\n", encoding="utf-8")
-    except OSError as error:
-        complain(f"{path} cannot be written: {(error.strerror or str(error)).lower()}")
-        return 2
-    return 0
+    return guide(from_terminal, devices=devices, device=device.type)
 
 
 def _manifest(text: str, target: Path) -> int:
     """Write a manifest, and the schema beside it."""
-    schema = target.with_name(SCHEMA)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(f"#:schema {SCHEMA}\n{text}")
+            file.write(f"{heading()}{text}")
     except FileExistsError:
         complain(f"{target} exists and is not overwritten; name another file with --to FILE")
         return 2
     except OSError as error:
         complain(f"{target} cannot be written: {(error.strerror or str(error)).lower()}")
         return 2
-    if code := _schema(schema):
+    if code := write_schema(target.parent):
         return code
-    say(f"wrote {target}, and {schema} for editors; next: composer3d check {target}")
+    say(f"wrote {target}, and {target.with_name(SCHEMA_FILE)} for editors; next: composer3d check {target}")
     return 0
 
 
@@ -116,10 +101,9 @@ def _example(name: str, folder: Path | None) -> int:
     from composer3d.examples import copy_example, shipped_examples
 
     example, target = shipped_examples()[name], folder or Path(name)
-    written = copy_example(example, target, first_lines=f"#:schema {SCHEMA}\n")
-    schema = target / SCHEMA
-    if code := _schema(schema):
+    written = copy_example(example, target, first_lines=heading())
+    if code := write_schema(target):
         return code
-    say("\n".join(f"wrote {file}" for file in [*written, schema]))
+    say("\n".join(f"wrote {file}" for file in [*written, target / SCHEMA_FILE]))
     say("next:\n" + textwrap.indent("\n".join([f"cd {target}", *example.start]), "  "))
     return 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from composer3d.cli.options import Subparsers
 from composer3d.cli.output import complain, say
 from composer3d.errors import PluginError
 
-__all__ = ["add", "execute", "schema_text"]
+__all__ = ["SCHEMA_FILE", "add", "execute", "heading", "schema_text", "write_schema"]
+
+# Editors take it from the line `#:schema` of a manifest, beside which it lies; Taplo and those who follow it.
+SCHEMA_FILE = "composer3d.schema.json"
 
 
 def add(subparsers: Subparsers) -> None:
@@ -25,6 +29,22 @@ def add(subparsers: Subparsers) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Print the schema."""
     say(schema_text())
+    return 0
+
+
+def heading() -> str:
+    """Return the first line of a manifest whose schema lies beside it."""
+    return f"#:schema {SCHEMA_FILE}\n"
+
+
+def write_schema(folder: Path) -> int:
+    """Write the schema for editors into a manifest's folder, over one of another time; 2 where it cannot be."""
+    path = folder / SCHEMA_FILE
+    try:
+        path.write_text(f"{schema_text()}\n", encoding="utf-8")
+    except OSError as error:
+        complain(f"{path} cannot be written: {(error.strerror or str(error)).lower()}")
+        return 2
     return 0
 
 

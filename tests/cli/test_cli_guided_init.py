@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -36,9 +37,11 @@ def answering(*answers):
 )
 def test_what_it_writes_is_accepted(answers, tables, folder, capsys):
     (folder / "run.toml").unlink()
-    assert guide(answering(*answers), devices=2, device="cpu", heading="#:schema x.json\n") == 0
+    assert guide(answering(*answers), devices=2, device="cpu") == 0
     file = Path(answers[-1] or "run.toml")
-    found = tomli.loads(file.read_text())
+    first, _, text = file.read_text().partition("\n")
+    assert first == "#:schema composer3d.schema.json" and json.loads(Path("composer3d.schema.json").read_text())
+    found = tomli.loads(text)
     assert found["model"].items() >= tables.items() and found["mesh"] == {"dp_shard": 2}
     told = capsys.readouterr().out
     assert "DATA         fsdp2" in told and told.endswith(f"next: composer3d run {file}\n")
@@ -54,17 +57,36 @@ def test_answers_that_cannot_be_are_asked_again(folder, capsys):
         assert said in told
 
 
+def test_a_manifest_in_another_folder_has_its_schema_and_data(folder, capsys):
+    Path("inner").mkdir()
+    answers = ["", "text.txt", "2", "4", "no_such/run.toml", "inner/run.toml"]
+    assert guide(answering(*answers), devices=2, device="cpu") == 0
+    assert tomli.loads(Path("inner/run.toml").read_text())["data"]["use"] == "../text.txt"
+    assert sorted(file.name for file in Path("inner").iterdir()) == ["composer3d.schema.json", "run.toml"]
+    assert not Path("composer3d.schema.json").exists()
+    assert "there is no folder no_such" in capsys.readouterr().out
+
+
+def test_a_model_s_folder_is_seen_from_the_manifest(folder):
+    Path("inner").mkdir()
+    Path("own").mkdir()
+    found = ask(answering("hf:own", "", "", "", "inner/run.toml"), devices=2)
+    assert (found.model, found.data) == ("hf:../own", "")
+    assert ask(answering("hf:a/b", "", "", "", "inner/run.toml"), devices=2).model == "hf:a/b"
+
+
 def test_what_check_finds_is_told_and_the_file_stays(folder, capsys):
     answers = ["cli_models:no_such", "text.txt", "2", "4", "mine.toml"]
-    assert guide(answering(*answers), devices=2, device="cpu", heading="") == 2
+    assert guide(answering(*answers), devices=2, device="cpu") == 2
     told = capsys.readouterr()
     assert 'module "cli_models" has no "no_such"' in told.err
     assert "mend mine.toml" in told.out and (folder / "mine.toml").is_file()
+    assert (folder / "composer3d.schema.json").is_file()
 
 
 def test_without_an_answer_nothing_is_written(folder, capsys):
     before = sorted(folder.iterdir())
-    assert guide(answering("cli_models:build"), devices=2, device="cpu", heading="") == 2
+    assert guide(answering("cli_models:build"), devices=2, device="cpu") == 2
     assert capsys.readouterr().err.endswith("nothing is written\n")
     assert sorted(folder.iterdir()) == before
 
