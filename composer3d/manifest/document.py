@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.errors import ManifestError, Problem
+from composer3d.manifest.inherited_files import seen_from
 from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.references import note_extended
@@ -200,9 +201,8 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
         place = layer.places[("extends",)]
         problems.append(replace(base, file=file, line=place.line, column=place.column, table="", key="extends"))
         return own
-    _find_modules(chain[-1], base)
     inherited: list[Problem] = []
-    below = _read_chain((*chain, base), inherited)
+    below = _beside(chain, base, _read_chain((*chain, base), inherited))
     # A base that cannot be opened has no lines of its own.
     place = layer.places[("extends",)]
     problems += [
@@ -222,11 +222,16 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
     return merge(below, own)
 
 
-def _find_modules(source: Source, base: Source) -> None:
-    """Have modules that a base names found beside it too, after those beside the manifest that extends it."""
-    folders = [each.path.absolute().parent for each in (source, base) if each.path and not each.is_shipped]
-    if len(set(folders)) > 1:
-        note_extended(*folders)
+def _beside(chain: tuple[Source, ...], base: Source, below: Layer) -> Layer:
+    """Have modules and files that a base names found beside it too, after those beside the manifests that extend it."""
+    if base.path is None or base.is_shipped or chain[-1].path is None:
+        return below
+    folders = [each.path.absolute().parent for each in chain if each.path and not each.is_shipped]
+    other = base.path.absolute().parent
+    if folders[-1] == other:
+        return below
+    note_extended(folders[-1], other)
+    return replace(below, tables=seen_from(folders, below.tables, base=other))
 
 
 def _find_base(name: Any, chain: tuple[Source, ...]) -> Source | Problem:

@@ -165,6 +165,26 @@ def test_shipped_manifests_are_found_by_name(folder, shipped_folder):
     assert list(shipped()) == ["quickstart", "small"]
 
 
+def test_files_that_a_base_names_are_those_beside_it(folder):
+    for name in ("base", "base/inner", "runs"):
+        (folder / name).mkdir()
+    for name in ("base/text.txt", "base/tokens.bin", "base/inner/own.txt", "runs/both.txt", "base/both.txt"):
+        (folder / name).touch()
+    (folder / "base" / "model").mkdir()
+    (folder / "base" / "base.toml").write_text(
+        FORMAT + 'data.use = "text.txt"\ndata.tokenizer = "bytes"\nmodel.hf = "model"\n'
+        '[[data.blend]]\nuse = "tokens"\n[[data.blend]]\nuse = "both.txt"\n[[data.blend]]\nuse = "a:b"\n'
+    )
+    (folder / "base" / "inner" / "middle.toml").write_text(FORMAT + 'extends = "../base.toml"\n')
+    (folder / "runs" / "run.toml").write_text(FORMAT + 'extends = "../base/inner/middle.toml"\n')
+    found = read("runs/run.toml").tables
+    assert found["data"]["use"] == "../base/text.txt" and found["data"]["tokenizer"] == "bytes"
+    assert found["model"]["hf"] == "../base/model"
+    assert [each["use"] for each in found["data"]["blend"]] == ["../base/tokens", "both.txt", "a:b"]
+    (folder / "runs" / "own.toml").write_text(FORMAT + 'extends = "../base/base.toml"\ndata.use = "text.txt"\n')
+    assert read("runs/own.toml").tables["data"]["use"] == "text.txt"
+
+
 def test_a_shipped_manifest_extends_shipped_ones_only(folder, shipped_folder):
     (folder / "mine").write_text(FORMAT)
     (shipped_folder / "quickstart.toml").write_text(FORMAT + 'extends = "mine"\n')
