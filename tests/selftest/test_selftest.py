@@ -118,6 +118,24 @@ def test_what_is_good(items, ok):
     assert found.summary.endswith(", 3 more need more minutes")
 
 
+def test_time_that_is_up_before_a_proof_is_told():
+    found = SelfTest(machine={}, items=(item("network", "cut off"),), left=3, absent=())
+    assert found.summary == "no composition was begun before time was up, 3 more need more minutes"
+
+
+def test_links_are_measured_in_a_part_of_the_time(monkeypatch):
+    left = []
+
+    def measured(folder, device, ranks, until):
+        left.append(until - time.monotonic())
+        return item("network", "cut off")
+
+    monkeypatch.setattr(self_test, "_network", measured)
+    monkeypatch.setattr(self_test, "proof_rows", lambda **_: [])
+    self_test.self_test(minutes=100.0)
+    assert all(1700 < each <= 1800 for each in left) and left
+
+
 def test_reports_have_no_names():
     told = scrubbed(f"{socket.gethostname()} {Path.home()}/x {getpass.getuser()} {Path.cwd()}/y 10.1.2.3 at line 4")
     for name in (socket.gethostname(), str(Path.home()), "10.1.2.3", str(Path.cwd())):
