@@ -152,3 +152,12 @@ def test_lines_where_there_is_no_terminal(started, capfd):
         "12",
     ]
     assert "\x1b" not in shown and "\r" not in shown
+
+
+def test_lines_in_a_notebook_are_written_to_its_stream(monkeypatch, capsys):
+    """Rich would show HTML by the kernel's connection, which a forked rank has not."""
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr("builtins.get_ipython", shell, raising=False)
+    display = Display(3)
+    display.step({**ROW, "step": 3})
+    assert capsys.readouterr().err.startswith("step 3/3  loss 2.5000")
