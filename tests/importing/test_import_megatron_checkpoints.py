@@ -229,10 +229,11 @@ def test_heads_that_do_not_fit(heads, problem, tmp_path):
         )
 
 
-def test_a_tensor_without_a_place_is_named(tmp_path):
-    router = {"decoder.layers.mlp.router.bias": torch.ones(LAYERS, 8)}
-    write(tmp_path / "iter_0000008", drawn(), moments=False, **router)
-    with pytest.raises(CheckpointError, match=r"decoder\.layers\.mlp\.router\.bias has no place in the model"):
+@pytest.mark.parametrize("name", ["mlp.router.bias", "scale"])
+def test_a_tensor_without_a_place_is_named(name, tmp_path):
+    other = {f"decoder.layers.{name}": torch.ones(LAYERS, 8) if "bias" in name else torch.tensor(1.0)}
+    write(tmp_path / "iter_0000008", drawn(), moments=False, **other)
+    with pytest.raises(CheckpointError, match=rf"decoder\.layers\.{name} has no place in the model"):
         import_checkpoint(tmp_path / "iter_0000008", tmp_path)
 
 

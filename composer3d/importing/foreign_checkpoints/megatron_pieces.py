@@ -35,8 +35,10 @@ class Pieces:
 
     def shape(self, saved: Saved) -> tuple[int, ...]:
         """Return the shape of the whole."""
-        first, *rest = saved.entries[self.keys[0][0]].shape
-        whole = (first * len(self.keys[0]), *rest)
+        halves = self.keys[0]
+        whole = tuple(saved.entries[halves[0]].shape)
+        if len(halves) > 1 and whole:
+            whole = (whole[0] * len(halves), *whole[1:])
         return (len(self.keys), *whole) if self.are_experts else whole
 
     def read(self, saved: Saved) -> Tensor:
@@ -120,5 +122,6 @@ def _projections(weights: Mapping[str, Pieces], saved: Saved) -> Iterator[tuple[
     gated: Iterable[str] = (name for name in weights if name.endswith(_GATED))
     for name in gated:
         second = weights.get(name.removesuffix(_GATED) + ".linear_fc2.weight")
-        if second is not None:
-            yield name, weights[name].shape(saved)[-2], second.shape(saved)[-1]
+        shape = weights[name].shape(saved)
+        if second is not None and len(shape) > 1 and second.shape(saved):
+            yield name, shape[-2], second.shape(saved)[-1]
