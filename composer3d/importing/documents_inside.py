@@ -61,8 +61,10 @@ def documents_inside(translation: Translation) -> None:
     unknown = _unknown(t)
     for key in (_POSITIONS, _ATTENTION, _LOSS):
         t.judge(key, "missing" if key in on else "equal", both if end is not None else unknown)
-    for key in _TOKENIZER if on else ():
-        t.judge(key, "missing" if t.get(key) else "meaningless", "write data.tokenizer where the data is text")
+    for key in _TOKENIZER:
+        if on:
+            t.judge(key, "missing" if t.get(key) else "meaningless", "write data.tokenizer where the data is text")
+        t.judge(key, "meaningless", "the data is tokens")
 
 
 def _unknown(t: Translation) -> str:

@@ -50,7 +50,8 @@ def end_in_sentencepiece(file: Path) -> int | None:
     """Return the number of the control piece that ends sequences in a sentencepiece model; None where there is none."""
     try:
         content = file.read_bytes() if file.stat().st_size <= _MOST_BYTES else b""
-        pieces, end = [], b"</s>"
+        pieces: list[dict[int, int | bytes]] = []
+        end = b"</s>"
         for number, value in _fields(content):
             if number == _PIECES and isinstance(value, bytes):
                 pieces.append(dict(_fields(value)))
@@ -84,7 +85,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(content):
         tag, at = _varint(content, at)
-        wire, value = tag & 7, None
+        wire = tag & 7
         if wire == _WIRE_VARINT:
             value, at = _varint(content, at)
             yield tag >> 3, value
