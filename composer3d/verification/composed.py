@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RankStep", "RankSteps", "run_composed"]
 
+# From 65536 a scale that is halved has left float16's range by then.
+MAX_OVERFLOWS = 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
@@ -48,6 +51,7 @@ class RankStep:
             no multiple.
         held: Local shards of this rank, by kind and FQN.
         gains: Gains of gradients over those of one device; of the first step in the run's dtypes.
+        overflows: Times that the loss scaler vetoed it before; what is compared is the step that was taken then.
     """
 
     loss: float
@@ -58,6 +62,7 @@ class RankStep:
     scaled: dict[str, float | None]
     held: dict[str, dict[str, Holding]]
     gains: dict[str, Gain]
+    overflows: int
 
 
 @dataclass(kw_only=True)
@@ -199,6 +204,7 @@ class _Ran:
         scaled: As in `RankStep`.
         before: Parameters before the optimizer's step.
         held: What this rank holds of gradients.
+        vetoes: Names of what skipped the optimizer's step, the same on all ranks.
     """
 
     loss: float
@@ -209,6 +215,7 @@ class _Ran:
     scaled: dict[str, float | None]
     before: dict[str, Tensor]
     held: dict[str, Holding]
+    vetoes: tuple[str, ...]
 
 
 def _run(
@@ -238,7 +245,7 @@ def _run(
             run.clip_grad_norm_(subject.grad_clip)
             before = _parameters(run)
             optimizer.step()
-            if averages is not None:
+            if averages is not None and not state.vetoes:
                 averages.update(number)
             optimizer.zero_grad()
     finally:
@@ -252,6 +259,7 @@ def _run(
         scaled=multiples.of_shards(own[-1], own[0]),
         before=before,
         held=held,
+        vetoes=state.vetoes,
     )
 
 
@@ -271,7 +279,10 @@ def _step(
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
-    ran = _run(subject, run, optimizer, averages, number, batch)
+    ran, overflows = _run(subject, run, optimizer, averages, number, batch), 0
+    # A step whose gradients overflow at the loss scale is skipped and the scale lowered: part of the run, no fault of it.
+    while "grad_scaler" in ran.vetoes and overflows < MAX_OVERFLOWS and math.isfinite(expected.grad_norm):
+        ran, overflows = _run(subject, run, optimizer, averages, number, batch), overflows + 1
     after = _parameters(run)
     averaged = {} if averages is None else averages.state_dict()["averages"]
     held = {"gradients": ran.held, "parameters": held_tensors(run, run.named_parameters())}
@@ -289,6 +300,7 @@ def _step(
         scaled=ran.scaled,
         held=held,
         gains=gains_of(ran.gradients, expected.gradients) if which == "own" and number == 0 else {},
+        overflows=overflows,
     )
 
 

@@ -88,6 +88,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *_mixed(reference),
         *_unwritten(reference),
         *_coarse(reference),
+        *_overflowed(evidence.ranks),
         *notes_of_untrained(reference.untrained, reference.outputs),
         *drawing_notes([report.drawing for report in evidence.ranks]),
         *_coded(evidence.ranks),
@@ -135,6 +136,16 @@ def _mixed(reference: ReferenceReport) -> Iterator[str]:
             "under DistributedDataParallel: another microbatch or data-parallel degree trains another model, unless "
             "statistics are taken over all ranks (SyncBatchNorm)"
         )
+
+
+def _overflowed(ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield a note on steps that the loss scaler skipped before they were compared."""
+    for number, step in enumerate(ranks[0].steps["own"].steps if "own" in ranks[0].steps else ()):
+        if step.overflows:
+            yield (
+                f"step {number + 1} of the run's dtypes overflowed at its loss scale {step.overflows} "
+                f"time{'s' if step.overflows > 1 else ''}, was skipped, and is compared at the scale that was left"
+            )
 
 
 def _unwritten(reference: ReferenceReport) -> list[str]:

@@ -92,6 +92,18 @@ def test_stages_that_share_a_rank_are_proven(schedule):
     assert rows["send", "pp"][0] == rows["send", "pp"][1] > 0
 
 
+def test_a_step_that_overflows_at_its_loss_scale_is_compared_when_it_is_taken():
+    # 2^21 times the largest gradient is beyond float16, on ranks and on one device.
+    text = '[precision.mixed]\nparam_dtype = "float16"\ninitial_scale = 2097152.0\ngrowth_interval = 1\n'
+    found = proven(FSDP + text, microbatch=3, steps=2)
+    overflows = [step.overflows for step in found.evidence.ranks[0].steps["own"].steps]
+    assert overflows[0] > 0, "the scale was not too high"
+    assert any(
+        note.startswith(f"step 1 of the run's dtypes overflowed at its loss scale {overflows[0]} time")
+        for note in found.notes
+    )
+
+
 def test_a_third_partys_plugin_beside_state_and_activations_on_the_host_is_proven(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "third_party" / "composer3d_nvtx"))
     offloads = '[sharding.cpu_offload]\nmode = "optimizer"\n[scheduling.activation_offload]\n'

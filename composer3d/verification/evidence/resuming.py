@@ -211,11 +211,11 @@ def _step(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, n
     batch = of_dtype(given, which)
     if loop.schedule is not None:
         loop.schedule.apply(number)
-    with run.step(number), recording(run) as drawn:
+    with run.step(number) as state, recording(run) as drawn:
         run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
         run.clip_grad_norm_(subject.grad_clip)
         loop.optimizer.step()
-        if loop.averages is not None:
+        if loop.averages is not None and not state.vetoes:
             loop.averages.update(number)
         loop.optimizer.zero_grad()
     return {site: draws.forward for site, draws in drawn.sites.items()}
