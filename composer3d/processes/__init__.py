@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composer3d.processes.child import Child, ChildError, ForeignCodeError
-from composer3d.processes.fake_process_group import fake_world
+from composer3d.processes.fake_process_group import fake_world, zeros_from_others
 from composer3d.processes.foreign_code import own_attribute, running
 from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.forking import (
@@ -79,4 +79,5 @@ __all__ = [
     "temporary_folder",
     "user_folder",
     "write_private",
+    "zeros_from_others",
 ]

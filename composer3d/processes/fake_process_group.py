@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from composer3d.errors import RankError
-from composer3d.torch_compat import clear_sharding_caches, fake_group, start_autograd
+from composer3d.torch_compat import (
+    clear_sharding_caches,
+    dispatch_mode,
+    fake_group,
+    is_wrapper_subclass,
+    start_autograd,
+)
 
-__all__ = ["fake_world"]
+__all__ = ["fake_world", "zeros_from_others"]
+
+_UNWRITTEN = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+# Functional collectives that make their result; the others begin with this rank's own values.
+_MAKING = ("_c10d_functional::all_gather", "_c10d_functional::all_to_all", "_c10d_functional::reduce_scatter")
 
 
 @contextmanager
@@ -49,3 +62,33 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         clear_sharding_caches()
+
+
+@contextmanager
+def zeros_from_others() -> Iterator[None]:
+    """Let a fake group's other ranks send zeros where their values would be whatever lay in memory.
+
+    Of what a rank receives into memory of its own before, nothing changes. Steps with values can be repeated then: a
+    recomputation that receives other values than its forward chooses other experts, and other shapes with them.
+
+    Memory: none. Collectives: none; modes that count them are entered inside.
+
+    >>> import torch
+    >>> with fake_world(2), zeros_from_others():
+    ...     torch.empty(2)
+    tensor([0., 0.])
+    """
+    import torch
+
+    def handle(operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(is_wrapper_subclass(cls) for cls in types):
+            return NotImplemented
+        result = operator(*args, **kwargs)
+        name = operator.name().partition(".")[0]
+        if name in _UNWRITTEN or name.startswith(_MAKING):
+            for tensor in (result,) if isinstance(result, torch.Tensor) else result:
+                tensor.zero_()
+        return result
+
+    with dispatch_mode(handle):
+        yield

@@ -280,7 +280,7 @@ def _step(
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
     ran, overflows = _run(subject, run, optimizer, averages, number, batch), 0
-    # A step whose gradients overflow at the loss scale is skipped and the scale lowered: part of the run, no fault of it.
+    # A step whose gradients overflow at the loss scale is skipped, and the scale lowered: that is no fault of the run.
     while "grad_scaler" in ran.vetoes and overflows < MAX_OVERFLOWS and math.isfinite(expected.grad_norm):
         ran, overflows = _run(subject, run, optimizer, averages, number, batch), overflows + 1
     after = _parameters(run)

@@ -143,9 +143,9 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
         messages: Python objects that this rank received in the real run, in order: shapes, which a fake group does not
             send.
     """
-    from composer3d.processes import fake_world
+    from composer3d.processes import fake_world, zeros_from_others
 
-    with fake_world(world_size, rank), _received(messages, replay=True):
+    with fake_world(world_size, rank), zeros_from_others(), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]
 
 
