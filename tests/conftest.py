@@ -27,6 +27,7 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from support.daily_part import header, is_of_day  # noqa: E402
+from support.huge_pages import move_into_huge_pages  # noqa: E402
 from support.temporary_folders import leaving_nothing, own_temporary_folder  # noqa: E402
 from support.tiers import COLLECTED, Collected, is_chosen, read_choice  # noqa: E402
 from support.warm_process import compose_once  # noqa: E402
@@ -98,6 +99,7 @@ def _prewarmed() -> Iterator[None]:
         compose_once()
     gc.collect()
     gc.freeze()  # half a million objects that stay are scanned by no later collection
+    move_into_huge_pages()
     with leaving_nothing():
         yield
 
