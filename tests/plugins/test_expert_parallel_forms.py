@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.further_mixtures import FURTHER
 from support.handwritten_mixtures import HANDWRITTEN, CallsWeightless, UncountedStack
 from support.mixtures import DIM, MIXTURES, FlatStack, Looped, mixture_steps
 from support.models import seeded, write_manifest
@@ -19,7 +20,7 @@ CP = EP.format("cp = 2").replace("dp_shard = 2\n", "") + LOCAL
 
 
 def assert_equal_to_one_device(world_size, cases):
-    known = FORMS | HANDWRITTEN
+    known = FORMS | HANDWRITTEN | FURTHER
     results = run_ranks(mixture_steps, world_size, [(known[name], text) for name, text in cases], timeout_s=600)
     for ranks in zip(cases, *results, strict=True):
         for loss, norm, error, _ in ranks[1:]:
@@ -39,6 +40,20 @@ def test_experts_that_are_known_by_their_name_equal_one_device():
     found = assert_equal_to_one_device(2, [(name, EP.format("")) for name in HANDWRITTEN])
     for name, counted in found.items():
         assert counted["all_to_all", "ep"][0] == 5 * 2, name  # layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "num_microbatches"), [(EP.format(""), 1), (CP, 8)], ids=["dp_shard", "cp"])
+def test_further_ways_to_write_a_mixture_equal_one_device(text, num_microbatches):
+    found = assert_equal_to_one_device(2, [(name, text) for name in FURTHER])
+    for name, counted in found.items():
+        assert counted["all_to_all", "ep"][0] == 5 * 2 * num_microbatches, name  # layers
+
+
+@pytest.mark.slow
+def test_layers_of_other_numbers_of_experts_on_stages_equal_one_device():
+    text = EP.format("pp = 2") + "[scheduling.pipeline]\n[train]\nmicrobatch = 2\n"
+    assert_equal_to_one_device(4, [("other experts", text)])
 
 
 @pytest.mark.slow
