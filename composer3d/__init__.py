@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from composer3d.composition.experts.expert_products import multiply_experts, standing_in, summed_dims
     from composer3d.composition.experts.routed_lists import caller_of, chosen_by_values, listed_experts
     from composer3d.composition.loop.sampling import Sampler
+    from composer3d.composition.model_findings import ModelFindings
     from composer3d.composition.preparing import PlanRow
     from composer3d.context import RunContext
     from composer3d.errors import (
@@ -143,6 +144,7 @@ _MODULES = {
         "block_codec",
     ),
     "composition.compose": ("compose",),
+    "composition.model_findings": ("ModelFindings",),
     "composition.composition": ("Composition",),
     "context": ("RunContext",),
     "errors": (
@@ -266,6 +268,7 @@ __all__ = [
     "Metric",
     "Microbatches",
     "ModelError",
+    "ModelFindings",
     "NCCLOptions",
     "OrderError",
     "ParameterMesh",

@@ -14,6 +14,7 @@ from composer3d.processes import single_threaded
 if TYPE_CHECKING:
     import torch
 
+    from composer3d import ModelFindings
     from composer3d.composition import Preparation
     from composer3d.hooks import Hooks
     from composer3d.interfaces import Example
@@ -97,7 +98,13 @@ def device_of(manifest: Manifest) -> torch.device:
 
 @single_threaded()
 def inspect(
-    inspected: InspectedManifest, *, world_size: int | None, rank: int, device: torch.device, forward: bool = False
+    inspected: InspectedManifest,
+    *,
+    world_size: int | None,
+    rank: int,
+    device: torch.device,
+    forward: bool = False,
+    findings: ModelFindings | None = None,
 ) -> Inspection:
     """Find every problem that can be found without a process group and without weights.
 
@@ -109,7 +116,8 @@ def inspect(
         world_size: Ranks; None takes what the manifest's degrees multiply to.
         rank: Whose view is taken.
         device: Where the run would put parameters.
-        forward: Also run one forward of two samples on the CPU, where nothing is wrong so far.
+        forward: Also run a forward of two samples on the CPU, with weights, where nothing is wrong so far.
+        findings: Of other layouts of the manifest, whose model is then not made again.
     """
     from composer3d.checking import rules
     from composer3d.checking.data_rules import data_problems
@@ -117,17 +125,10 @@ def inspect(
     from composer3d.checking.layout_problems import layout_problems
     from composer3d.checking.sizes import local_checkpoint_problems, output_problems, schedule_problems
     from composer3d.hooks import Hooks
-    from composer3d.runner import ModelTable, with_tokenizer
+    from composer3d.runner import ModelTable
 
-    manifest = _completed(inspected.manifest)
     result = Inspection(problems=list(inspected.problems))
-    try:
-        manifest = with_tokenizer(manifest)
-    except ManifestError as error:
-        result.problems += error.problems
-        # Data that fit any model: what else may be wrong does not depend on the tokens.
-        data = replace(manifest.tables["data"], use="synthetic", vocab_size=1, tokenizer=None, dtype=None)
-        manifest = replace(manifest, tables={**manifest.tables, "data": data})
+    manifest = _with_tokens(_completed(inspected.manifest), result)
     tables = manifest.tables
     fitting: int | None = world_size
     try:
@@ -140,14 +141,14 @@ def inspect(
     found = [*output_problems(manifest), *schedule_problems(manifest), *local_checkpoint_problems(manifest)]
     found += [*data_problems(manifest), *rules.optimizer_problems(manifest)]
     if tables.keys() >= {"data", "train"} and isinstance(tables.get("model"), ModelTable):
-        factory, more = rules.find_factory(manifest)
+        factory, more = _factory(manifest, findings)
         found += more
     if layout is not None and fitting == world_size and "train" in tables:
         found += rules.batch_problems(manifest, layout)
     if layout is not None and factory is not None:
         view = rank if rank < layout.world_size else 0
         size = None if fitting is None else layout.world_size
-        found += _prepare(result, manifest, factory, world_size=size, rank=view, device=device)
+        found += _prepare(result, manifest, factory, world_size=size, rank=view, device=device, findings=findings)
     result.problems += _news(found, inspected)
     if forward and result.preparation is not None and factory is not None and result.ok(strict=False):
         result.problems += layout_problems(manifest, result.preparation)
@@ -156,6 +157,19 @@ def inspect(
     if layout is not None and rank >= layout.world_size:
         result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
     return result
+
+
+def _with_tokens(manifest: Manifest, result: Inspection) -> Manifest:
+    """Return the manifest with what its tokenizer says of its tokens; where that is wrong, with data for any model."""
+    from composer3d.runner import with_tokenizer
+
+    try:
+        return with_tokenizer(manifest)
+    except ManifestError as error:
+        result.problems += error.problems
+        # What else may be wrong does not depend on the tokens.
+        data = replace(manifest.tables["data"], use="synthetic", vocab_size=1, tokenizer=None, dtype=None)
+        return replace(manifest, tables={**manifest.tables, "data": data})
 
 
 def _at_named_table(message: str, manifest: Manifest) -> Problem:
@@ -205,6 +219,18 @@ def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, wor
     return None
 
 
+def _factory(manifest: Manifest, findings: ModelFindings | None) -> tuple[ModelFactory | None, list[Problem]]:
+    """Return the model's factory, or what is wrong with it; the same one for layouts that make the same model."""
+    from composer3d.checking import rules
+
+    if findings is None:
+        return rules.find_factory(manifest)
+    tables = manifest.tables
+    model = [tables["model"], tables["data"], tables["train"].loss_table, tables["train"].frozen]
+    key = ("factory", str(manifest.document.folder), manifest.train.seed, repr(model))
+    return findings.once(key, lambda: rules.find_factory(manifest))
+
+
 def _prepare(
     result: Inspection,
     manifest: Manifest,
@@ -213,6 +239,7 @@ def _prepare(
     world_size: int | None,
     rank: int,
     device: torch.device,
+    findings: ModelFindings | None,
 ) -> list[Problem]:
     """Join manifest and model, and collect every plugin's transforms."""
     from composer3d.checking.rules import name_problems, optimizer_answer_problems, step_problems
@@ -229,6 +256,7 @@ def _prepare(
             device=device,
             purpose="check",
             example=lambda: _foreseen_example(manifest),
+            findings=findings,
         )
     except ManifestError as error:
         return list(error.problems)

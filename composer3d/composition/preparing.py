@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from composer3d.composition.composed_model.embeddings import other_embeddings, u
 from composer3d.composition.composed_model.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
 from composer3d.composition.composed_model.unsuitable_models import refuse_unsuitable
 from composer3d.composition.error_places import asking, at_plugin, located, named_in
+from composer3d.composition.model_findings import ModelFindings
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
     ComposerError,
@@ -141,6 +143,7 @@ def prepare(
     device: torch.device,
     purpose: Purpose,
     example: Example | Callable[[], Example | None] | None = None,
+    findings: ModelFindings | None = None,
 ) -> Preparation:
     """Join a manifest with a model, without a process group and without weights.
 
@@ -152,6 +155,7 @@ def prepare(
         device: Of the run's parameters.
         purpose: As of `compose`.
         example: `(args, kwargs)` of a forward, for plugins that need shapes, or what makes it.
+        findings: Of other layouts of the same factory's model.
 
     Raises:
         ManifestError: The mesh does not fit, or the factory fails; everything else is in `problems`.
@@ -160,9 +164,9 @@ def prepare(
 
     hooks = Hooks(manifest.plugins)
     layout = layout_of(manifest, hooks, world_size=world_size, of_all_groups=False)
-    recipe = None
+    recipe, findings = None, findings or ModelFindings()
     if not isinstance(model, nn.Module):
-        model, recipe = _record(model, manifest)
+        model, recipe = findings.model_of(model, functools.partial(_record, model, manifest))
     refuse_unsuitable(model, is_alone=layout.world_size == 1)
     context = RunContext(
         purpose=purpose,
@@ -174,6 +178,7 @@ def prepare(
         hooks=hooks,
         blocks=manifest.model.blocks or find_blocks(model),
     )
+    context.stash(ModelFindings).join(findings)
     context.set_example(example)
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
     context.uncalled = frozenset(fqn for fqn, module in model.named_modules() if not _has_forward(module))

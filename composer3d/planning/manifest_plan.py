@@ -13,6 +13,7 @@ from composer3d.errors import ComposerError, ManifestError
 from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
+    from composer3d import ModelFindings
     from composer3d.manifest import Document, InspectedManifest
     from composer3d.planning.costs.whole_run import Failures
     from composer3d.planning.plan import Plan
@@ -117,6 +118,7 @@ def traced_manifest(
     choice: RankChoice = "worst",
     extrapolate: bool = True,
     routing_skew: float = 1.0,
+    findings: ModelFindings | None = None,
 ) -> TracedManifest:
     """Return the trace of a manifest without errors, made or from disk.
 
@@ -127,6 +129,7 @@ def traced_manifest(
         choice: The ranks to trace, as for `plan`.
         extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
         routing_skew: As for `plan`.
+        findings: Of other layouts of the manifest.
 
     Raises:
         ManifestError: The manifest has problems, all of which it has.
@@ -138,7 +141,7 @@ def traced_manifest(
     document = read(source, overrides)
 
     def trace() -> tuple[TracedManifest, frozenset[str]]:
-        inspected, found = _inspected(document, world_size, routing_skew=routing_skew)
+        inspected, found = _inspected(document, world_size, routing_skew=routing_skew, findings=findings)
         return _traced(inspected, found, choice=choice, extrapolate=extrapolate)
 
     asked = {"world_size": world_size, "rank": choice, "extrapolate": extrapolate, "routing_skew": routing_skew}
@@ -146,7 +149,7 @@ def traced_manifest(
 
 
 def _inspected(
-    document: Document, world_size: int | None, *, routing_skew: float
+    document: Document, world_size: int | None, *, routing_skew: float, findings: ModelFindings | None
 ) -> tuple[InspectedManifest, Inspection]:
     """Return a manifest without errors, inspected; fake ranks compute nowhere, and the CPU stands for any device."""
     import torch
@@ -156,7 +159,7 @@ def _inspected(
 
     inspected = inspect_manifest(document, tables=TABLES)
     world_size = world_size or max(world_sizes(inspected.manifest), default=None)
-    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
+    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"), findings=findings)
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
         raise ManifestError(found.ordered())
     _skew(found, routing_skew)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from composer3d import ModelFindings
 from composer3d.checking import Inspection, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError
 
@@ -36,6 +37,7 @@ class GivenManifest:
         hardware: The cluster, with the manifest's nodes.
         found: What `check` says of it.
         preparation: It joined with its model.
+        findings: Of its model, for all layouts.
     """
 
     source: str
@@ -45,6 +47,7 @@ class GivenManifest:
     found: Inspection
     manifest: Manifest
     preparation: Preparation
+    findings: ModelFindings
     _planned: dict[tuple[str, ...], Planned] = field(default_factory=dict)
 
     @classmethod
@@ -59,7 +62,8 @@ class GivenManifest:
         inspected = open_manifest(source, overrides)
         if inspected.problems:
             raise ManifestError(inspected.problems)
-        found = inspect(inspected, world_size=world_size, rank=0, device=device_of(inspected.manifest))
+        findings, device = ModelFindings(), device_of(inspected.manifest)
+        found = inspect(inspected, world_size=world_size, rank=0, device=device, findings=findings)
         if found.preparation is None:
             raise ManifestError(found.ordered())
         return cls(
@@ -72,6 +76,7 @@ class GivenManifest:
             found=found,
             manifest=inspected.manifest,
             preparation=found.preparation,
+            findings=findings,
         )
 
     @cached_property
@@ -141,7 +146,8 @@ class GivenManifest:
 
         inspected = open_manifest(self.source, [*self.overrides, *self.changes_to(setup)])
         # Fake ranks compute nowhere; the CPU stands for any device.
-        found = inspect(inspected, world_size=setup.world_size, rank=0, device=torch.device("cpu"))
+        where = torch.device("cpu")
+        found = inspect(inspected, world_size=setup.world_size, rank=0, device=where, findings=self.findings)
         if not found.ok(strict=False) or found.preparation is None:
             raise ComposerError("; ".join(map(str, found.ordered())))
         return inspected, found
@@ -158,7 +164,8 @@ class GivenManifest:
 
         changes = self.changes_to(setup)
         if changes not in self._planned:
-            traced = traced_manifest(self.source, [*self.overrides, *changes], world_size=setup.world_size)
+            overrides = [*self.overrides, *changes]
+            traced = traced_manifest(self.source, overrides, world_size=setup.world_size, findings=self.findings)
             made = plan_of(traced, hardware=self.hardware)
             assert made.time is not None, "planned on hardware"
             fullest = max((rank.allocation for rank in made.ranks), key=lambda allocation: allocation.total)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from composer3d import torch_compat
+from composer3d import ModelFindings, torch_compat
 from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
@@ -100,7 +100,9 @@ class Tracer:
         self._cuts = extrapolate and not self._preparation.context.claimants("depth")
         self._positions = first_ranks(self._preparation.context.layout)
         self._sent: dict[int, Any] = {}
-        self._memory = torch_compat.ResultMemory()
+        # Results depend on shapes alone: other layouts of the model ask for many of them too.
+        findings = self._preparation.context.stash(ModelFindings)
+        self._memory = findings.once(torch_compat.ResultMemory, torch_compat.ResultMemory)
         self._routed = routed_lists(self._preparation.model)
         self._assumptions: dict[str, None] = {}
 

@@ -23,6 +23,7 @@ from composer3d import (
     Action,
     LayoutOffer,
     LayoutTraits,
+    ModelFindings,
     Part,
     Phase,
     PluginError,
@@ -225,6 +226,7 @@ class Pipeline:
             is_traced=self.split == "tracer" or isinstance(self.split, dict),
             is_stated=context.manifest.model.blocks is not None,
             beginnings=[name.partition("@")[0] for name in self._beginnings()],
+            findings=context.stash(ModelFindings),
         )
         context.state[self] = _Memory(division=division)
         context.stash(WarmUp).can_be_shorter = self.schedule == "1F1B"

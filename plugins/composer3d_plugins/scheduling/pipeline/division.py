@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from composer3d import ModelFindings
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.block_trace import Observation, observe
 from composer3d_plugins.scheduling.pipeline.plain_state import refuse_missed_changes
@@ -101,14 +102,25 @@ class Straight(Division[Observation]):
         )
 
 
-def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, choose: Choose) -> Straight:
+def divide_straight(
+    model: nn.Module, blocks: Sequence[str], example: object, choose: Choose, findings: ModelFindings | None = None
+) -> Straight:
     """Trace a model whose blocks are called once each, in order, and divide it.
+
+    Args:
+        model: The whole model; it is not changed.
+        blocks: Their FQNs.
+        example: As for `observe`.
+        choose: Which blocks begin stages.
+        findings: Of the model; None has none.
 
     Raises:
         NotStraightError: Blocks are not called once each, in order.
         TransformError: The forward cannot be run on meta.
     """
-    observation = observe(model, blocks, example)
+    key = (observe, tuple(blocks))
+    found = findings or ModelFindings()
+    observation = found.of_model(model, key, lambda: observe(model, blocks, example), example=example)
     load = Load(
         costs=observation.costs,
         first_cost=observation.first_cost,

@@ -16,6 +16,8 @@ from composer3d_plugins.scheduling.pipeline.tracer import trace
 if TYPE_CHECKING:
     from torch import nn
 
+    from composer3d import ModelFindings
+
 __all__ = ["divide"]
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ def divide(
     is_traced: bool,
     is_stated: bool,
     beginnings: Sequence[str] = (),
+    findings: ModelFindings,
 ) -> Division[Any]:
     """Trace a model and divide it into stages.
 
@@ -48,6 +51,7 @@ def divide(
         is_traced: Whether values are traced whatever the blocks look like.
         is_stated: Whether somebody named the blocks: then stages begin nowhere else.
         beginnings: FQNs at whose calls traced stages are said to begin; of any modules where no blocks are named.
+        findings: Of the model.
 
     Raises:
         TransformError: It cannot be divided; with the reasons found.
@@ -62,7 +66,7 @@ def divide(
     straight: Division[Any] | None = None
     if not is_traced and alone:
         try:
-            straight = divide_straight(model, alone, example, choose)
+            straight = divide_straight(model, alone, example, choose, findings)
         except NotStraightError as refused:
             error = refused
         else:

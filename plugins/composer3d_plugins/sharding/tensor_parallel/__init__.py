@@ -20,11 +20,14 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from composer3d import (
+    DataDependent,
     LayoutOffer,
     LayoutTraits,
+    ModelFindings,
     Phase,
     PlannedShards,
     PluginError,
+    Role,
     RunContext,
     SequenceProjections,
     Transform,
@@ -136,11 +139,21 @@ class TensorParallel:
         from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import planned_exchanges
         from composer3d_plugins.sharding.tensor_parallel.plan_sources import make, planned_shards, under_every_name
 
-        made = make(
+        stated = None if self.plan == "auto" else {pattern: _rule(value) for pattern, value in self.plan.items()}
+        sequence_dim = self.sequence_dim if self.sequence_parallel else None
+        made = context.stash(ModelFindings).of_model(
             model,
-            None if self.plan == "auto" else {pattern: _rule(value) for pattern, value in self.plan.items()},
-            context,
-            sequence_dim=self.sequence_dim if self.sequence_parallel else None,
+            # All that a plan takes of a layout and of other plugins.
+            (
+                make,
+                repr(stated),
+                sequence_dim,
+                context.degrees["tp"],
+                context.layout.degree(Role.STAGE) > 1,
+                context.stash(DataDependent).stacked,
+            ),
+            lambda: make(model, stated, context, sequence_dim=sequence_dim),
+            example=context.example,
         )
         if self.loss_parallel and context.degrees["tp"] > 1 and "head" not in {r.style for r in made.rules.values()}:
             raise PluginError(f"loss_parallel has no effect: {_why_no_head(model, made.rules, context.degrees['tp'])}")
