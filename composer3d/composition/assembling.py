@@ -46,6 +46,7 @@ from composer3d.step.guard import Guard
 from composer3d.step.loops.loop_state import compared_axes
 from composer3d.step.losses.criterion import Criterion
 from composer3d.step.losses.loss_totals import LossTotals
+from composer3d.step.measurement import Measurement
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_numbers.random_streams import Streams
 from composer3d.step.rank_numbers import RankNumbers
@@ -74,7 +75,7 @@ class Assembled:
     control_device: torch.device
     place_batch: tuple[Callable[..., Any], ...]
     observe_batch: tuple[Callable[..., Any], ...]
-    measures: HooksInTurn
+    measurement: Measurement
     metric_sinks: HooksInTurn
     states: Mapping[str, Mapping[str, Stateful]]
     acting: span_hooks.Acting
@@ -382,7 +383,7 @@ def freeze(
         control_device=device,
         place_batch=functions(hooks.place_batch()),
         observe_batch=functions(hooks.observe_batch()),
-        measures=HooksInTurn([function for _, function in hooks.measure()], acting.noted),
+        measurement=Measurement(context, [function for _, function in hooks.measure()], acting.noted, device=device),
         metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied=("metrics",)),
         states=acting.states(states),
         acting=acting,

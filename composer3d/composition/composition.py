@@ -24,7 +24,6 @@ from composer3d.composition.run_state.saved_run import SavedRun
 from composer3d.errors import StepError
 from composer3d.step import clipping, gradients
 from composer3d.step.evaluation import EvaluatedWeights, Evaluation, evaluating, reshard_units
-from composer3d.step.measurement import measure
 from composer3d.step.optimizers.optimizer import compose_step, make_optimizer
 from composer3d.step.optimizers.optimizer_in_backward import BackwardStepper
 from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits, unit_by_unit
@@ -296,7 +295,7 @@ class Composition(SavedRun, OwnLoop):
             All metrics, reduced.
         """
         with self.explaining("report"):
-            measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device, metrics)
+            measured = self._assembled.measurement(step, taken=metrics)
         told = {**metrics, **measured}
         return told if self.replicas is not None and not self.replicas.leads else self._assembled.reported(step, told)
 

@@ -163,7 +163,12 @@ class CheckedHook(_Blamed):
             _refuse(self.registered, self._name, fault)
 
 
-def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = True) -> Callable[[Any], Sequence[Any]]:
+def in_turn(
+    runs: Sequence[_Blamed | Callable[[Any], Any]],
+    *,
+    is_heard: bool = True,
+    are_known: Callable[[Sequence[Any]], bool] = lambda values: False,
+) -> Callable[[Any], Sequence[Any]]:
     """Return a function of one value, such as a step's state, that calls several, in order, and returns their results.
 
     Those of plugins are called as they are, inside one handler of exceptions, since steps run many of them.
@@ -172,6 +177,7 @@ def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = 
         runs: Functions of step actions, or hooks' arguments: `_Blamed` where they are a plugin's. All of these have one
             `acting`.
         is_heard: False where results mean nothing: they are neither validated nor returned.
+        are_known: Whether all results are like some that were valid, and need not be validated.
     """
     if not runs:
         return _nothing
@@ -192,9 +198,10 @@ def in_turn(runs: Sequence[_Blamed | Callable[[Any], Any]], *, is_heard: bool = 
                     run(given)
                 return ()
             values = [run(given) for run in turn]
-            for owner, value in zip(owners, values, strict=True):
-                if value is not None and owner is not None:
-                    owner.refuse(value, given)
+            if not are_known(values):
+                for owner, value in zip(owners, values, strict=True):
+                    if value is not None and owner is not None:
+                        owner.refuse(value, given)
         except BaseException as error:
             owner = owners[running(turn, len(owners))]
             if owner is None or (found := owner.error(error)) is None:
@@ -224,15 +231,23 @@ class HooksInTurn:
         hooks: In the order of calls.
         acting: Records the plugin of the running one; None records nothing.
         copied: Arguments, mappings, of which each implementation has its own copies.
+        are_known: As for `in_turn`.
 
     Attributes:
         owners: Their plugins.
     """
 
-    def __init__(self, hooks: Iterable[CheckedHook], acting: Acting | None, *, copied: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        hooks: Iterable[CheckedHook],
+        acting: Acting | None,
+        *,
+        copied: Sequence[str] = (),
+        are_known: Callable[[Sequence[Any]], bool] = lambda values: False,
+    ) -> None:
         noted = [CheckedHook(each.registered, each.hook, each.function, acting, copied) for each in hooks]
         self.owners = tuple(each.registered for each in noted)
-        self._in_turn = in_turn(noted)
+        self._in_turn = in_turn(noted, are_known=are_known)
 
     def __call__(self, **arguments: Any) -> Sequence[Any]:
         """Call all implementations; return their results, in the order of `owners`."""

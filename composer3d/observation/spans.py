@@ -49,6 +49,5 @@ class _Spans:
         self._tokens = [begin(name, attributes) for begin in self._opener.begins]
 
     def __exit__(self, *error: object) -> None:
-        pop = self._tokens.pop
-        for end in self._opener.ends:
-            end(pop())
+        for end, token in zip(self._opener.ends, reversed(self._tokens), strict=True):
+            end(token)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from composer3d.errors import HookError, QueryError
+from composer3d.hooks import HooksInTurn
 from composer3d.interfaces import Metric
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step import control_numbers
@@ -21,96 +22,150 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d.context import RunContext
-    from composer3d.hooks import HooksInTurn
+    from composer3d.hooks.blame import Acting, CheckedHook
 
-__all__ = ["measure"]
+__all__ = ["Measurement"]
 
 _Kinds: TypeAlias = tuple[tuple[str, str, str], ...]  # plugin, name and reduction of each metric
+_Answers: TypeAlias = tuple[str | None, ...]  # None for a plugin, then name and reduction of each of its metrics
 _ROOM = 16
 _SHOWN = 4
+_MOST_KNOWN = 1024  # of a plugin that names its metrics anew in every step
 
 
-@dataclass
-class _Measured:
-    """Stash of what is known of the metrics of all ranks.
-
-    Attributes:
-        room: Numbers of metrics that ranks exchange, alike on all of them.
-        is_known: Whether any were measured; None before the first step that asks.
-        checksums: By metrics.
-    """
-
-    room: int = _ROOM
-    is_known: bool | None = None
-    checksums: dict[_Kinds, float] = field(default_factory=dict)
-
-    def checksum(self, kinds: _Kinds) -> float:
-        if kinds not in self.checksums:
-            self.checksums[kinds] = float(zlib.crc32(repr(kinds).encode()))
-        return self.checksums[kinds]
-
-
-def measure(
-    context: RunContext,
-    hooks: HooksInTurn,
-    step: int,
-    device: torch.device,
-    taken: Collection[str] = (),
-) -> dict[str, float]:
-    """Call every measuring plugin and reduce the results.
-
-    Collectives: one all-gather of 17 numbers, or of one a metric and one more where there are more; none after a first
-        one while no metric has been measured.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Metrics:
+    """Metrics of this rank that were validated.
 
     Args:
-        hooks: Implementations of `composer3d_measure`.
-        step: Number of the step.
-        device: Of the gathered numbers.
-        taken: Names of the run's own metrics.
-
-    Raises:
-        QueryError: Two metrics have one name, or one has a name of the run's own.
-        HookError: Ranks measure different metrics; on all of them.
+        kinds: Of each.
+        names: Of all.
+        reductions: Of each its name, and what reduces the ranks' values.
+        checksum: Of `kinds`.
     """
-    if not hooks.owners:
-        return {}
-    measured: Sequence[Sequence[Metric] | None] = hooks(context=context, step=step)
-    metrics = [metric for found in measured if found for metric in found]
-    names = {metric.name for metric in metrics}
-    if len(names) < len(metrics) or "step" in names or not names.isdisjoint(taken):
-        raise _taken_twice(zip(hooks.owners, (found or () for found in measured), strict=True), taken)
-    known = context.stash(_Measured)
-    if not metrics and known.is_known is False:
-        return {}
-    kinds = tuple(
-        (owner.name, metric.name, metric.reduction)
-        for owner, found in zip(hooks.owners, measured, strict=True)
-        for metric in found or ()
-    )
-    known.is_known = bool(known.is_known or metrics)
-    values = [metric.value for metric in metrics]
-    checksums, *columns = _gathered(context, known, kinds, values, device)
-    if len({*checksums}) > 1:
-        everyone = [tuple(map(tuple, each)) for each in all_gather_json(kinds)]
-        if len({*everyone}) > 1:  # else nobody answers: a rank of a plan
-            _refuse(everyone, hooks)
-    if len(metrics) > known.room:
-        known.room = len(metrics)
-        _, *columns = _gathered(context, known, kinds, values, device)
-    return {metric.name: _REDUCE[metric.reduction](found) for metric, found in zip(metrics, columns, strict=False)}
+
+    kinds: _Kinds
+    names: frozenset[str]
+    reductions: tuple[tuple[str, Callable[[Sequence[float]], float]], ...]
+    checksum: float
+
+    @classmethod
+    def of(cls, owners: Iterable[Any], measured: Iterable[Sequence[Metric]]) -> _Metrics:
+        """Return what every plugin has measured."""
+        pairs = [(owner.name, metric) for owner, found in zip(owners, measured, strict=True) for metric in found]
+        kinds = tuple((owner, metric.name, metric.reduction) for owner, metric in pairs)
+        return cls(
+            kinds=kinds,
+            names=frozenset(name for _, name, _ in kinds),
+            reductions=tuple((name, _REDUCE[reduction]) for _, name, reduction in kinds),
+            checksum=float(zlib.crc32(repr(kinds).encode())),
+        )
 
 
-def _gathered(
-    context: RunContext, known: _Measured, kinds: _Kinds, values: Sequence[float], device: torch.device
-) -> list[tuple[float, ...]]:
-    """Return the checksums of all ranks' metrics, and the values of each metric where there is room for all."""
-    import torch
+class Measurement:
+    """Calls every measuring plugin at the end of a step, and reduces the results over ranks.
 
-    own = values if len(values) <= known.room else ()
-    numbers = [known.checksum(kinds), *own, *[0.0] * (known.room - len(own))]
-    vector = control_numbers.vector(numbers, dtype=torch.float64, device=device)
-    with context.span("all_gather", group="metrics", axis="world"):
-        return list(zip(*control_numbers.all_gather(vector, num_ranks=context.world_size), strict=True))
+    Plugins measure the same metrics in every step, so that only values change once their answers have been validated.
+
+    Args:
+        context: Complete.
+        hooks: Implementations of `composer3d_measure`.
+        acting: As for `HooksInTurn`.
+        device: Of the gathered numbers.
+    """
+
+    def __init__(
+        self, context: RunContext, hooks: Sequence[CheckedHook], acting: Acting | None, *, device: torch.device
+    ) -> None:
+        self._context, self._device = context, device
+        self._hooks = HooksInTurn(hooks, acting, are_known=self._are_known)
+        self._known: dict[_Answers, _Metrics] = {}
+        self._metrics: _Metrics | None = None  # of this step, where they are known
+        self._values: list[float] = []
+        self._room = _ROOM  # numbers of metrics that ranks exchange, alike on all of them
+        self._were_any: bool | None = None  # None before the first step that asks
+
+    def __call__(self, step: int, *, taken: Collection[str] = ()) -> dict[str, float]:
+        """Return the metrics of a step, by name.
+
+        Collectives: one all-gather of 17 numbers, or of one a metric and one more where there are more; none after a
+            first one while no metric has been measured.
+
+        Args:
+            step: Number of the step.
+            taken: Names of the run's own metrics.
+
+        Raises:
+            QueryError: Two metrics have one name, or one has a name of the run's own.
+            HookError: Ranks measure different metrics; on all of them.
+        """
+        if not self._hooks.owners:
+            return {}
+        measured: Sequence[Sequence[Metric] | None] = self._hooks(context=self._context, step=step)
+        metrics = self._metrics or self._learned(measured)
+        if len(metrics.names) < len(metrics.kinds) or "step" in metrics.names or not metrics.names.isdisjoint(taken):
+            raise _taken_twice(zip(self._hooks.owners, (found or () for found in measured), strict=True), taken)
+        if not metrics.kinds and self._were_any is False:
+            return {}
+        self._were_any = bool(self._were_any or metrics.kinds)
+        rows = self._gathered(metrics)
+        if any(row[0] != metrics.checksum for row in rows):
+            everyone = [tuple(map(tuple, each)) for each in all_gather_json(metrics.kinds)]
+            if len({*everyone}) > 1:  # else nobody answers: a rank of a plan
+                _refuse(everyone, self._hooks)
+        if len(metrics.kinds) > self._room:
+            self._room = len(metrics.kinds)
+            rows = self._gathered(metrics)
+        return {
+            name: reduce([row[place] for row in rows]) for place, (name, reduce) in enumerate(metrics.reductions, 1)
+        }
+
+    def _are_known(self, measured: Sequence[Any]) -> bool:
+        """Note the values; return whether the answers are those of an earlier step but for them.
+
+        A loop over what is nearly always there: of exact types, each of which has been validated.
+        """
+        answers: list[str | None] = []
+        values: list[float] = []
+        self._metrics = None
+        for found in measured:
+            answers.append(None)
+            if found is None:
+                continue
+            if type(found) is not list and type(found) is not tuple:
+                return False
+            for metric in found:
+                if type(metric) is not Metric or type(value := metric.value) not in (float, int):
+                    return False
+                answers += (metric.name, metric.reduction)
+                values.append(value)
+        self._values = values
+        try:
+            self._metrics = self._known.get(tuple(answers))
+        except TypeError:  # a name without a hash
+            return False
+        return self._metrics is not None
+
+    def _learned(self, measured: Sequence[Sequence[Metric] | None]) -> _Metrics:
+        """Return metrics that were not known, and remember them."""
+        given = [found or () for found in measured]
+        self._values = [metric.value for found in given for metric in found]
+        metrics = _Metrics.of(self._hooks.owners, given)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        texts = ((None, *(text for each in found for text in (each.name, each.reduction))) for found in given)
+        self._known[tuple(text for found in texts for text in found)] = metrics
+        return metrics
+
+    def _gathered(self, metrics: _Metrics) -> list[list[float]]:
+        """Return of every rank the checksum of its metrics, and their values where there is room for all."""
+        import torch
+
+        own = self._values if len(self._values) <= self._room else ()
+        numbers = [metrics.checksum, *own, *[0.0] * (self._room - len(own))]
+        vector = control_numbers.vector(numbers, dtype=torch.float64, device=self._device)
+        with self._context.span("all_gather", group="metrics", axis="world"):
+            return control_numbers.all_gather(vector, num_ranks=self._context.world_size)
 
 
 def _refuse(everyone: Sequence[Sequence[Any]], hooks: HooksInTurn) -> NoReturn:
