@@ -23,6 +23,7 @@ __all__ = [
     "ManifestError",
     "MeshError",
     "ModelError",
+    "NodeZeroError",
     "NothingShared",
     "OrderError",
     "PatternError",
@@ -233,6 +234,10 @@ class RankError(ComposerError):
 
 class ReplicaError(ComposerError):
     """This group of ranks takes no part in the run any more, or nobody is left who has its state."""
+
+
+class NodeZeroError(ComposerError):
+    """The first of several machines does not answer, or cannot take this one yet; it may be started again."""
 
 
 class RendezvousError(ComposerError):

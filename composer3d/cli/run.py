@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
-from composer3d.errors import ComposerError, LockError, ManifestError
+from composer3d.errors import ComposerError, LockError, ManifestError, NodeZeroError
 
 if TYPE_CHECKING:
     from composer3d.runner import Outcome
@@ -85,7 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if is_rank() and not isinstance(error, LockError):
             raise
         complain(str(error))
-        return FAILED
+        return os.EX_TEMPFAIL if isinstance(error, NodeZeroError) else FAILED
     if result.failure is not None:
         complain(coloured(result.failure.render(Path(result.output)).rstrip(), good=False, stream=sys.stderr))
     elif result.outcome is None:

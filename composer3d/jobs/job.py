@@ -8,15 +8,23 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.jobs.group_kubernetes import group_kubernetes_objects
+from composer3d.jobs.group_ray import group_ray_driver
+from composer3d.jobs.group_slurm import group_slurm_script
+from composer3d.jobs.group_ssh import group_ssh_script
 from composer3d.jobs.kubernetes_yaml import kubernetes_objects
 from composer3d.jobs.ray_driver import ray_driver
 from composer3d.jobs.request import JobRequest
 from composer3d.jobs.slurm_script import slurm_script
 from composer3d.jobs.ssh_script import ssh_script
+from composer3d.mesh import Layout, Role
 from composer3d.runner import node_counts
+
+if TYPE_CHECKING:
+    from composer3d.manifest import Manifest
 
 __all__ = ["Job", "launch"]
 
@@ -28,6 +36,7 @@ _SUBMIT: dict[str, tuple[str, ...]] = {
     "ray": ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
     "ssh": ("bash",),
 }
+_SECRET = re.compile(r'^  token: "[0-9a-f]{32}"$', re.MULTILINE)  # new in each text
 _SUFFIX = {"slurm": ".sh", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh"}
 
 
@@ -83,17 +92,27 @@ class Job:
         if shutil.which(command[0]) is None:
             raise ComposerError(f"--submit: there is no {command[0]} on this machine; it would be given {file.name}")
         try:
-            if file.exists() and file.read_bytes() != self.text.encode():
-                raise ComposerError(
-                    f"{file} exists, differs and is not overwritten; remove it, or give the job a --name"
-                )
-            file.write_text(self.text, encoding="utf-8")
+            _write(file, self.text)
         except OSError as error:
             raise ComposerError(f"{file} cannot be written: {(error.strerror or str(error)).lower()}") from error
         done = subprocess.run([*command, file.name], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise ComposerError(f"{' '.join(command)} {file.name}: {(done.stderr or done.stdout).strip()}")
         return done.stdout.strip()
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a job's file, for its owner alone where a secret stands in it; one that is there keeps its secret.
+
+    Raises:
+        ComposerError: The file holds something else.
+        OSError: It cannot be written.
+    """
+    if not file.exists():
+        file.touch(mode=0o600 if _SECRET.search(text) else 0o666)
+        file.write_text(text, encoding="utf-8")
+    elif _SECRET.sub("", file.read_text(encoding="utf-8", errors="replace")) != _SECRET.sub("", text):
+        raise ComposerError(f"{file} exists, differs and is not overwritten; remove it, or give the job a --name")
 
 
 def launch(
@@ -114,7 +133,9 @@ def launch(
     """Write the job that starts a run on several machines, after its check and plan.
 
     Nothing is submitted. torchrun runs once a machine; the ranks save when the cluster says that it ends, and a job
-    that starts again goes on from the newest checkpoint. The file's first lines state what was checked and planned.
+    that starts again goes on from the newest checkpoint. Groups of ranks that come and go are started by `composer3d
+    run` instead, and a machine that is lost is started again while the others train on. The file's first lines state
+    what was checked and planned.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -176,6 +197,12 @@ def _request(
         raise ManifestError(inspected.problems)
     table = opened.tables["run"]
     least, most = _node_range(table.nodes if nodes is None else nodes)
+    has_groups = _has_groups(opened)
+    if has_groups and least < most:
+        raise ComposerError(
+            f"--nodes {least}:{most}: groups of ranks divide over one number of machines, each of which may be lost "
+            f"and come again; write --nodes {most}, and in the manifest how many groups a step needs"
+        )
     return JobRequest(
         manifest=str(manifest),
         nodes=most,
@@ -187,8 +214,25 @@ def _request(
         max_restarts=table.max_restarts,
         overrides=tuple(overrides),
         name=name or _name_of(manifest),
+        has_groups=has_groups,
         **cluster,
     )
+
+
+def _has_groups(manifest: Manifest) -> bool:
+    """Return whether its ranks are in groups that come and go; False where the check finds its degrees wrong."""
+    layout = _layout(manifest)
+    return layout is not None and any(layout.degrees[name] > 1 for name in layout.names(Role.REPLICA))
+
+
+def _layout(manifest: Manifest) -> Layout | None:
+    from composer3d.composition import layout_of
+    from composer3d.hooks import Hooks
+
+    try:
+        return layout_of(manifest, Hooks(manifest.plugins), world_size=None)
+    except ComposerError:  # the check tells it
+        return None
 
 
 def _node_range(stated: Any) -> tuple[int, int]:
@@ -212,27 +256,23 @@ def _node_range(stated: Any) -> tuple[int, int]:
 
 
 def _problems(request: JobRequest) -> tuple[tuple[Problem, ...], list[int]]:
-    """Check the manifest, and refuse groups of ranks that come and go: a job starts one world.
+    """Check the manifest, and that groups of ranks divide over the machines.
 
     Returns:
         The problems, and the world sizes that have errors among them.
     """
     from composer3d import check
     from composer3d.checking import open_manifest
-    from composer3d.composition import layout_of
-    from composer3d.hooks import Hooks
-    from composer3d.runner import group_problems
+    from composer3d.runner import node_problems
 
     sizes = request.world_sizes
     every = [check(request.manifest, world_size=size, overrides=request.overrides).problems for size in sizes]
     found = tuple(dict.fromkeys(problem for problems in every for problem in problems))
     refused = [size for size, problems in zip(sizes, every, strict=True) if _has_errors(problems)]
-    opened = open_manifest(request.manifest, list(request.overrides)).manifest
-    try:
-        layout = layout_of(opened, Hooks(opened.plugins), world_size=None)
-    except ComposerError:  # the check has told it
+    if not request.has_groups:
         return found, refused
-    of_groups = tuple(group_problems(opened, layout))
+    opened = open_manifest(request.manifest, list(request.overrides)).manifest
+    of_groups = tuple(node_problems(opened, _layout(opened), request.nodes))
     return (*found, *of_groups), list(sizes) if _has_errors(of_groups) else refused
 
 
@@ -243,8 +283,10 @@ def _has_errors(problems: Sequence[Problem]) -> bool:
 def _text(on: System, request: JobRequest, kind: Literal["jobset", "trainjob"]) -> str:
     """Return the job's file."""
     if on == "kubernetes":
-        return kubernetes_objects(request, kind=kind)
-    return {"slurm": slurm_script, "ray": ray_driver, "ssh": ssh_script}[on](request)
+        return (group_kubernetes_objects if request.has_groups else kubernetes_objects)(request, kind=kind)
+    worlds = {"slurm": slurm_script, "ray": ray_driver, "ssh": ssh_script}
+    groups = {"slurm": group_slurm_script, "ray": group_ray_driver, "ssh": group_ssh_script}
+    return (groups if request.has_groups else worlds)[on](request)
 
 
 def _remarks(request: JobRequest, problems: Sequence[Problem], refused: Sequence[int]) -> list[str]:

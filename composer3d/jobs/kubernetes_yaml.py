@@ -14,12 +14,12 @@ from pathlib import Path
 from composer3d.errors import ComposerError
 from composer3d.jobs.request import JobRequest
 
-__all__ = ["kubernetes_objects"]
+__all__ = ["CONFIG", "FOLDER", "OUTPUT", "PORT", "SERVICE", "kubernetes_objects", "manifest_text", "pod"]
 
-_PORT = 29400
-_FOLDER, _OUTPUT = "/etc/composer3d", "/output"
+PORT = 29400
+FOLDER, OUTPUT = "/etc/composer3d", "/output"
 
-_CONFIG = """\
+CONFIG = """\
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -29,7 +29,7 @@ data:
 """
 
 # A headless service gives each pod a name before it is ready: rank 0 is met while its container starts.
-_SERVICE = """\
+SERVICE = """\
 apiVersion: v1
 kind: Service
 metadata:
@@ -152,43 +152,51 @@ def kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> str:
     if kind == "trainjob" and request.is_elastic:
         raise ComposerError("--kind trainjob: its operator gives torchrun one number of nodes; write --kind jobset")
     shared = {"name": request.name, "nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
-    objects = [_CONFIG.format(name=request.name, manifest=json.dumps(_manifest_text(request)))]
-    manifest, keep = f"{_FOLDER}/run.toml", ["--set", f"run.output={_OUTPUT}/{request.name}"]
+    objects = [CONFIG.format(name=request.name, manifest=json.dumps(manifest_text(request)))]
+    manifest, keep = f"{FOLDER}/run.toml", ["--set", f"run.output={OUTPUT}/{request.name}"]
     if kind == "trainjob":
         command = ["torchrun", f"--max-restarts={request.max_restarts}", *request.run_arguments(manifest), *keep]
-        objects.append(_RUNTIME.format(pod=_pod(request, command, indent=16), **shared))
+        objects.append(_RUNTIME.format(pod=pod(request, command, indent=16), **shared))
         objects.append(_TRAINJOB.format(**shared))
     else:
         host = f"{request.name}-node-0-0.{request.name}"
-        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-id={request.name}", f"--rdzv-endpoint={host}:{_PORT}")
+        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-id={request.name}", f"--rdzv-endpoint={host}:{PORT}")
         command = ["torchrun", *request.torchrun(*rendezvous, manifest=manifest), *keep]
-        objects.append(_SERVICE.format(name=request.name))
-        pod = _pod(request, command, indent=12, port=_PORT)
-        objects.append(_JOBSET.format(pod=pod, max_restarts=request.max_restarts, **shared))
+        objects.append(SERVICE.format(name=request.name))
+        node = pod(request, command, indent=12, port=PORT)
+        objects.append(_JOBSET.format(pod=node, max_restarts=request.max_restarts, **shared))
     return request.comment() + "---\n".join(objects)
 
 
-def _pod(request: JobRequest, command: list[str], *, indent: int, port: int | None = None) -> str:
-    """Return the pod's specification, indented for its place."""
+def pod(request: JobRequest, command: list[str], *, indent: int, port: int | None = None, variables: str = "") -> str:
+    """Return a pod's specification, indented for its place.
+
+    Args:
+        request: What is to be started.
+        command: Of its container.
+        indent: Spaces before each line.
+        port: That it listens on.
+        variables: Of its environment, besides those of the request: entries of a list, indented by eight spaces.
+    """
     ports = "" if port is None else f"      ports:\n        - containerPort: {port}\n"
     variable = '        - name: {}\n          value: "{}"\n'
     gpus = f"      resources:\n        limits:\n          nvidia.com/gpu: {request.gpus_per_node}\n"
     text = _POD.format(
         name=request.name,
         image=json.dumps(request.image or f"composer3d:{version('composer3d')}"),
-        output=_OUTPUT,
+        output=OUTPUT,
         volume=request.volume,
         command=json.dumps(command),
         stop_s=request.stop_s,
-        environment="".join(variable.format(*each) for each in request.environment.items()),
+        environment="".join(variable.format(*each) for each in request.environment.items()) + variables,
         ports=ports,
         resources=gpus if request.uses_gpus else "",
-        folder=_FOLDER,
+        folder=FOLDER,
     )
     return "".join(" " * indent + line for line in text.splitlines(keepends=True))
 
 
-def _manifest_text(request: JobRequest) -> str:
+def manifest_text(request: JobRequest) -> str:
     """Return what the ConfigMap holds.
 
     Raises:

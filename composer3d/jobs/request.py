@@ -37,6 +37,7 @@ class JobRequest:
         partition: Of Slurm.
         time: Limit as Slurm writes it, `1-12:00:00`.
         hosts: Addresses of the machines, for ssh.
+        has_groups: Whether the ranks are in groups that come and go, which `composer3d run` starts on each machine.
         remarks: Lines that the job's file shows at its top: what was checked and planned.
     """
 
@@ -55,6 +56,7 @@ class JobRequest:
     partition: str | None = None
     time: str | None = None
     hosts: tuple[str, ...] = ()
+    has_groups: bool = False
     remarks: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -89,7 +91,9 @@ class JobRequest:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return variables for torchrun."""
+        """Return variables for torchrun, which groups of ranks are started without."""
+        if self.has_groups:
+            return {}
         found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace_s) + 30)}
         # Where its agents share a store, a node that comes late waits for ever (torch 2.13).
         return found | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.is_elastic else {})
@@ -129,6 +133,17 @@ class JobRequest:
             f"--max-restarts={self.max_restarts}",
             *self.run_arguments(manifest),
         ]
+
+    def machine(self, manifest: str | None = None) -> list[str]:
+        """Return what comes after the interpreter's name on a machine that starts its share of the groups.
+
+        What each system knows in its own way follows: `--node-rank` and `--endpoint`.
+
+        Args:
+            manifest: As for `run_arguments`.
+        """
+        sizes = ["--nproc-per-node", str(self.gpus_per_node), "--nodes", str(self.nodes)]
+        return [*self.run_arguments(manifest), *sizes]
 
     def comment(self) -> str:
         """Return the remarks as lines of a comment, for files whose comments begin with #."""

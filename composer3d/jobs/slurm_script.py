@@ -6,7 +6,11 @@ import shlex
 
 from composer3d.jobs.request import JobRequest, quoted
 
-__all__ = ["slurm_script"]
+__all__ = ["ADDRESS", "directives", "slurm_script"]
+
+ADDRESS = """\
+address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+port=$((20000 + SLURM_JOB_ID % 10000))"""
 
 # Slurm tells the script alone (B:), which passes it to the ranks: a signal to all of the job would find torchrun, which
 # ends its ranks, and ranks that import still. USR1, since scancel's TERM must not queue the job again. The meeting
@@ -28,8 +32,7 @@ mkdir -p "$logs"
 trap stop USR1
 
 {environment}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-port=$((20000 + SLURM_JOB_ID % 10000))
+{address}
 
 # torchrun ends with 1 after SIGTERM, which must not end the nodes that save still
 node='trap : TERM; "$@" || {{ code=$?; [ -e "$0" ] || exit "$code"; }}'
@@ -63,7 +66,28 @@ def slurm_script(request: JobRequest) -> str:
     Args:
         request: What is to be started.
     """
-    directives = {
+    rendezvous = ("--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID-$restarts"', '--rdzv-endpoint="$address:$port"')
+    granted = '"$SLURM_JOB_NUM_NODES"' if request.is_elastic else None
+    shell = request.torchrun(*rendezvous, nodes=granted)
+    words = [word if word in (*rendezvous, f"--nnodes={granted}") else shlex.quote(word) for word in shell]
+    return _SCRIPT.format(
+        comment=request.comment(),
+        directives=directives(request),
+        address=ADDRESS,
+        environment="".join(f"export {name}={value}\n" for name, value in request.environment.items()),
+        logs=quoted([f"{request.output}/logs"]),
+        torchrun="python3 -m torch.distributed.run " + " ".join(words),
+    )
+
+
+def directives(request: JobRequest, *options: str) -> str:
+    """Return the lines by which the script asks for machines.
+
+    Args:
+        request: What is to be started.
+        options: Of sbatch, besides.
+    """
+    values = {
         "job-name": request.name,
         "nodes": f"{request.least}-{request.nodes}" if request.is_elastic else request.nodes,
         "ntasks-per-node": 1,
@@ -74,17 +98,7 @@ def slurm_script(request: JobRequest) -> str:
         "output": f"{request.name}-%j.out",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
-    rendezvous = ("--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID-$restarts"', '--rdzv-endpoint="$address:$port"')
-    granted = '"$SLURM_JOB_NUM_NODES"' if request.is_elastic else None
-    shell = request.torchrun(*rendezvous, nodes=granted)
-    words = [word if word in (*rendezvous, f"--nnodes={granted}") else shlex.quote(word) for word in shell]
+    lines = [f"#SBATCH --{name}={value}" for name, value in values.items() if value is not None]
     if request.image is not None:
         lines.append(f"#SBATCH --container-image={shlex.quote(request.image)}")
-    return _SCRIPT.format(
-        comment=request.comment(),
-        directives="\n".join([*lines, "#SBATCH --requeue", ""]),
-        environment="".join(f"export {name}={value}\n" for name, value in request.environment.items()),
-        logs=quoted([f"{request.output}/logs"]),
-        torchrun="python3 -m torch.distributed.run " + " ".join(words),
-    )
+    return "\n".join([*lines, *(f"#SBATCH {option}" for option in (*options, "--requeue")), ""])

@@ -8,7 +8,7 @@ import shlex
 from composer3d.errors import ComposerError
 from composer3d.jobs.request import JobRequest, quoted
 
-__all__ = ["machine_of", "ssh_script"]
+__all__ = ["machine_of", "refuse_hosts", "ssh_script"]
 
 _HOST = re.compile(r"(\w[\w.-]*@)?\w[\w.:-]*")  # what begins with - would be an option of ssh
 
@@ -60,16 +60,9 @@ def ssh_script(request: JobRequest) -> str:
         request: What is to be started, with the machines' addresses.
 
     Raises:
-        ComposerError: There are not as many addresses as nodes, one is none, or two are of one machine.
+        ComposerError: See `refuse_hosts`.
     """
-    if len(request.hosts) != request.nodes:
-        raise ComposerError(f"--on ssh: {request.nodes} nodes, and --hosts names {len(request.hosts)}; name one a line")
-    for host in request.hosts:
-        if not _HOST.fullmatch(host):
-            raise ComposerError(f'--hosts: "{host}" is no address of a machine')
-    machines = [machine_of(host) for host in request.hosts]
-    if twice := [host for host, machine in zip(request.hosts, machines, strict=True) if machines.count(machine) > 1]:
-        raise ComposerError(f"--hosts: {' and '.join(twice)} are one machine; name each once")
+    refuse_hosts(request)
     return _SCRIPT.format(
         comment=request.comment(),
         hosts=quoted(list(request.hosts)),
@@ -81,6 +74,22 @@ def ssh_script(request: JobRequest) -> str:
         name=request.name,
         python="python3",
     )
+
+
+def refuse_hosts(request: JobRequest) -> None:
+    """Refuse addresses that are not as many as nodes, none, or of one machine.
+
+    Raises:
+        ComposerError: Says which.
+    """
+    if len(request.hosts) != request.nodes:
+        raise ComposerError(f"--on ssh: {request.nodes} nodes, and --hosts names {len(request.hosts)}; name one a line")
+    for host in request.hosts:
+        if not _HOST.fullmatch(host):
+            raise ComposerError(f'--hosts: "{host}" is no address of a machine')
+    machines = [machine_of(host) for host in request.hosts]
+    if twice := [host for host, machine in zip(request.hosts, machines, strict=True) if machines.count(machine) > 1]:
+        raise ComposerError(f"--hosts: {' and '.join(twice)} are one machine; name each once")
 
 
 def machine_of(host: str) -> str:

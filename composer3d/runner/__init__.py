@@ -9,9 +9,9 @@ from composer3d.processes import late_imports
 if TYPE_CHECKING:
     from composer3d.runner.housekeeping import set_timeout
     from composer3d.runner.launching.launcher import is_rank, launch_local
-    from composer3d.runner.launching.local_world import group_problems
     from composer3d.runner.launching.lock import attempts_of
     from composer3d.runner.launching.node_counts import node_counts, world_sizes
+    from composer3d.runner.launching.node_place import node_problems
     from composer3d.runner.local_checkpoints import states_folder
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.objective.batch_size import BatchSize
@@ -43,7 +43,6 @@ _MODULES = {
     "reporting.failures": ("FailureReport",),
     "housekeeping": ("set_timeout",),
     "launching.launcher": ("launch_local", "is_rank"),
-    "launching.local_world": ("group_problems",),
     "launching.lock": ("attempts_of",),
     "objective.lr_schedule": ("LRSchedule", "multiplier_of"),
     "weights.merged_weights": ("MergedWeights",),
@@ -60,6 +59,7 @@ _MODULES = {
     "reporting.warnings_once": ("warning_once",),
     "weights.weight_export": ("Exported", "export_checkpoint"),
     "launching.node_counts": ("node_counts", "world_sizes"),
+    "launching.node_place": ("node_problems",),
 }
 
 __all__ = [
@@ -82,11 +82,11 @@ __all__ = [
     "export_checkpoint",
     "find_form",
     "in_backward_problems",
-    "group_problems",
     "launch_local",
     "make_optimizer",
     "multiplier_of",
     "node_counts",
+    "node_problems",
     "optimizer_class",
     "output_folder",
     "refused_arguments",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from composer3d.errors import ComposerError
+from composer3d.errors import ComposerError, NodeZeroError
 from composer3d.replicas import TOKEN, ReplicaPolicy, connect
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.local_groups import LocalGroups
@@ -135,8 +135,11 @@ class JoinedNode:
     def _nobody(self, error: OSError) -> _Over | ComposerError:
         where = self._place.endpoint
         if not self._was_welcome:
-            return ComposerError(f"{where}: node 0 did not answer within {self._policy.join_s:g} s ({error})")
-        return self._failed(f"node 0, which knows who takes part in a step, is gone: {where} does not answer")
+            return NodeZeroError(f"{where}: node 0 did not answer within {self._policy.join_s:g} s ({error})")
+        report = self._report(
+            "stuck", f"node 0, which knows who takes part in a step, is gone: {where} does not answer"
+        )
+        return _Over(LaunchResult(outcome="failed", report=report, is_passing=True))
 
     def _lost(self, reason: str) -> None:
         """End the groups, whose ranks are not in the run any more, and come again."""
@@ -233,7 +236,8 @@ class JoinedNode:
         if self._refused_until is None:
             self._refused_until = now + self._policy.silent_s + _GONE_S
         if not again or now > self._refused_until:
-            raise ComposerError(f"{self._place.endpoint}: node 0 refuses this machine: {reason}")
+            kind = NodeZeroError if again else ComposerError
+            raise kind(f"{self._place.endpoint}: node 0 refuses this machine: {reason}")
         self.close()
         self._try_at = now + _AGAIN_S
 

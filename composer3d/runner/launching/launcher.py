@@ -56,12 +56,14 @@ class LaunchResult:
         report: What went wrong, None after a success.
         values: What each rank's function returned, pickled; empty after a failure.
         num_restarts: How often the ranks were started again.
+        is_passing: Whether the same command may succeed later: of several machines the first one was lost.
     """
 
     outcome: Outcome
     report: FailureReport | None = None
     values: Mapping[int, Any] = field(default_factory=dict)
     num_restarts: int = 0
+    is_passing: bool = False
 
     @property
     def ok(self) -> bool:
@@ -70,9 +72,11 @@ class LaunchResult:
 
     @property
     def exit_code(self) -> int:
-        """Return 0, 2 (the manifest or the command line is wrong) or 3 (the run failed or was interrupted)."""
+        """Return 0, 2 (manifest or command line are wrong), 3 (the run failed or was interrupted) or 75."""
         if self.report is None:
             return 0
+        if self.is_passing:
+            return os.EX_TEMPFAIL
         return 2 if wrong_manifest(self.report) else 3
 
 

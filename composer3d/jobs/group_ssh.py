@@ -1,0 +1,84 @@
+"""Script that starts groups of ranks on machines over ssh: a lost one does not end the others, and comes again."""
+
+from __future__ import annotations
+
+from composer3d.jobs.group_shell import DECIDE, SECRET, machine_command
+from composer3d.jobs.request import JobRequest, quoted
+from composer3d.jobs.ssh_script import refuse_hosts
+
+__all__ = ["group_ssh_script"]
+
+# ssh with a terminal (-tt) ends the remote processes when the connection does; it passes no signals, and a connection
+# to a machine that is not there any more ends by its own questions. Each machine writes its process into a file.
+_SCRIPT = """\
+#!/bin/bash
+{comment}set -uo pipefail
+
+hosts=({hosts})
+job={name}-$(date +%s)-$$-$RANDOM
+port=${{PORT:-29400}}
+logs={logs}
+mkdir -p "$logs"
+{secret}
+
+stopped= lost=0
+stop() {{ # the ranks save and end
+  local told
+  stopped=1
+  printf -v told 'cd %q && kill -TERM $(cat %q)' "$PWD" "$logs/.pid-$job-0"
+  ssh -o BatchMode=yes "${{hosts[0]}}" "$told" &
+}}
+trap stop TERM INT
+machine() {{ # the groups of machine $1
+  local told command
+  printf -v told 'COMPOSER3D_QUORUM_TOKEN=$(cat %q) && export COMPOSER3D_QUORUM_TOKEN && echo $$ >%q && exec' \\
+    "$secret" "$logs/.pid-$job-$1"
+  printf -v command ' %q' python3 {command}
+  ssh -tt -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${{hosts[$1]}}" \\
+    "cd $(printf %q "$PWD") && $told$command" >>"$logs/ssh-$1.log" 2>&1 </dev/null
+}}
+{decide}
+
+while :; do
+  rm -f "$over"
+  for index in "${{!hosts[@]}}"; do
+    [ "$index" = 0 ] || (trap '' TERM INT; again "$index") &
+  done
+  (trap '' TERM INT; machine 0) & # which knows who takes part: as it ends, the run has
+  first=$! code=0
+  wait "$first" || code=$?
+  while kill -0 "$first" 2>/dev/null; do # the signal ended the wait, not the ranks
+    code=0
+    wait "$first" || code=$?
+  done
+  touch "$over"
+  wait
+  [ -z "$stopped" ] && is_lost "$code" && [ "$lost" -lt {max_restarts} ] || break
+  lost=$((lost + 1))
+  echo "machine 0 is lost (exit code $code): all are started again from the newest checkpoint ($lost)" >&2
+done
+[ "$code" = 0 ] || tail -n 20 "$logs"/ssh-*.log >&2
+exit "$code"
+"""
+
+
+def group_ssh_script(request: JobRequest) -> str:
+    """Return a script for machines without a scheduler, all of which see this folder.
+
+    Args:
+        request: What is to be started, with the machines' addresses.
+
+    Raises:
+        ComposerError: See `refuse_hosts`.
+    """
+    refuse_hosts(request)
+    return _SCRIPT.format(
+        comment=request.comment(),
+        hosts=quoted(list(request.hosts)),
+        name=request.name,
+        logs=quoted([f"{request.output}/logs"]),
+        secret=SECRET,
+        command=machine_command(request, endpoint='"${hosts[0]#*@}:$port"'),
+        decide=DECIDE,
+        max_restarts=request.max_restarts,
+    )
