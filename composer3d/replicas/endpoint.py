@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from composer3d.errors import RendezvousError
@@ -40,11 +41,12 @@ def listen(endpoint: str, *, backlog: int) -> socket.socket:
         backlog: Number of connections that may wait.
 
     Raises:
-        RendezvousError: It is no address of this machine, or its port is taken.
+        RendezvousError: It is no address of this machine, its name stands for loopback, or its port is taken.
     """
     host, port = host_and_port(endpoint)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _refuse_loopback(endpoint, host, str(address[0]))
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a run before that has just ended
@@ -59,6 +61,20 @@ def listen(endpoint: str, *, backlog: int) -> socket.socket:
             "others reach it, and a free port"
         ) from error
     return listener
+
+
+def _refuse_loopback(endpoint: str, host: str, address: str) -> None:
+    """Refuse a name that only this machine takes for its own: the others would not reach it.
+
+    Raises:
+        RendezvousError: Names the address.
+    """
+    if host == address or host.startswith("localhost") or not ipaddress.ip_address(address).is_loopback:
+        return
+    raise RendezvousError(
+        f'{endpoint}: "{host}" is {address} on this machine, where no other one reaches it, as /etc/hosts says; '
+        "give the address by which the others reach it, or mend that file"
+    )
 
 
 def connect(address: str, *, timeout_s: float | None = None) -> socket.socket:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
-from support.group_nodes import FINGERPRINT, Nodes, await_file, continuing, ending, linked_networks, waiting
+from support.group_nodes import FINGERPRINT, Nodes, await_file, continuing, ending, linked_networks, noting, waiting
 from support.replica_groups import STEPS, difference, run_alone
 from support.sockets import watched_listeners
 
@@ -133,7 +135,7 @@ def test_where_node_0_is_killed_all_machines_end_and_say_so(tmp_path):
         first, *others = [ending(child) for child in [nodes.start(rank) for rank in range(3)]]
     assert first is None
     for other in others:
-        assert (other["outcome"], other["code"]) == ("failed", 3)
+        assert (other["outcome"], other["code"]) == ("failed", os.EX_TEMPFAIL)
         assert other["failed"] == (
             f"run failed: node 0, which knows who takes part in a step, is gone: {nodes.endpoint} does not answer\n"
             "no checkpoint was complete\n"
@@ -154,3 +156,45 @@ def test_machines_in_networks_of_their_own_exchange_over_the_link_between_them(a
             assert [ending(child)["failed"] for child in children] == [None, None]
     assert_one_run(nodes.rows(), alone)
     assert seen == {"127.0.0.1", "10.203.0.1", "10.203.0.2"}  # ranks of a group, and of several
+
+
+def sent(nodes, rank, number, before=None):
+    """Start two machines whose ranks wait, send one of them a signal, and return how they end."""
+    with limit_ranks(2):
+        children = [nodes.start(0, before=before), nodes.start(1)]
+        for each in range(2):
+            await_file(nodes.folder / f"there-{each}")
+        os.kill(int((nodes.folder / f"node-{rank}.pid").read_text()), number)
+        return [ending(child) for child in children]
+
+
+@pytest.mark.slow
+def test_a_machine_that_may_not_leave_ends_the_run_on_all_machines_and_node_0_says_why(tmp_path):
+    nodes = Nodes(tmp_path / "run", function=waiting, minimum=2)
+    first, second = sent(nodes, 1, signal.SIGTERM, before=noting(tmp_path / "log"))
+    assert first == second == {"outcome": "preempted", "failed": None, "restarts": 0, "code": 0}
+    assert re.search(
+        r"node 1 \(\S+, pid \d+\) was asked to stop; without its groups 0 would be left, and a step needs 2: the "
+        r"run is saved, and stops on all machines\n",
+        (tmp_path / "log").read_text(),
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_node_0_ends_all_machines_with_one_report(tmp_path):
+    nodes = Nodes(tmp_path / "run", function=waiting)
+    first, second = sent(nodes, 0, signal.SIGINT)
+    assert (first["outcome"], first["code"]) == ("interrupted", 3)
+    assert second == first
+
+
+@pytest.mark.slow
+def test_where_the_groups_of_all_machines_are_lost_they_begin_again(alone, tmp_path):
+    ends = [(0, 0, 0, 2, "before", "kill"), (1, 0, 0, 2, "before", "kill")]
+    nodes = Nodes(tmp_path / "run", text=DATA, ends=ends, minimum=2, max_restarts=1)
+    with limit_ranks(2):
+        children = [nodes.start(rank) for rank in range(2)]
+        assert [ending(child)["failed"] for child in children] == [None, None]
+    begun = [[row for row in group if row["attempt"] > 0] for group in nodes.rows()]
+    assert_one_run(begun, alone)
+    assert [row["step"] for row in begun[1]] == list(range(STEPS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 import composer3d
@@ -135,3 +137,15 @@ def test_reports_travel_as_json_of_a_bounded_line():
 def test_what_is_no_result_is_not_taken_for_one(changed):
     with pytest.raises(ValueError):
         result_from_json(result_to_json(LaunchResult(outcome="finished")) | changed)
+
+
+def test_a_name_that_is_loopback_on_node_0_alone_is_refused(monkeypatch):
+    # As Debian's installer writes /etc/hosts, which the resolver reads first.
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RendezvousError) as caught:
+        listen("node0:29400", backlog=1)
+    assert str(caught.value) == (
+        'node0:29400: "node0" is 127.0.1.1 on this machine, where no other one reaches it, as /etc/hosts says; '
+        "give the address by which the others reach it, or mend that file"
+    )

@@ -43,14 +43,27 @@ class Nodes:
         ranks: Per group.
         function: Instead of training; takes the manifest, the folder and the ends.
         endpoint: Of node 0, if not a free one.
+        max_restarts: Of all groups, after all were lost.
     """
 
     def __init__(
-        self, folder, *, count=2, groups=2, text="", ends=(), ranks=1, function=trained, endpoint=None, **policy
+        self,
+        folder,
+        *,
+        count=2,
+        groups=2,
+        text="",
+        ends=(),
+        ranks=1,
+        function=trained,
+        endpoint=None,
+        max_restarts=0,
+        **policy,
     ):
         folder.mkdir()
         self.folder, self.count, self.groups, self.ranks, self.function = folder, count, groups, ranks, function
         self.policy, self.endpoint = {"silent_s": 60.0} | policy, endpoint or free_endpoint()
+        self.max_restarts = max_restarts
         manifest = folder / "run.toml"
         manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n")
         self.work = (str(manifest), str(folder), [list(each) for each in ends])
@@ -66,6 +79,7 @@ class Nodes:
             place = NodePlace(count=count or self.count, rank=rank, endpoint=self.endpoint)
             options = {"policy": ReplicaPolicy(**self.policy), "num_groups": self.groups, "num_ranks": self.ranks}
             options |= {"device": "cpu", "output": self.folder / output, "place": place, "fingerprint": fingerprint}
+            options["max_restarts"] = self.max_restarts
             result = launch_groups(self.function, self.work, **options)
             failed = None if result.report is None else result.report.render(self.folder / output)
             found = {"outcome": result.outcome, "failed": failed, "restarts": result.num_restarts}
@@ -134,6 +148,17 @@ class _Continues(logging.Handler):
 def continuing(folder, rank):
     """Return what, in node 0, lets another machine go on once it was given up."""
     return lambda: logging.getLogger("composer3d").addHandler(_Continues(folder, rank))
+
+
+def noting(file):
+    """Return what has a machine write its warnings into a file."""
+
+    def add():
+        handler = logging.FileHandler(file)
+        handler.setLevel(logging.WARNING)
+        logging.getLogger("composer3d").addHandler(handler)
+
+    return add
 
 
 @contextlib.contextmanager

@@ -185,6 +185,13 @@ class Coordinator:
             node.end(LaunchResult(outcome="preempted"))
             node.dismiss("it was asked to stop")
         else:
+            log.warning(
+                "%s was asked to stop; without its groups %d would be left, and a step needs %d: the run is saved, and "
+                "stops on all machines",
+                node,
+                len(left),
+                max(1, self._policy.minimum),
+            )
             self._local.signals.terminate = True
 
     def node_lost(self, node: RemoteNode, reason: str) -> None:
