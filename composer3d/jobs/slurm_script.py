@@ -1,4 +1,4 @@
-"""Script for Slurm's sbatch: one torchrun a node, told before the time limit, queued again after saving."""
+"""Script for Slurm's sbatch: one torchrun a node or a task a rank, told before the limit, queued again after saving."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ trap stop USR1
 {environment}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 {address}
 
-# torchrun ends with 1 after SIGTERM, which must not end the nodes that save still
+# what ends with another code after SIGTERM, as torchrun does with 1, must not end the nodes that save still
 node='trap : TERM; "$@" || {{ code=$?; [ -e "$0" ] || exit "$code"; }}'
 srun --kill-on-bad-exit=1 --output="$logs/slurm-$SLURM_JOB_ID-$restarts-%t.log" \\
   bash -c "$node" "$logs/stopping-$SLURM_JOB_ID-$restarts" \\
-  {torchrun} &
+  {program} &
 steps=$!
 code=0
 wait "$steps" || code=$?
@@ -66,31 +66,47 @@ def slurm_script(request: JobRequest) -> str:
     Args:
         request: What is to be started.
     """
+    return _SCRIPT.format(
+        comment=request.comment(),
+        directives=directives(request, num_tasks=1 if _has_torchrun(request) else request.gpus_per_node),
+        address=ADDRESS,
+        environment="".join(f"export {name}={value}\n" for name, value in request.environment.items()),
+        logs=quoted([f"{request.output}/logs"]),
+        program=_program(request),
+    )
+
+
+def _has_torchrun(request: JobRequest) -> bool:
+    """Return whether torchrun starts the ranks: where they are started again, or nodes come and go.
+
+    Else srun does, and each rank imports torch after no other process that has.
+    """
+    return request.is_elastic or request.max_restarts > 0
+
+
+def _program(request: JobRequest) -> str:
+    """Return the command of a task."""
+    if not _has_torchrun(request):
+        return f"python3 {quoted(request.run_arguments())}"
     rendezvous = ("--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID-$restarts"', '--rdzv-endpoint="$address:$port"')
     granted = '"$SLURM_JOB_NUM_NODES"' if request.is_elastic else None
     shell = request.torchrun(*rendezvous, nodes=granted)
     words = [word if word in (*rendezvous, f"--nnodes={granted}") else shlex.quote(word) for word in shell]
-    return _SCRIPT.format(
-        comment=request.comment(),
-        directives=directives(request),
-        address=ADDRESS,
-        environment="".join(f"export {name}={value}\n" for name, value in request.environment.items()),
-        logs=quoted([f"{request.output}/logs"]),
-        torchrun="python3 -m torch.distributed.run " + " ".join(words),
-    )
+    return "python3 -m torch.distributed.run " + " ".join(words)
 
 
-def directives(request: JobRequest, *options: str) -> str:
+def directives(request: JobRequest, *options: str, num_tasks: int = 1) -> str:
     """Return the lines by which the script asks for machines.
 
     Args:
         request: What is to be started.
         options: Of sbatch, besides.
+        num_tasks: Of a machine.
     """
     values = {
         "job-name": request.name,
         "nodes": f"{request.least}-{request.nodes}" if request.is_elastic else request.nodes,
-        "ntasks-per-node": 1,
+        "ntasks-per-node": num_tasks,
         "gpus-per-node": request.gpus_per_node if request.uses_gpus else None,
         "partition": request.partition,
         "time": request.time,

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import kubernetes_validate
 import pytest
@@ -17,6 +18,7 @@ from composer3d.errors import ComposerError
 from composer3d.jobs.kubernetes_yaml import kubernetes_objects
 from composer3d.jobs.ray_driver import ray_driver
 from composer3d.jobs.request import JobRequest
+from composer3d.jobs.slurm_script import slurm_script
 from composer3d.jobs.ssh_script import ssh_script
 
 KUBERNETES = "1.33"
@@ -80,6 +82,13 @@ def test_a_slurm_job_asks_for_what_the_run_needs_and_is_told_before_its_end(fold
     command = next(line for line in lines if "torch.distributed.run" in line)
     assert f"--max-restarts=3 -m composer3d run '{folder}/My run.toml'" in command
     assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75" in lines
+
+
+def test_ranks_that_are_not_started_again_are_tasks_of_slurm(folder):
+    lines = slurm_script(replace(asked(), max_restarts=0)).splitlines()
+    assert "#SBATCH --ntasks-per-node=2" in lines
+    assert not any("torch.distributed" in line for line in lines)
+    assert f"  python3 -m composer3d run '{folder}/My run.toml' &" in lines
 
 
 def test_a_job_of_another_number_of_ranks_says_that_it_would_not_start(folder, capfd):
