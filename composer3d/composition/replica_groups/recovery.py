@@ -90,15 +90,25 @@ def take_state(
                 own = local(tensors[key])
                 if not own.numel():
                     continue
-                received = torch.empty_like(own, device="cpu", memory_format=torch.contiguous_format)
+                received = _receivable(own)
                 exchange.receive(received.view(torch.uint8) if received.dim() else received, place)
-                own.copy_(received)
+                if received.data_ptr() != own.data_ptr():
+                    own.copy_(received)
 
     known = {
         key: TensorInfo(shape=tuple(shape), dtype=getattr(torch, dtype.removeprefix("torch.")))
         for key, (shape, dtype) in told["tensors"].items()
     }
     persistence.fill(optimizer, told["state"], known, read)
+
+
+def _receivable(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor on the CPU for what comes: the one that it is for, where that is such a one."""
+    import torch
+
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach()
+    return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
 
 
 def _plain(tensor: Tensor) -> Tensor:
