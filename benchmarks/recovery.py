@@ -57,7 +57,8 @@ def train(manifest: str, folder: str, mib: int, rounds: int) -> None:
     with composer3d.compose(model(mib), manifest, loss_fn=mse_loss) as run:
         optimizer, replicas = run.optimizer(torch.optim.AdamW, lr=1e-3), run.replicas
         assert replicas is not None
-        took, receive, connect = [], replicas._receive, replicas._connect
+        took: list[float] = []
+        receive, connect = replicas._receive, replicas._connect
 
         def timed(function: Any) -> Any:
             def call(quorum: Any) -> Any:
@@ -71,7 +72,8 @@ def train(manifest: str, folder: str, mib: int, rounds: int) -> None:
 
         # Receiving connects first: of both the times are kept, that of the connection before that of the whole.
         replicas._receive, replicas._connect = timed(receive), timed(connect)  # type: ignore[method-assign]
-        x = torch.ones(SAMPLES, run.model[0].in_features)
+        layers: Any = run.model
+        x = torch.ones(SAMPLES, layers[0].in_features)
         for step in range(replicas.begin(0), STEPS):
             if is_lost and not is_again and step == LOST_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
