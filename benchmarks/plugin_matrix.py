@@ -20,6 +20,7 @@ import heapq
 import json
 import math
 import os
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import combinations
@@ -30,14 +31,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Kernels are made once and run a few times: without optimising, g++ takes a quarter of the time for them.
 os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")
 
+import composer3d_plugins
 from harness import conditions, note, say, with_marked
-from plugin_matrix_cells import axes, check, judge, num_ranks, options, owners, say_row
+from plugin_matrix_cells import PENDING, axes, check, judge, lift_pending, num_ranks, options, owners, say_row
 from plugin_matrix_permitted import PERMITTED
 
 from composer3d.testing import Refused, Row, combine
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plugin_matrix.json"
+PENDING_RESULT = HERE / "results" / "plugin_matrix_pending.json"
 REFUSALS = HERE / "plugin_matrix_refusals.json"
 FAILED = HERE / "plugin_matrix_failed.json"
 README = HERE / "README.md"
@@ -80,10 +83,15 @@ def rows_of(*, learn: bool) -> list[dict[str, str]]:
 
 def _rows_on_record() -> list[dict[str, str]]:
     """Return the rows of the result, what is settled first: they stay as they are as long as they can be."""
-    cells = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
+    cells = [cell for path in (RESULT, *_lifted()) if path.exists() for cell in json.loads(path.read_text())["cells"]]
     order = {"proven": 0, "failed": 1}
     cells.sort(key=lambda cell: order.get(cell["outcome"], 2))
     return [whole(cell["row"]) for cell in cells if not cell["row"].keys() - options().keys()]
+
+
+def _lifted() -> tuple[Path, ...]:
+    """Return the file of the rows with options that are pending, where those are made; no file otherwise."""
+    return () if PENDING else (PENDING_RESULT,)
 
 
 def _write_refusals(refused: Sequence[Refused]) -> None:
@@ -191,7 +199,8 @@ def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any
     """Write down a cell, beside what other processes have written, and return the whole result."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = json.loads(RESULT.read_text()) if RESULT.exists() else {"cells": [], "conditions": stated}
+        path, mark = (PENDING_RESULT, "pending") if _lifted() else (RESULT, "plugins")
+        before = json.loads(path.read_text()) if path.exists() else {"cells": [], "conditions": stated}
         old = before["cells"]
         if cell is None:
             stated = before["conditions"]
@@ -199,12 +208,14 @@ def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any
             old.append(cell)
             _keep(cell)
         known = {json.dumps(entry["row"], sort_keys=True): entry for entry in old}
-        shorts = map(neutral_left_out, rows)
+        others = json.loads(RESULT.read_text())["cells"] if _lifted() else []
+        whole_ones = [other["row"] for other in others if other["outcome"] == "proven"]
+        shorts = [short for short in map(neutral_left_out, rows) if short not in whole_ones]
         left = {"outcome": "left", "detail": "", "wall_s": 0.0}
         entries = [known.get(json.dumps(short, sort_keys=True), {"row": short, **left}) for short in shorts]
         result = _result(entries, stated if cell is None else {**stated, "load_1min_after": _load()})
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        README.write_text(with_marked(README.read_text(encoding="utf-8"), "plugins", summary(result)), encoding="utf-8")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        README.write_text(with_marked(README.read_text(encoding="utf-8"), mark, summary(result)), encoding="utf-8")
     return result
 
 
@@ -241,6 +252,7 @@ def _result(cells: Sequence[Mapping[str, Any]], stated: dict[str, Any]) -> dict[
             outcome: sum(cell["outcome"] == outcome for cell in cells)
             for outcome in ("proven", "refused", "failed", "left")
         },
+        "whole": not _lifted(),
         "options": sum(len(values) for values in here.values()),
         "refusals": len(known_refusals()),
         "permitted": [permitted.row for permitted in PERMITTED],
@@ -263,6 +275,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="one of N processes: every N-th row")
     parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
+    parser.add_argument("--pending", action="store_true", help="the rows that options which are pending add")
     parser.add_argument("--again", action="store_true", help="run proven rows too")
     parser.add_argument("--failed", action="store_true", help="run what once failed instead")
 
@@ -271,7 +284,11 @@ def prove(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make the rows and run those that a command line asks for, writing down each; return what `--json` prints."""
     from composer3d.processes.forking import prewarm
 
+    if arguments.pending:
+        lift_pending()
     prewarm()
+    # Or every rank imports what plugins are made of.
+    prewarm(module.name for module in pkgutil.walk_packages(composer3d_plugins.__path__, "composer3d_plugins."))
     stated = conditions()
     rows = rows_of(learn=not arguments.known)
     note(f"{len(rows)} rows")
@@ -291,8 +308,9 @@ def prove(arguments: argparse.Namespace) -> dict[str, Any]:
 def summary(found: Mapping[str, Any]) -> str:
     """Return what benchmarks/README.md says of a result."""
     counts, stated = found["summary"], found["conditions"]
+    held = "cells that hold every two of" if found["whole"] else "cells more that hold what is pending among"
     return (
-        f"Of {len(found['cells'])} cells that hold every two of {found['options']} options of plugins "
+        f"Of {len(found['cells'])} {held} {found['options']} options of plugins "
         f"{counts['proven']} are proven, {counts['refused']} refused, {counts['failed']} failed, "
         f"{counts['left']} were not run; no cell holds what `check` refuses ({found['refusals']} combinations).\n"
         f"Last written on {stated['date']}: {stated['machine']}; Python {stated['python']}, torch {stated['torch']}.\n"

@@ -30,6 +30,7 @@ __all__ = [
     "axes",
     "check",
     "judge",
+    "lift_pending",
     "manifest_of",
     "num_ranks",
     "options",
@@ -62,8 +63,8 @@ class Verdict:
     detail: str = ""
 
 
-# Proven by tests of their own, and in no recorded row yet: the record is of whole matrices.
-PENDING = (
+# Proven by tests of their own, and in no recorded row yet: a matrix is recorded whole, `--pending` goes on with these.
+PENDING = [
     "sharding.context_parallel",
     "mesh.cp",
     "sharding.expert_parallel",
@@ -75,7 +76,12 @@ PENDING = (
     "communication.replicas",
     "mesh.replica",
     "mesh.island",
-)
+]
+
+
+def lift_pending() -> None:
+    """Let rows have the options that are pending, from now on in this process and before any row is made."""
+    PENDING.clear()
 
 
 @functools.cache  # what is installed stays as it is while a process runs

@@ -79,7 +79,9 @@ def test_the_summaries_of_the_matrices_are_those_of_their_runs():
     layouts, plugins = recorded("layout_matrix"), recorded("plugin_matrix")
     assert harness.with_marked(FIGURES, "layouts", layout_matrix.summary(layouts)) == FIGURES
     assert harness.with_marked(FIGURES, "plugins", plugin_matrix.summary(plugins)) == FIGURES
-    assert [FIGURES.count(f"<!-- {name} -->") for name in ("layouts", "plugins")] == [1, 1]
+    pending = recorded("plugin_matrix_pending")
+    assert harness.with_marked(FIGURES, "pending", plugin_matrix.summary(pending)) == FIGURES
+    assert [FIGURES.count(f"<!-- {name} -->") for name in ("layouts", "plugins", "pending")] == [1, 1, 1]
     # They are whole but for the layouts that are stated, and nothing failed.
     cells = {str(cell): cell.context for cell in layout_matrix.cells()}
     found = [row["cell"] for row in layouts["cells"]]
