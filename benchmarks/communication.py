@@ -45,9 +45,10 @@ from composer3d.testing import count_collectives, full, run_ranks
 RANKS, LENGTH, BATCH, DIM = 4, 64, 8, 64
 MIB = 2**20
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-SHARDS = "[sharding.fsdp2]\n"
-REPLICAS = "[sharding.ddp]\n"
-BOTH = "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
+NODES = "mesh.gpus_per_node = 1\n"  # the links are those between nodes
+SHARDS = NODES + "[sharding.fsdp2]\n"
+REPLICAS = NODES + "[sharding.ddp]\n"
+BOTH = "[mesh]\ngpus_per_node = 1\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
 CODED = "[communication.compression]\n"
 # By layout; the first of each is what errors are told of.
 METHODS = {

@@ -194,6 +194,17 @@ class Layout:
         members = (divmod(begin + index, self.degrees["cp"]) for index in range(self.degrees[axis]))
         return tuple(first + shard * strides["dp_shard"] + cp * strides["cp"] for shard, cp in members)
 
+    def leaves_node(self, axis: str, ranks_per_node: int) -> bool:
+        """Return whether some ranks that lie apart along a dense axis, or one inside of it, are on different nodes.
+
+        Args:
+            axis: Its name.
+            ranks_per_node: Ranks are numbered node by node.
+        """
+        names = [each.name for each in self.dense_axes]
+        span = math.prod(self.degrees[name] for name in names[names.index(axis) :])
+        return self.world_size > ranks_per_node and (span > ranks_per_node or ranks_per_node % span > 0)
+
     def __str__(self) -> str:
         groups = [f"{name}={self.degrees[name]}" for name in self.names(Role.REPLICA)]
         return " x ".join([*groups, *(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)])
@@ -273,10 +284,5 @@ def resolve(
 
 def crossings(layout: Layout, gpus_per_node: int) -> tuple[str, ...]:
     """Return which of tp and cp reach over the edge of a node: their groups would communicate over the slow network."""
-    inner, result = 1, []
-    for axis in reversed(layout.dense_axes):
-        inner *= layout.degrees[axis.name]
-        crosses = inner > gpus_per_node or gpus_per_node % inner
-        if axis.role in (Role.TENSOR, Role.SEQUENCE) and layout.degrees[axis.name] > 1 and crosses:
-            result.append(axis.name)
-    return tuple(result)
+    names = [name for name in reversed(layout.names(Role.TENSOR, Role.SEQUENCE)) if layout.degrees[name] > 1]
+    return tuple(name for name in names if layout.leaves_node(name, gpus_per_node))

@@ -190,17 +190,33 @@ def test_ranks_outside_the_world():
     [
         ({"tp": 8, "dp_shard": 4}, 8, ()),
         ({"tp": 16}, 8, ("tp",)),
-        ({"tp": 3}, 8, ("tp",)),
+        ({"tp": 3}, 8, ()),
+        ({"tp": 3, "dp_shard": 4}, 8, ("tp",)),
         ({"tp": 4, "cp": 2}, 8, ()),
         ({"tp": 4, "cp": 4}, 8, ("cp",)),
         ({"tp": 16, "cp": 2}, 8, ("cp", "tp")),
         ({"dp_shard": 64, "pp": 4}, 8, ()),
         ({"tp": 2, "cp": 1}, 1, ("tp",)),
-        ({"tp": 4}, 6, ("tp",)),
+        ({"tp": 4}, 6, ()),
+        ({"tp": 4, "dp_shard": 2}, 6, ("tp",)),
     ],
 )
 def test_crossings(degrees, gpus_per_node, expected):
     assert set(crossings(layout(**degrees), gpus_per_node)) == set(expected)
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 3, 4, 6, 8, 12, 16, 24])
+def test_axes_that_leave_a_node_are_those_whose_ranks_are_on_different_ones(gpus_per_node):
+    for found in (layout(dp_replicate=2, dp_shard=3, tp=2), layout(pp=2, dp_shard=2, cp=2), layout(dp_shard=4)):
+        dense = [axis.name for axis in found.dense_axes]
+        for index, axis in enumerate(dense):
+            inside = dense[index:]
+            groups = {}
+            for rank in range(found.world_size):
+                place = tuple(value for name, value in found.coordinates(rank).items() if name not in (*inside, "ep"))
+                groups.setdefault(place, set()).add(rank // gpus_per_node)
+            expected = any(len(nodes) > 1 for nodes in groups.values())
+            assert found.leaves_node(axis, gpus_per_node) == expected, (axis, found)
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------

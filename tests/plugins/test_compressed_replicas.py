@@ -17,6 +17,7 @@ from composer3d.testing import count_collectives, full, run_ranks
 UNITS = 4  # three blocks and the root
 UNIT, BUCKETS = "[sharding.ddp]\n", '[sharding.ddp]\nreducer = "bucketed"\n'
 HYBRID = "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
+NODES = "mesh.gpus_per_node = 1\n"  # int4 is for ranks of different ones
 FSDP = "[sharding.fsdp2]\n"
 LAYOUTS = [
     pytest.param(UNIT, 2, id="units"),
@@ -129,7 +130,7 @@ def test_products_of_low_rank_are_those_of_power_sgd_on_one_device(layout, world
     ids=["topk", "onebit", "int4"],
 )
 def test_what_a_codec_loses_is_sent_later(options, codec):
-    results = run_ranks(partial(stepped, steps=3, dtype=torch.float64, calls=True), 2, UNIT + table(**options))
+    results = run_ranks(partial(stepped, steps=3, dtype=torch.float64, calls=True), 2, NODES + UNIT + table(**options))
     calls = [calls for *_, calls, _ in results]
     assert rows_of_codec(calls, codec=codec) < 1e-6
     assert rows_of_codec(calls, codec=codec, feedback=False) > 1e-2

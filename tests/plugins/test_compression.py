@@ -31,6 +31,7 @@ from composer3d.testing import count_collectives, full, run_ranks
 NAMES = ("bf16", "int8", "fp8", "int4")
 BIASED = ("topk", "onebit")
 UNITS = 4  # three blocks and the root
+NODES = "mesh.gpus_per_node = 1\n"  # int4 is for ranks of different ones
 FSDP = "[sharding.fsdp2]\n"
 PIPELINE = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
 
@@ -284,15 +285,15 @@ def equal(one, other):
 
 def test_steps_before_the_first_compressed_one_are_exact():
     plain = run_ranks(trained, 2, FSDP, 2)[0]
-    begun = run_ranks(trained, 2, FSDP + table(gradients="int4", start_step=2), 2)[0]
+    begun = run_ranks(trained, 2, NODES + FSDP + table(gradients="int4", start_step=2), 2)[0]
     worst = max(float((plain[name] - begun[name]).abs().max()) for name in plain)
     assert worst < 1e-6
-    later = run_ranks(trained, 2, FSDP + table(gradients="int4", start_step=2), 3)[0]
+    later = run_ranks(trained, 2, NODES + FSDP + table(gradients="int4", start_step=2), 3)[0]
     assert not equal(run_ranks(trained, 2, FSDP, 3)[0], later)
 
 
 def test_stochastic_rounding_resumes_bit_for_bit(tmp_path):
-    text = FSDP + table(gradients="int4", rounding="stochastic")
+    text = NODES + FSDP + table(gradients="int4", rounding="stochastic")
     (whole, *_) = run_ranks(partial(trained, save=tmp_path / "saved"), 2, text)
     (resumed, *_) = run_ranks(partial(trained, load=tmp_path / "saved", first=2), 2, text)
     assert equal(whole, resumed)

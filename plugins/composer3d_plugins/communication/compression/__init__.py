@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    Decisions,
     Phase,
     PluginError,
     Role,
@@ -23,6 +24,7 @@ from composer3d import (
     plugin,
 )
 from composer3d_plugins.communication.compression.frozen_adam import refuse_moving_variance
+from composer3d_plugins.communication.compression.nodes import codec_inside
 from composer3d_plugins.communication.compression.wire import Options, Wire
 
 if TYPE_CHECKING:
@@ -45,10 +47,13 @@ class Compression:
 
     Over dp_shard, gradients of a unit are exchanged in one all-to-all of payloads, decoded and added by their receiver
     in the order of ranks. Over dp_replicate, an all-reduce is that, and an all-gather of the encoded mean: all replicas
-    have the same bits. Weights are gathered as payloads, which their owner decodes too, so that all ranks compute with
-    the same ones; the optimizer steps the exact shards. A block of elements shares a scale. Errors of one exchange,
-    relative to a gradient's norm, were 1e-3 for bf16, 6e-3 for int8, 2e-2 for fp8 and 1e-1 for int4, with blocks of 256
-    on four ranks; weights of 8 bits changed gradients by 3e-2 (int8) and 6e-2 (fp8).
+    have the same bits. Over both, int4 is for dp_replicate, which is outside: dp_shard, inside of a node, sends int8,
+    but where `mesh.gpus_per_node` says that its ranks are on several. Where ranks of one node alone would send int4 it
+    is refused: links there are fast, and its errors are 16 times those of int8. Weights are gathered as payloads, which
+    their owner decodes too, so that all ranks compute with the same ones; the optimizer steps the exact shards. A block
+    of elements shares a scale. Errors of one exchange, relative to a gradient's norm, were 1e-3 for bf16, 6e-3 for
+    int8, 2e-2 for fp8 and 1e-1 for int4, with blocks of 256 on four ranks; weights of 8 bits changed gradients by 3e-2
+    (int8) and 6e-2 (fp8).
     powersgd, topk and onebit lose most of a gradient. Error feedback keeps what is lost, and adds it to the gradient of
     the next step: over replicas, where it is as large as what a rank holds of the gradient. Over dp_shard it would be
     the whole gradient on every rank. A step that is vetoed leaves nothing behind.
@@ -113,8 +118,14 @@ class Compression:
             context.claim("reduce_scatter", by=self)
         if self.weights is not None:
             context.claim("all_gather", by=self)
-        own = {each.name: getattr(self, each.name) for each in fields(Options)}
-        context.state[self] = Wire(Options(**{**own, "error_feedback": self._has_feedback}), context)
+        inside = codec_inside(self.gradients, axes, context)
+        own = {each.name: getattr(self, each.name) for each in fields(Options) if each.name != "inside"}
+        context.state[self] = Wire(Options(**{**own, "error_feedback": self._has_feedback}, inside=inside), context)
+        if inside != self.gradients:
+            context.stash(Decisions).notes.append(
+                f"gradients travel in {inside} over {shards}, whose ranks are taken for those of a node, and in "
+                f"{self.gradients} over {replicas}: [mesh] gpus_per_node states the ranks of a node"
+            )
 
     @hookimpl
     def composer3d_collectives(self, context: RunContext) -> Transform:

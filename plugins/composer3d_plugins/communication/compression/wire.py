@@ -42,9 +42,14 @@ DEFAULT_RANK, DEFAULT_RATIO = 4, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of the plugin that are read here, which says what they are."""
+    """The options of the plugin that are read here, which says what they are.
+
+    Args:
+        inside: Codec of gradients between ranks that hold shards.
+    """
 
     gradients: str | None
+    inside: str | None
     weights: str | None
     block: int
     rounding: Literal["nearest", "stochastic"]
@@ -86,6 +91,8 @@ class Wire:
             self._low_rank = LowRank(factors=self.factors)
         elif options.gradients is not None:
             self._codecs["gradients"] = self._codecs["replicas"] = self._made(options.gradients)
+            if options.inside is not None and options.inside != options.gradients:
+                self._codecs["gradients"] = self._made(options.inside)
         if options.weights is not None:
             self._codecs["weights"] = self._made(options.weights)
         self.reduce_scatter = CodedReduceScatter(
