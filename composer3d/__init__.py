@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, Layout, Role
+    from composer3d.mesh.batch_pieces import SampleWeights, pieces_of
     from composer3d.observation.torch_errors import TorchErrors
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
@@ -177,6 +178,7 @@ _MODULES = {
     "linear_selection": ("ConvertedLayers", "LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
+    "mesh.batch_pieces": ("SampleWeights", "pieces_of"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json", "receive_json", "send_json"),
     "composition.preparing": ("PlanRow",),
     "composition.experts.expert_contract": (
@@ -290,6 +292,7 @@ __all__ = [
     "Role",
     "RunContext",
     "RunResult",
+    "SampleWeights",
     "Sampler",
     "Schedule",
     "Secret",
@@ -337,6 +340,7 @@ __all__ = [
     "multiply_experts",
     "on_local_shards",
     "own_meshes",
+    "pieces_of",
     "place",
     "plan",
     "plugin",

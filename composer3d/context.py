@@ -14,6 +14,7 @@ from composer3d.forward_example import checked_example
 from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Dtypes, Example, LossFunction, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
+from composer3d.mesh.batch_pieces import equal_reader
 from composer3d.observation import spans
 from composer3d.patterns import called, select, sharing_nothing
 from composer3d.registry import Claim, Claims, Registered
@@ -170,8 +171,8 @@ class RunContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank among those that read samples of their own."""
-        return self.layout.index(self.rank, Role.BATCH, Role.INDEPENDENT)
+        """Index of this rank among those that read samples of their own, where all read as many."""
+        return equal_reader(self)
 
     @property
     def data_parallel_rank(self) -> int:

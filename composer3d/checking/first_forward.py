@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import pieces_of
 from composer3d.checking.drawn import Foreign, recorded_draws
 from composer3d.errors import ComposerError, DataError, ForkError, LossError, Problem
 from composer3d.processes import running
@@ -76,7 +77,7 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
 
     torch.set_num_threads(1)
     data, document = manifest.tables["data"], manifest.document
-    degree = preparation.context.data_parallel_degree
+    degree = _num_pieces(preparation)
     with running("called", data.use, limit_s=_MOST_SECONDS):
         try:
             samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
@@ -95,13 +96,18 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
     return found if "message" in found else _unfilled(manifest, preparation, samples[1]) or found
 
 
+def _num_pieces(preparation: Preparation) -> int:
+    """Return the equal pieces of a global batch, of all islands and groups."""
+    return pieces_of(preparation.context).total * preparation.context.layout.num_groups
+
+
 def _unfilled(manifest: Manifest, preparation: Preparation, targets: Any) -> Mapping[str, Any] | None:
     """Return what the first evaluation would refuse."""
     from composer3d.runner.data import unfilled_evaluation
 
     if manifest.tables["evaluation"].every is None:
         return None
-    data, degree = manifest.tables["data"], preparation.context.data_parallel_degree
+    data, degree = manifest.tables["data"], _num_pieces(preparation)
     with running("called", data.use, limit_s=_MOST_SECONDS):
         message = unfilled_evaluation(
             data, manifest.document.folder, batch_size=manifest.train.batch_over(degree), targets=targets

@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import pieces_of
 from composer3d.checking.foreign_problems import problem_of_hook
-from composer3d.errors import ComposerError, ForkError, HookError, Problem
+from composer3d.errors import ComposerError, ForkError, HookError, ManifestError, Problem
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
@@ -133,15 +134,23 @@ def schedule_problems(manifest: Manifest) -> list[Problem]:
 
 
 def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
-    """Check that a step has as many micro-batches as the schedule of a pipeline needs; no batch may be stated."""
+    """Check that a batch divides over islands too, and has the micro-batches that the schedule of a pipeline needs."""
     from composer3d.runner import BatchSize
 
     hooks, context = preparation.hooks, preparation.context
     asked = hooks.implementing("composer3d_actions")
-    if not asked or "train" not in manifest.tables:
+    if "train" not in manifest.tables:
         return []
-    sizes = BatchSize(manifest.tables["train"], degree=context.data_parallel_degree * context.layout.num_groups)
-    unit = (context.manifest.train.microbatch or 1) * context.data_parallel_degree * context.layout.num_groups
+    pieces = pieces_of(context)
+    degree = pieces.total * context.layout.num_groups
+    sizes, unit = BatchSize(manifest.tables["train"], degree=degree), (context.manifest.train.microbatch or 1) * degree
+    if context.layout.degree(Role.INDEPENDENT) > 1:  # of which the layout alone knows no parts
+        try:
+            sizes.check(manifest, pieces.name)
+        except ManifestError as error:
+            return list(error.problems)
+    if not asked:
+        return []
     for size in islice(sizes.sizes(), _MOST_SIZES):
         if size // unit > _MOST_MICROBATCHES:
             break

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import pieces_of
 from composer3d.checking import Inspection, collected_rarely, inspect
 from composer3d.errors import ComposerError, ManifestError
 from composer3d.processes import single_threaded
@@ -230,7 +231,8 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
     train, data = manifest.tables["train"], manifest.tables["data"]
-    microbatch, degree = train.microbatch or 1, found.layout.num_readers_of_all_groups
+    microbatch, pieces = train.microbatch or 1, pieces_of(found.preparation.context)
+    degree = pieces.total * found.layout.num_groups
     batch = foreseen_batch(data, manifest.document.folder, seed=train.seed, num_samples=microbatch)
     if batch is None:
         file = manifest.document.file
@@ -247,7 +249,7 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
         count_fn=factory.loss.count,
         grad_clip=train.grad_clip,
         world_size=found.layout.world_size,
-        num_microbatches=max(1, BatchSize(train, degree=degree).largest // (microbatch * degree)),
+        num_microbatches=max(1, pieces.most * BatchSize(train, degree=degree).largest // (microbatch * degree)),
         microbatch=microbatch,
         preparation=found.preparation,
         target=target,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import pieces_of
 from composer3d.checking import collected_rarely, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError
 from composer3d.planning.schedules.drawing import draw_svg, draw_text
@@ -105,4 +106,6 @@ def schedule(
 
 def _num_microbatches(preparation: Preparation) -> int:
     """Return the number of micro-batches of a step on each data-parallel rank."""
-    return preparation.context.manifest.train.num_microbatches(preparation.context.layout.num_readers_of_all_groups)
+    context = preparation.context
+    pieces = pieces_of(context)
+    return pieces.most * context.manifest.train.num_microbatches(pieces.total * context.layout.num_groups)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from composer3d import patterns, units_of
+from composer3d import patterns, pieces_of, units_of
 from composer3d.composition import find_blocks
 from composer3d.mesh import Layout, Role
 from composer3d.planning.formulas.manifest_setup import setup_of
@@ -86,7 +86,11 @@ def _units_of_step(job: Job, layout: Layout) -> tuple[str, int]:
     """Return the unit of the model's inputs, and how many of it an optimizer step has."""
     unit, count = units_of(job.example)
     samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
-    return unit, count // samples * job.microbatch * job.num_microbatches * layout.num_readers_of_all_groups
+    most, total = 1, layout.degree(Role.BATCH, Role.INDEPENDENT)
+    if job.preparation is not None:
+        pieces = pieces_of(job.preparation.context)
+        most, total = pieces.most, pieces.total
+    return unit, count // samples * job.microbatch * job.num_microbatches // most * total * layout.num_groups
 
 
 def _offers(manifest: Manifest) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import EvaluatedWeights, checkpoint
+from composer3d import EvaluatedWeights, checkpoint, pieces_of
 from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.processes import write_private
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
@@ -129,8 +129,8 @@ class Trainer:
         agree_on_data(self.run.context, self.source.record())
         compare_clocks(self.run.context)
         context = self.run.context
-        self.batch_size = BatchSize(tables["train"], degree=context.layout.num_readers_of_all_groups)
-        self.batch_size.check(manifest)
+        self.batch_size = BatchSize(tables["train"], degree=pieces_of(context).total * context.layout.num_groups)
+        self.batch_size.check(manifest, pieces_of(context).name)
         self.loader = self._loader()
         stack.callback(self.loader.close)
         self.optimizer = make_optimizer(self.run, manifest)
@@ -178,8 +178,7 @@ class Trainer:
             self.source,
             self.manifest.tables["data"],
             seed=self.manifest.train.seed,
-            rank=context.reader,
-            degree=context.num_readers,
+            **pieces_of(context).read,
             batch_size_of=self.batch_size.of,
             position_of=self.batch_size.position_of,
             compare=compare_streams(context),

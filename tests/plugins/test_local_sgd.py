@@ -101,7 +101,18 @@ def test_one_fragment_without_delay_is_diloco():
 
 
 def simulated(
-    *, every, lr, momentum, fragments=1, overlap=0, mix=0.0, quantise=None, weigh=False, make=unpadded, islands=ISLANDS
+    *,
+    every,
+    lr,
+    momentum,
+    fragments=1,
+    overlap=0,
+    mix=0.0,
+    quantise=None,
+    weigh=False,
+    make=unpadded,
+    islands=ISLANDS,
+    samples=None,
 ):
     """Train the islands one after the other on one device, by the papers' formulas; return island 0 after each step."""
     torch.set_default_dtype(torch.float64)
@@ -114,7 +125,7 @@ def simulated(
     flights, found = {}, []
     counts = [[0] * islands for _ in held]
     for step in range(STEPS):
-        for island, (tokens, targets) in enumerate(batches(step, islands, make)):
+        for island, (tokens, targets) in enumerate(batches(step, islands, make, samples)):
             model = models[island]
             loss, count = sum_loss(model(tokens), targets)
             for each in counts:

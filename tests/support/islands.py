@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from composer3d import pieces_of
+from composer3d.composition.loop.sampling import local_slice
 from support.models import composed, full, sum_loss, unpadded
 
 STEPS, LR, ISLANDS = 6, 0.5, 2
@@ -16,15 +18,17 @@ def table(method, **options):
     return f'[communication.local_sgd]\nmethod = "{method}"\n{values}'
 
 
-def batches(step, islands=ISLANDS, make=unpadded):
-    """Return (tokens, targets) of each island."""
+def batches(step, islands=ISLANDS, make=unpadded, samples=None):
+    """Return (tokens, targets) of each island, in equal parts or by `samples`."""
     tokens, targets = make(num_sequences=8, seed=step)
-    return list(zip(tokens.chunk(islands), targets.chunk(islands), strict=True))
+    samples = samples or (1,) * islands
+    sizes = [len(tokens) * each // sum(samples) for each in samples]
+    return list(zip(tokens.split(sizes), targets.split(sizes), strict=True))
 
 
 def mine(run, step, make=unpadded):
     tokens, targets = make(num_sequences=8, seed=step)
-    return (tensor.chunk(run.context.num_readers)[run.context.reader] for tensor in (tokens, targets))
+    return (local_slice(tensor, **pieces_of(run.context).slice) for tensor in (tokens, targets))
 
 
 def trained(text, steps=STEPS, *, make=unpadded, save=None, load=None, first=0, model=None, loss_fn=sum_loss):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer3d.errors import BatchError, DataError
+from composer3d.mesh.batch_pieces import pieces_of
 
 if TYPE_CHECKING:
     from composer3d.context import RunContext
@@ -99,28 +100,29 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def local_slice(indices: _Indices, rank: int, degree: int) -> _Indices:
+def local_slice(indices: _Indices, rank: int, degree: int, *, num: int = 1) -> _Indices:
     """Return one data-parallel rank's contiguous slice of a global batch.
 
     Args:
         indices: The global batch; anything that can be sliced.
-        rank: Data-parallel rank, 0 to degree - 1.
-        degree: Data-parallel degree.
+        rank: Data-parallel rank, 0 to degree - 1; where ranks read different numbers of samples, its first piece.
+        degree: Data-parallel degree, or the pieces of all ranks.
+        num: Pieces of this rank.
 
     Raises:
         BatchError: The batch does not divide by the degree.
     """
-    num = len(indices)
+    size = len(indices)
     if degree < 1 or not 0 <= rank < degree:
         raise BatchError(f"data-parallel rank {rank} does not exist among {degree}; ranks are 0 to degree - 1")
-    if num % degree:
-        fits = [str(n) for n in (num - num % degree, num - num % degree + degree) if n]
+    if size % degree:
+        fits = [str(n) for n in (size - size % degree, size - size % degree + degree) if n]
         raise BatchError(
-            f"a global batch of {num} samples does not divide over {degree} data-parallel ranks; "
+            f"a global batch of {size} samples does not divide over {degree} data-parallel ranks; "
             f"use {' or '.join(fits)}"
         )
-    local = num // degree
-    return indices[rank * local : (rank + 1) * local]
+    local = size // degree
+    return indices[rank * local : (rank + num) * local]
 
 
 class Sampler:
@@ -136,8 +138,9 @@ class Sampler:
         dataset_or_size: A data set with a length, or the length.
         seed: Seed of the order.
         global_batch: Samples per step over all data-parallel ranks.
-        rank: Data-parallel rank.
-        degree: Data-parallel degree.
+        rank: Data-parallel rank; where ranks read different numbers of samples, its first piece of the batch.
+        degree: Data-parallel degree, or the pieces of all ranks.
+        num: Pieces of this rank.
         shuffle: False keeps the order of the data set.
 
     Raises:
@@ -153,14 +156,15 @@ class Sampler:
         global_batch: int,
         rank: int,
         degree: int,
+        num: int = 1,
         shuffle: bool = True,
     ) -> None:
         self._size = _size_of(dataset_or_size)
         self._seed, self._shuffle = seed, shuffle
-        self._global_batch, self._rank, self._degree = global_batch, rank, degree
+        self._global_batch, self._rank, self._degree, self._num = global_batch, rank, degree, num
         if global_batch < 1:
             raise BatchError(f"a global batch of {global_batch} samples is empty; use at least {degree}")
-        local_slice(range(global_batch), rank, degree)
+        local_slice(range(global_batch), rank, degree, num=num)
         if global_batch > self._size:
             raise BatchError(f"a global batch of {global_batch} samples is larger than the data set of {self._size}")
         self._step = 0
@@ -184,7 +188,7 @@ class Sampler:
         """Return this rank's indices of a step."""
         start = step * self._global_batch
         batch = indices(start, self._global_batch, size=self._size, seed=self._seed, shuffle=self._shuffle)
-        return local_slice(batch, self._rank, self._degree).tolist()
+        return local_slice(batch, self._rank, self._degree, num=self._num).tolist()
 
     def set_step(self, step: int) -> None:
         """Make the next pass start at a step; a pass that is under way continues unchanged."""
@@ -229,11 +233,10 @@ def _size_of(dataset_or_size: Sized | int) -> int:
 
 def sampler_of(dataset: Any, context: RunContext) -> Sampler:
     """Return the sampler of a run; see `Composition.sampler`."""
-    train, degree = context.manifest.train, context.num_readers
+    train, pieces = context.manifest.train, pieces_of(context)
     return Sampler(
         dataset,
         seed=train.seed,
-        global_batch=train.batch_over(degree * context.layout.num_groups),
-        rank=context.reader,
-        degree=degree,
+        global_batch=train.batch_over(pieces.total * context.layout.num_groups),
+        **pieces.slice,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import BatchError, StepError
 from composer3d.initialisation import seed_of
+from composer3d.mesh.batch_pieces import pieces_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -33,7 +34,7 @@ class _Part:
     def __iter__(self) -> Iterator[list[int]]:
         import torch
 
-        context, num = self._context, self._context.num_readers
+        context, pieces = self._context, pieces_of(self._context)
         # A sampler without a generator draws from torch's default one, which differs between ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(context.manifest.train.seed, "loader", self._epoch))
@@ -41,7 +42,9 @@ class _Part:
                 torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             batches = [list(batch) for batch in self._batches]
         self._epoch += 1
-        reasons = {number: reason for number, batch in enumerate(batches) if (reason := _refusal(len(batch), num))}
+        reasons = {
+            number: reason for number, batch in enumerate(batches) if (reason := _refusal(len(batch), pieces.total))
+        }
         if reasons and not self._is_told:
             self._is_told = True
             number, reason = next(iter(reasons.items()))
@@ -51,9 +54,9 @@ class _Part:
         for number, batch in enumerate(batches):
             if number in reasons:
                 raise BatchError(reasons[number])
-            size, more = divmod(len(batch), num)
-            begin = context.reader * size + min(context.reader, more)
-            yield batch[begin : begin + size + (context.reader < more)]
+            size, more = divmod(len(batch), pieces.total)
+            ends = (at * size + min(at, more) for at in (pieces.first, pieces.first + pieces.num))
+            yield batch[slice(*ends)]
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -51,6 +51,7 @@ class MapBatches:
         seed: Of the run.
         rank: Data-parallel rank.
         degree: Data-parallel degree.
+        num: As of the loader.
         batch_size_of: The global batch of a step.
         position_of: Samples before a step.
         once: One pass in the order of the source, its last batch filled up: for evaluation.
@@ -65,13 +66,14 @@ class MapBatches:
         seed: int,
         rank: int,
         degree: int,
+        num: int = 1,
         batch_size_of: Callable[[int], int],
         position_of: Callable[[int], int],
         once: bool = False,
         ignored: int = IGNORED,
     ) -> None:
         self._source, self._table, self._seed = source, table, seed
-        self._rank, self._degree = rank, degree
+        self._rank, self._degree, self._num = rank, degree, num
         self._batch_size_of, self._position_of, self._once = batch_size_of, position_of, once
         self._ignored = ignored
         self._order = Order(
@@ -97,7 +99,7 @@ class MapBatches:
         else:
             places = self._order.positions(step)
             positions, samples = places.tolist(), self._order.samples(places).tolist()
-        mine = local_slice(range(len(samples)), self._rank, self._degree)
+        mine = local_slice(range(len(samples)), self._rank, self._degree, num=self._num)
         read = {place: self._read(positions[place], samples[place]) for place in mine}
         width = padded_width(self._lengths(positions, samples, read), self._table)
         indices = [samples[place] for place in mine]

@@ -39,6 +39,10 @@ class Loader:
         seed: Of the run.
         rank: Data-parallel rank; ranks with the same one receive the same batches.
         degree: Data-parallel degree.
+        num: Where ranks read different numbers of samples: `degree` is that of equal pieces, `rank` the first of this
+            rank's, and this their number.
+        evaluated: Rank and degree by which batches of an evaluation are divided, of one model alone where there are
+            several; default: as those of steps.
         batch_size_of: The global batch of a step, in samples.
         position_of: Samples before a step: the sum of the batches of all steps before it.
         compare: Of a stream: compares what this rank read with the other ranks; see `compare_streams`.
@@ -61,25 +65,26 @@ class Loader:
         degree: int,
         batch_size_of: Callable[[int], int],
         position_of: Callable[[int], int],
+        num: int = 1,
+        evaluated: tuple[int, int] | None = None,
         compare: Comparison | None = None,
         ignored: int = IGNORED,
         vocab_size: int | None = None,
     ) -> None:
         self._source, self._table, self._seed = source, table, seed
-        self._rank, self._degree, self._vocab_size = rank, degree, vocab_size
+        self._slice: dict[str, Any] = {"rank": rank, "degree": degree, "num": num}
+        self._vocab_size = vocab_size
+        self._evaluated = self._slice if evaluated is None else {"rank": evaluated[0], "degree": evaluated[1]}
         _refuse(source, table, vocab_size)
         self._batches: MapBatches | StreamBatches
         if isinstance(source, StreamSource):
-            self._batches = StreamBatches(
-                source, table, rank=rank, degree=degree, batch_size_of=batch_size_of, compare=compare
-            )
+            self._batches = StreamBatches(source, table, **self._slice, batch_size_of=batch_size_of, compare=compare)
         else:
             self._batches = MapBatches(
                 source,
                 table,
                 seed=seed,
-                rank=rank,
-                degree=degree,
+                **self._slice,
                 batch_size_of=batch_size_of,
                 position_of=position_of,
             )
@@ -133,8 +138,7 @@ class Loader:
             evaluation,
             self._table,
             seed=self._seed,
-            rank=self._rank,
-            degree=self._degree,
+            **self._evaluated,
             batch_size_of=lambda step: batch_size,
             position_of=lambda step: step * batch_size,
             once=True,

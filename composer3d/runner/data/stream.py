@@ -144,6 +144,7 @@ class StreamBatches:
         table: The manifest's `[data]`.
         rank: Data-parallel rank.
         degree: Data-parallel degree.
+        num: As of the loader.
         batch_size_of: The global batch of a step.
         compare: Called with the number of the first item of a batch and a number for each item, to compare with those
             of other ranks.
@@ -156,11 +157,12 @@ class StreamBatches:
         *,
         rank: int,
         degree: int,
+        num: int = 1,
         batch_size_of: Callable[[int], int],
         compare: Comparison | None = None,
     ) -> None:
         self._source, self._table, self._compare = source, table, compare
-        self._rank, self._degree, self._batch_size_of = rank, degree, batch_size_of
+        self._rank, self._degree, self._num, self._batch_size_of = rank, degree, num, batch_size_of
         self.next_step = 0
 
     def assemble(self, step: int) -> Batch:
@@ -175,7 +177,7 @@ class StreamBatches:
                 "asked for; load the state that was saved with the checkpoint"
             )
         first, size = self._source.num_items, self._batch_size_of(step)
-        mine = local_slice(range(size), self._rank, self._degree)
+        mine = local_slice(range(size), self._rank, self._degree, num=self._num)
         kept: list[Sample] = []
         lengths: list[int] = []
         seen: list[int] = []

@@ -101,8 +101,12 @@ class BatchSize:
             yield from takewhile(lambda size: size < self.largest, range(ramp.start, self.largest, ramp.step))
         yield self.largest
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: Manifest, parts: str = "data-parallel ranks") -> None:
         """Refuse sizes that cannot be split into micro-batches for every data-parallel rank.
+
+        Args:
+            manifest: Of the run.
+            parts: What `degree` is a number of, in words.
 
         Raises:
             ManifestError: At the line of the size.
@@ -117,7 +121,7 @@ class BatchSize:
                 fits = [str(n) for n in (size - size % unit, size - size % unit + unit) if n]
                 message = (
                     f"a global batch of {size} sequences does not divide into micro-batches of {self._microbatch} on "
-                    f"{self._degree} data-parallel ranks ({self._microbatch} x {self._degree} = {unit})"
+                    f"{self._degree} {parts} ({self._microbatch} x {self._degree} = {unit})"
                 )
                 problem = manifest.document.problem(("train", *key), message, hint=f"use {' or '.join(fits)}")
                 raise ManifestError([problem])

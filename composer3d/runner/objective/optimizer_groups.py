@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import pieces_of
 from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem
 from composer3d.manifest import Manifest, resolve_reference, search
 from composer3d.step import exclusions
@@ -104,7 +105,8 @@ def in_backward_problems(manifest: Manifest, context: RunContext, *, has_schedul
     if tables["stability"].on_nonfinite == "skip":
         message = 'on_nonfinite = "skip" would have to take back what optimizer.in_backward has stepped'
         found.append((("stability", "on_nonfinite"), message, 'write "stop"'))
-    num_microbatches = train.num_microbatches(context.data_parallel_degree)
+    pieces = pieces_of(context)
+    num_microbatches = pieces.most * train.num_microbatches(pieces.total * context.layout.num_groups)
     if num_microbatches > 1:
         message = f"a gradient is complete after all {num_microbatches} micro-batches of a step, not after the first"
         found.append((own, message, "raise train.microbatch so that a step has one, and recompute activations"))

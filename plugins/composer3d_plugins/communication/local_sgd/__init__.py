@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from composer3d import (
     PluginError,
     Role,
     RunContext,
+    SampleWeights,
     Stateful,
     StepAction,
     StepPoint,
@@ -45,11 +47,13 @@ class LocalSGD:
     them, from scratch, plain averaging had the lower loss (2.21 beside 2.47, 100,000 parameters, 4 islands).
     An island's outer gradient, before - own, may travel in 8 or 4 bits: it is encoded once, and all islands decode and
     add all of them in the order of islands, in float32. Islands have equal weights, or those of the valid tokens that
-    each has trained on since its last exchange: a mesh gives all islands as many ranks, and data may give them others.
+    each has trained on since its last exchange. A mesh gives all islands as many ranks; those that are slower, or have
+    less data, are given fewer samples of a global batch by `samples`, and make fewer micro-batches a step of them.
     Evaluation is of the mean of the islands' weights, moving averages included (the mean of moving averages is the
-    moving average of means), so that it is the same on all of them. With a step count that is no multiple of `every`
-    islands end with parameters of their own; an exported model is the first one's. Between exchanges no number crosses
-    islands: loss and grad_norm of a row of metrics are the first island's, tokens and samples are those of all.
+    moving average of means), and every island evaluates all samples, so that it is the same on all of them. With a step
+    count that is no multiple of `every` islands end with parameters of their own; an exported model is the first one's.
+    Between exchanges no number crosses islands: loss and grad_norm of a row of metrics are the first island's, tokens
+    and samples are those of all.
 
     Memory: average: a buffer of the largest fragment's local shards. With an outer optimizer besides the outer
         parameters and their momentum, in float32: two more copies of the local shards; with overlap three.
@@ -71,7 +75,10 @@ class LocalSGD:
         overlap: Steps that an exchange may take.
         mix: Part of an island's own parameters that stays when an overlapped exchange has ended; default: 0.5.
         quantise: Codec of outer gradients, in blocks of 256: int8, fp8 or int4; default: parameters travel as they are.
-        weigh: `equal` islands, or by the `tokens` that each has trained on since its last exchange.
+        weigh: `equal` islands, or by the `tokens` that each has trained on since its last exchange; default: equal, and
+            with samples by tokens.
+        samples: Of a global batch each island's, in proportion: [2, 1] gives the first twice as many as the second;
+            default: all as many.
         evaluate: The `mean` of islands, or each its `own` weights.
     """
 
@@ -84,7 +91,8 @@ class LocalSGD:
     overlap: int = Field(default=0, ge=0, examples=[1])
     mix: float | None = Field(default=None, ge=0, lt=1)
     quantise: Literal["int8", "fp8", "int4"] | None = None
-    weigh: Literal["equal", "tokens"] = "equal"
+    weigh: Literal["equal", "tokens"] | None = None
+    samples: tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...] | None = Field(default=None, examples=[[2, 1]])
     evaluate: Literal["mean", "own"] = "mean"
 
     @hookimpl
@@ -133,6 +141,8 @@ class LocalSGD:
                 raise PluginError(f"fragments = {self.fragments}, and the model has {blocks} blocks")
         if self.warmup_steps:
             context.claim("gradients", by=self)
+        if self.samples is not None:
+            self._divide_unequally(self.samples, context)
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
@@ -156,9 +166,26 @@ class LocalSGD:
         islands: Islands = context.state[self]
         if self.method in OUTER:
             islands.allocate()
-        elif self.weigh == "equal":
+        elif self._settings.weigh == "equal":
             return None
         return {"outer": islands}
+
+    def _divide_unequally(self, samples: Sequence[int], context: RunContext) -> None:
+        """Have the global batch divided by `samples`; `verify` proves islands by themselves, each on a whole batch."""
+        num, listed = context.degrees[AXIS], ", ".join(map(str, samples))
+        if len(samples) != num and context.purpose != "verify":  # which may make do with fewer islands
+            raise PluginError(
+                f"samples = [{listed}] is for {len(samples)} islands, and there are {num}",
+                hint=f"write a number for each, or [mesh] {AXIS} = {len(samples)}",
+                keys=("samples",),
+            )
+        if len(set(samples)) == 1:
+            raise PluginError(
+                f"samples = [{listed}] gives all islands as many, as without it", hint="remove it", keys=("samples",)
+            )
+        if context.purpose != "verify":
+            common = math.gcd(*samples)
+            context.stash(SampleWeights).by_axis[AXIS] = tuple(each // common for each in samples)
 
     def _notes(self, exchanges: Sequence[tuple[str, int]], *, num_islands: int) -> list[str]:
         """Return what a plan says of exchanges, which are in no trace of a step."""
@@ -178,4 +205,6 @@ class LocalSGD:
 
     @property
     def _settings(self) -> Settings:
-        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
+        weigh = self.weigh or ("equal" if self.samples is None else "tokens")
+        stated = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        return Settings(**{**stated, "weigh": weigh})

@@ -40,6 +40,7 @@ class Settings:
     mix: float | None
     quantise: Literal["int8", "fp8", "int4"] | None
     weigh: Literal["equal", "tokens"]
+    samples: tuple[int, ...] | None
 
 
 class Islands:
@@ -122,7 +123,9 @@ class Islands:
             own = [each.clone() for each in held]
             if held:
                 flat_N = torch.cat([_wide(each).flatten() for each in held])
-                total = self._sums(None).begin(flat_N, weight=None, is_async=False)()
+                samples, island = self._options.samples, self._context.coordinates[AXIS]
+                weight = None if samples is None else float(samples[island])
+                total = self._sums(None).begin(flat_N, weight=weight, is_async=False)()
                 self._put(held, total.sum_N / total.weight)
             try:
                 yield

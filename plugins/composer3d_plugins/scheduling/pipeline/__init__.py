@@ -35,6 +35,7 @@ from composer3d import (
     Transform,
     WarmUp,
     hookimpl,
+    pieces_of,
     plugin,
     select_fqns,
     torch_compat,
@@ -174,7 +175,8 @@ class Pipeline:
         train = context.manifest.train
         if train.batch_key is None or train.microbatch is None:
             return None
-        return int(train.num_microbatches(context.data_parallel_degree * context.layout.num_groups))
+        # Of a rank with one piece of the batch, the fewest.
+        return int(train.num_microbatches(pieces_of(context).total * context.layout.num_groups))
 
     def _refuse_placement(self) -> None:
         placement, stated = RULES[self.schedule].placement, self.stages_per_rank
