@@ -112,7 +112,12 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
         folder = Path(name)
         manifest = folder / "run.toml"
         manifest.write_text("composer3d = 1\n[mesh]\nreplica = 2\n[train]\nmicrobatch = 1\n[communication.replicas]\n")
-        options = {"policy": ReplicaPolicy(minimum=2, silent_s=60.0), "num_groups": 2, "num_ranks": 1, "device": "cpu"}
+        options: dict[str, Any] = {
+            "policy": ReplicaPolicy(minimum=2, silent_s=60.0),
+            "num_groups": 2,
+            "num_ranks": 1,
+            "device": "cpu",
+        }
         result = launch_groups(train, (str(manifest), name, mib, rounds), output=folder / "run", **options)
         if result.report is not None:
             fail(result.report.render())
