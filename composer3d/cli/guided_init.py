@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer3d.cli.output import complain, print_problems, say
+from composer3d.cli.output import complain, pasted, print_problems, say
 from composer3d.cli.schema import SCHEMA_FILE, heading, write_schema
 from composer3d.errors import ManifestError
 
@@ -70,10 +70,10 @@ def guide(read: Callable[[str], str], *, devices: int, device: str) -> int:
         return 2
     if not found.ok:
         print_problems(found.problems)
-        say(f"mend {answers.file}, then: composer3d check {answers.file}")
+        say(f"mend {answers.file}, then: composer3d check {pasted(answers.file)}")
         return 2
     say("\n".join(found.lines))
-    say(f"next: composer3d run {answers.file}")
+    say(f"next: composer3d run {pasted(answers.file)}")
     return 0
 
 

@@ -9,6 +9,7 @@ from composer3d.cli.options import Subparsers, add_json, path, positive
 from composer3d.cli.output import (
     coloured,
     complain,
+    pasted,
     print_problems,
     refuse_unwritable,
     refuse_unwritable_folder,
@@ -140,7 +141,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if result.manifest and output is None:
             say(result.manifest.rstrip("\n"))
         elif result.manifest:
-            say(coloured(f"wrote {output}; next: composer3d check {output}", good=result.ok))
+            say(coloured(f"wrote {output}; next: composer3d check {pasted(output)}", good=result.ok))
     return 0 if result.ok else 1
 
 
@@ -179,7 +180,7 @@ def _import_checkpoint(arguments: argparse.Namespace) -> int:
         say_json(result.to_json())
         return 0
     complain("\n".join(result.lines()))
-    say(coloured(f"wrote {result.path}; next: composer3d run run.toml --resume {result.path}", good=True))
+    say(coloured(f"wrote {result.path}; next: composer3d run run.toml --resume {pasted(result.path)}", good=True))
     return 0
 
 

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from composer3d.cli.options import Subparsers, path
-from composer3d.cli.output import complain, print_table, say
+from composer3d.cli.output import complain, pasted, print_table, say
 from composer3d.cli.schema import SCHEMA_FILE, heading, write_schema
 from composer3d.errors import did_you_mean
 
@@ -92,7 +92,7 @@ def _manifest(text: str, target: Path) -> int:
         return 2
     if code := write_schema(target.parent):
         return code
-    say(f"wrote {target}, and {target.with_name(SCHEMA_FILE)} for editors; next: composer3d check {target}")
+    say(f"wrote {target}, and {target.with_name(SCHEMA_FILE)} for editors; next: composer3d check {pasted(target)}")
     return 0
 
 
@@ -105,5 +105,5 @@ def _example(name: str, folder: Path | None) -> int:
     if code := write_schema(target):
         return code
     say("\n".join(f"wrote {file}" for file in [*written, target / SCHEMA_FILE]))
-    say("next:\n" + textwrap.indent("\n".join([f"cd {target}", *example.start]), "  "))
+    say("next:\n" + textwrap.indent("\n".join([f"cd {pasted(target)}", *example.start]), "  "))
     return 0

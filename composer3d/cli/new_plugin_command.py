@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from composer3d.cli.options import Subparsers, path
-from composer3d.cli.output import say
+from composer3d.cli.output import pasted, say
 
 __all__ = ["NAME", "add", "execute"]
 
@@ -33,6 +33,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
     written = new_plugin(arguments.name, family=arguments.family, folder=arguments.to)
     say("\n".join(f"wrote {file}" for file in written.files))
-    say(f'next: cd {written.folder} && pip install -e ".[test]" && pytest')
+    say(f'next: cd {pasted(written.folder)} && pip install -e ".[test]" && pytest')
     say(f"a manifest switches it on with the table {written.table}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "PAGE",
     "coloured",
     "complain",
+    "pasted",
     "print_problems",
     "print_table",
     "refuse_unwritable",
@@ -42,6 +44,11 @@ def say(text: str) -> None:
     """
     with writing_output():
         sys.stdout.write(f"{text}\n")
+
+
+def pasted(path: Path | str) -> str:
+    """Return a path as it is written in a command that a reader copies into a shell."""
+    return shlex.quote(str(path))
 
 
 def say_json(content: Mapping[str, Any]) -> None:

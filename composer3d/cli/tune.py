@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
-from composer3d.cli.output import complain, print_problems, refuse_unwritable, say, say_json
+from composer3d.cli.output import complain, pasted, print_problems, refuse_unwritable, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
 __all__ = ["add", "execute"]
@@ -72,5 +72,6 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and result.ok:
         result.write(arguments.output)
         if not arguments.json:
-            say(f"{arguments.output}: composer3d run {arguments.output} --nproc-per-node {arguments.nproc_per_node}")
+            run = f"composer3d run {pasted(arguments.output)} --nproc-per-node {arguments.nproc_per_node}"
+            say(f"{arguments.output}: {run}")
     return 0 if result.ok else 1

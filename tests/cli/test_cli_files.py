@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 from composer3d.examples import shipped_examples
 from composer3d.manifest import shipped
@@ -17,6 +18,13 @@ def test_the_schema_knows_tables_and_installed_plugins(command):
     assert schema["properties"].keys() >= {"composer3d", "run", "mesh", "model", "data", "train", "optimizer"}
     assert schema["properties"]["sharding"]["properties"].keys() >= {"fsdp2", "ddp"}
     assert "zero" in json.dumps(schema["$defs"])
+
+
+def test_a_command_to_copy_is_one_where_a_folder_has_spaces(folder, command):
+    target = folder / "two words" / "run.toml"
+    target.parent.mkdir()
+    code, out, _ = command("init", "quickstart", "--to", str(target))
+    assert code == 0 and shlex.split(out.partition("next: ")[2]) == ["composer3d", "check", str(target)]
 
 
 def test_init_copies_a_shipped_manifest_that_then_is_good(folder, command):
