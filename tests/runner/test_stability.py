@@ -78,9 +78,18 @@ def test_steps_that_plugins_skip_count_as_skipped_in_a_row():
         stability.vetoed(4, by=("grad_scaler",), **figures)
     assert str(caught.value) == (
         "step 4: skipped by grad_scaler (loss 1.5, gradient norm inf): step 2 in a row that was skipped "
-        "(stability.max_skips = 2); float16 overflows in the model's own values at any loss scale; compute in "
-        "bfloat16, as [precision.mixed] does by default, lower the scaler's initial scale, or raise stability.max_skips"
+        "(stability.max_skips = 2); the loss is finite, and its gradients overflow float16 at the loss scales of these "
+        "steps: begin with a lower scale, or raise stability.max_skips and let the scaler come to one; where they "
+        "overflow at any, compute in bfloat16, as [precision.mixed] does by default"
     )
+
+
+def test_a_loss_that_overflows_itself_is_not_the_scales_fault():
+    stability = Stability(StabilityTable(max_skips=1), overflow_is_expected=True)
+    with pytest.raises(
+        StabilityError, match="float16 overflows in the model's own values, at any loss scale; compute in"
+    ):
+        stability.vetoed(1, by=("grad_scaler",), loss=math.nan, grad_norm=math.nan)
 
 
 def test_a_run_without_a_step_that_was_taken_is_not_finished():

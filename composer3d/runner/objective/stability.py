@@ -20,11 +20,17 @@ _NO_TARGETS = "no target of the global batch is valid (every one is -100), so th
 _GO_BACK = "go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr"
 
 
-def _against_overflow() -> str:
+def _against_overflow(loss: float) -> str:
     tables = Catalogue.installed().offering("compute_dtype", "bfloat16") or "a plugin"
+    if not math.isfinite(loss):
+        return (
+            "the loss is not finite, so float16 overflows in the model's own values, at any loss scale; compute in "
+            f"bfloat16, as {tables} does by default, or lower optimizer.lr"
+        )
     return (
-        f"float16 overflows in the model's own values at any loss scale; compute in bfloat16, as {tables} does by "
-        "default, lower the scaler's initial scale, or raise stability.max_skips"
+        "the loss is finite, and its gradients overflow float16 at the loss scales of these steps: begin with a lower "
+        "scale, or raise stability.max_skips and let the scaler come to one; where they overflow at any, compute in "
+        f"bfloat16, as {tables} does by default"
     )
 
 
@@ -101,7 +107,7 @@ class Stability:
             StabilityError: Too many steps in a row were skipped.
         """
         figures = f"step {step}: skipped by {', '.join(by)} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
-        advice = _against_overflow() if "grad_scaler" in by else _GO_BACK
+        advice = _against_overflow(loss) if "grad_scaler" in by else _GO_BACK
         self._count(figures, advice, step=step, loss=loss, grad_norm=grad_norm)
 
     def finish(self, step: int) -> None:
