@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -204,6 +205,16 @@ class Catalogue:
             for point in self._points[name]
         )
 
+    def lacks(self, name: str) -> tuple[str, ...]:
+        """Return the distributions that the extra of a plugin's own name asks for, and that are not installed."""
+        point = self._points[name][0]
+        stated = (re.split(r"\s*;\s*", text) for text in (point.dist and point.dist.requires) or ())
+        wanted = [
+            text for text, *marker in stated if re.search(rf"extra\s*==\s*['\"]{re.escape(name)}['\"]", *marker or [""])
+        ]
+        names = (re.match(r"[\w.-]+", text) for text in wanted)
+        return tuple(found[0] for found in names if found and not _is_installed(found[0]))
+
     def load(self, name: str) -> type:
         """Import the plugin.
 
@@ -257,6 +268,14 @@ def _stated(name: str, info: PluginInfo, table: Mapping[str, Any]) -> str:
     """Return a plugin's table with its keys, for people."""
     keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
     return f"[{info.family}.{name}] {keys}".rstrip()
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _install_hint(point: EntryPoint) -> str | None:

@@ -61,7 +61,7 @@ def _shipped(package: str) -> list[Any]:
 
 
 def _missing(catalogue: Catalogue) -> frozenset[str]:
-    found = set()
+    found = {name for name in catalogue.names() if catalogue.lacks(name)}
     for name in catalogue.names():
         try:
             catalogue.load(name)

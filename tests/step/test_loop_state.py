@@ -124,6 +124,26 @@ def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False, factory=No
     return number, str(caught.value)
 
 
+def left_out_on_one_rank():
+    """Train with an optimizer whose state counts no steps, one of which a rank leaves out; return what is told."""
+    run = composed(FSDP)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.001)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(seq_len=4))
+    with pytest.raises(StepError) as caught:
+        for number in range(3):
+            with run.step(number):
+                run.forward_backward(tokens, target=targets)
+                if (number, dist.get_rank()) != (1, 1):
+                    optimizer.step()
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_a_step_that_one_rank_leaves_out_is_named_where_no_state_counts_it():
+    told = set(run_ranks(left_out_on_one_rank, 2))
+    assert told == {BEFORE + "calls of optimizer.step: 1, not 2" + ALIKE}
+
+
 @pytest.mark.parametrize("is_own", [False, True], ids=["forward_backward", "own forward"])
 @pytest.mark.parametrize(("fault", "message"), NAMED.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_one_rank_does_otherwise_is_named_in_the_next_step(fault, message, is_own):

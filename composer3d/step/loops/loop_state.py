@@ -74,7 +74,7 @@ class LoopState:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.clip_norm, self.num_read = 0.0, 0
+        self.clip_norm, self.num_read, self._num_stepped = 0.0, 0, 0
         self._modules: list[nn.Module] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._sample: list[nn.Parameter] = []
@@ -112,6 +112,7 @@ class LoopState:
             optimizer: Once there is one.
             following: Number of the next step.
         """
+        self._num_stepped += 1
         if self._modules is not None:
             self._version = self._versions()
             self.gradients.stepped()
@@ -141,6 +142,7 @@ class LoopState:
         numbers = (
             self.clip_norm,
             self.num_read,
+            self._num_stepped,
             groups,
             modes,
             frozen,
@@ -184,6 +186,7 @@ class LoopState:
                 if key != "params":
                     found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
         found["steps that the optimizer's state counts"] = self._steps(optimizer)
+        found["calls of optimizer.step"] = self._num_stepped  # SGD's state counts none
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
         found["batches that run.loader has given the loop"] = self.num_read
         found |= self.writes.described() | self.gradients.described() | self._shards.described()
