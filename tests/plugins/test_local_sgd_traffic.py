@@ -106,7 +106,8 @@ def test_verify_proves_islands_that_send_outer_gradients_in_a_codec(tmp_path):
 @pytest.mark.parametrize("num_layers", [4, 9])
 def test_a_plan_counts_blocks_that_it_does_not_trace(num_layers, tmp_path):
     path, more = tmp_path / "run.toml", table("streaming_diloco", every=4, fragments=4)
-    head = 'composer3d = 1\nextends = "quickstart"\n[mesh]\nisland = 2\ndp_shard = 2\n[model.args]\n'
+    mesh = "[mesh]\nisland = 2\ndp_shard = 2\n[train]\nglobal_batch = 32\n"
+    head = f'composer3d = 1\nextends = "quickstart"\n{mesh}[model.args]\n'
     path.write_text(f"{head}num_layers = {num_layers}\n{more}")
     found = composer3d.plan(path, world_size=4).to_json()
     (note,) = [note for note in found["notes"] if note.startswith("over island")]
