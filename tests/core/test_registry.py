@@ -392,17 +392,3 @@ def test_axes_have_one_owner():
     assert str(caught.value) == (
         '[sharding.a] (run.toml:3) and [sharding.b] (run.toml:4) both own the axis "dp_shard"; remove one of them'
     )
-
-
-def test_what_the_extra_of_a_plugins_name_asks_for_and_is_not_there_is_lacking(tmp_path, monkeypatch):
-    described = tmp_path / "graphs-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: graphs\nVersion: 1.0\nRequires-Dist: torch>=2\nProvides-Extra: graphs\n"
-        'Requires-Dist: pluggy>=1; extra == "graphs"\nRequires-Dist: not-anywhere>=1.2 ; extra == "graphs"\n'
-        'Requires-Dist: nowhere; extra == "another"\n'
-    )
-    (described / "entry_points.txt").write_text("[composer3d]\ngraphs = graphs:Graphs\nplain = graphs:Plain\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    catalogue = Catalogue.installed()
-    assert (catalogue.lacks("graphs"), catalogue.lacks("plain")) == (("not-anywhere",), ())

@@ -197,3 +197,17 @@ def test_a_step_is_that_of_a_hand_written_loop():
     ]
     measured = [json.loads(each.text.splitlines()[-1]) for each in items]
     assert ratio_of(measured)["loss_apart"] == 0.0
+
+
+def test_what_the_extra_of_a_plugins_name_asks_for_and_is_not_there_is_lacking(tmp_path, monkeypatch):
+    described = tmp_path / "graphs-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: graphs\nVersion: 1.0\nRequires-Dist: torch>=2\nProvides-Extra: graphs\n"
+        'Requires-Dist: pluggy>=1; extra == "graphs"\nRequires-Dist: not-anywhere>=1.2 ; extra == "graphs"\n'
+        'Requires-Dist: nowhere; extra == "another"\n'
+    )
+    (described / "entry_points.txt").write_text("[composer3d]\ngraphs = graphs:Graphs\nplain = graphs:Plain\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    catalogue = Catalogue.installed()
+    assert (catalogue.lacks("graphs"), catalogue.lacks("plain")) == (("not-anywhere",), ())
