@@ -111,11 +111,6 @@ FABRIC = [
     ("torch.optim.SGD(model.parameters(), ", "run.optimizer(torch.optim.SGD, "),
     ("DataLoader(images(2, 28), batch_size=4)", "run.loader(DataLoader(images(2, 28), batch_size=4))"),
     ("            loss.backward()\n", "            run.backward(loss)\n"),
-    (
-        "                for parameter in model.parameters():\n"
-        "                    parameter.grad /= accumulate  # what Fabric's examples leave out\n",
-        "",
-    ),
     ("torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)", "run.clip_grad_norm_(max_norm=0.5)"),
     (
         '        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}\n'
