@@ -208,12 +208,10 @@ class Catalogue:
     def lacks(self, name: str) -> tuple[str, ...]:
         """Return the distributions that the extra of a plugin's own name asks for, and that are not installed."""
         point = self._points[name][0]
-        stated = (re.split(r"\s*;\s*", text) for text in (point.dist and point.dist.requires) or ())
-        wanted = [
-            text for text, *marker in stated if re.search(rf"extra\s*==\s*['\"]{re.escape(name)}['\"]", *marker or [""])
-        ]
-        names = (re.match(r"[\w.-]+", text) for text in wanted)
-        return tuple(found[0] for found in names if found and not _is_installed(found[0]))
+        named = re.compile(rf"extra\s*==\s*['\"]{re.escape(name)}['\"]")
+        stated = (text.partition(";") for text in (point.dist and point.dist.requires) or ())
+        wanted = (re.match(r"[\w.-]+", text) for text, _, marker in stated if named.search(marker))
+        return tuple(found[0] for found in wanted if found and not _is_installed(found[0]))
 
     def load(self, name: str) -> type:
         """Import the plugin.

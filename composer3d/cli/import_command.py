@@ -138,10 +138,10 @@ def execute(arguments: argparse.Namespace) -> int:
         complain("\n".join(result.lines()))
         if result.problems:
             print_problems(result.problems)
-        if result.manifest and output is None:
-            say(result.manifest.rstrip("\n"))
-        elif result.manifest:
+        if result.manifest and output is not None:
             say(coloured(f"wrote {output}; next: composer3d check {pasted(output)}", good=result.ok))
+        elif result.manifest:
+            say(result.manifest.rstrip("\n"))
     return 0 if result.ok else 1
 
 
