@@ -21,6 +21,13 @@ stringData:
   token: {token}
 """
 
+_DISRUPTED = """\
+              - action: Ignore
+                onPodConditions:
+                  - type: DisruptionTarget
+                    status: "True"
+"""
+
 # The set ends with the first machine's pod, which knows who takes part. A pod that ends is made again under its number;
 # one whose node is drained, or lost, is not counted. Exit codes 2 and 3 are of a manifest that is wrong, and of a run
 # that has failed: of the first machine they end the set.
@@ -49,11 +56,7 @@ spec:
           backoffLimit: {max_restarts}
           podFailurePolicy:
             rules:
-              - action: Ignore
-                onPodConditions:
-                  - type: DisruptionTarget
-                    status: "True"
-              - action: FailJob
+{disrupted}              - action: FailJob
                 onExitCodes:
                   operator: In
                   values: [2, 3]
@@ -71,11 +74,7 @@ _OTHERS = """\
           backoffLimit: {tries}
           podFailurePolicy:
             rules:
-              - action: Ignore
-                onPodConditions:
-                  - type: DisruptionTarget
-                    status: "True"
-          template:
+{disrupted}          template:
 {pod}"""
 
 _VARIABLES = """\
@@ -111,11 +110,15 @@ def group_kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> st
     if count:
         name = f"{request.name}-first-0-0.{request.name}"
         others = _OTHERS.format(
-            count=count, tries=_TRIES, pod=_pod(request, "$((JOB_COMPLETION_INDEX + 1))", endpoint=f"{name}:{PORT}")
+            count=count,
+            tries=_TRIES,
+            disrupted=_DISRUPTED,
+            pod=_pod(request, "$((JOB_COMPLETION_INDEX + 1))", endpoint=f"{name}:{PORT}"),
         )
     jobset = _JOBSET.format(
         name=request.name,
         max_restarts=max(request.max_restarts, 6),  # Kubernetes' own, for a pod whose processes are killed
+        disrupted=_DISRUPTED,
         first=_pod(request, "0", endpoint=f"$ADDRESS:{PORT}", port=PORT),
         others=others,
     )

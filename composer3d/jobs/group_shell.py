@@ -28,6 +28,15 @@ again() { # start machine $1, and again wherever it is lost, until the run is ov
     sleep $((tries > 5 ? 10 : 2))
   done
   return "$code"
+}
+attend() { # machine 0, a process of this shell: a signal ends a wait, and not the ranks; then the run is over
+  code=0
+  wait "$1" || code=$?
+  while kill -0 "$1" 2>/dev/null; do
+    code=0
+    wait "$1" || code=$?
+  done
+  touch "$over"
 }"""
 
 

@@ -70,13 +70,7 @@ while :; do
     [ "$index" = 0 ] || (trap '' USR1; again "$index") &
   done
   machine 0 & # which knows who takes part: as it ends, the run has
-  first=$! code=0
-  wait "$first" || code=$?
-  while kill -0 "$first" 2>/dev/null; do # the signal ended the wait, not the ranks
-    code=0
-    wait "$first" || code=$?
-  done
-  touch "$over"
+  attend $!
   for _ in {{1..30}}; do [ -z "$(jobs -rp)" ] || sleep 1; done
   scancel --signal=KILL "$SLURM_JOB_ID" 2>/dev/null # steps of machines that are not there any more
   wait

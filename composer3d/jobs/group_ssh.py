@@ -45,13 +45,7 @@ while :; do
     [ "$index" = 0 ] || (trap '' TERM INT; again "$index") &
   done
   (trap '' TERM INT; machine 0) & # which knows who takes part: as it ends, the run has
-  first=$! code=0
-  wait "$first" || code=$?
-  while kill -0 "$first" 2>/dev/null; do # the signal ended the wait, not the ranks
-    code=0
-    wait "$first" || code=$?
-  done
-  touch "$over"
+  attend $!
   wait
   [ -z "$stopped" ] && is_lost "$code" && [ "$lost" -lt {max_restarts} ] || break
   lost=$((lost + 1))

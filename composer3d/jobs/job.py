@@ -164,11 +164,7 @@ def launch(
         gpus_per_node,
         overrides,
         name,
-        image=image,
-        volume=volume,
-        partition=partition,
-        time=time,
-        hosts=tuple(hosts),
+        **{"image": image, "volume": volume, "partition": partition, "time": time, "hosts": tuple(hosts)},
     )
     _text(on, request, kind)  # what no system takes is refused before the manifest is looked at
     problems, refused = _problems(request)

@@ -1,4 +1,4 @@
-"""What is at work around a function: transforms of `torch.func`, a model's own autograd functions, modes, autocast."""
+"""Surroundings of a function: transforms of `torch.func`, a model's own autograd functions, modes, autocast."""
 
 from __future__ import annotations
 

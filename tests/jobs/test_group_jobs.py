@@ -241,7 +241,7 @@ def test_what_groups_cannot_be_started_by_is_refused(folder):
 def test_groups_are_checked_for_their_machines(folder, groups, ranks, problems):
     (folder / "My run.toml").write_text(MANIFEST.format(groups).replace("dp_shard = 1", f"dp_shard = {ranks}"))
     size = {"nodes": 2, "gpus_per_node": groups * ranks // 2}
-    job = composer3d.launch("My run.toml", on="slurm", overrides=["run.device=cpu"], **size)
+    job = composer3d.launch("My run.toml", on="slurm", overrides=["run.device=cpu", "train.global_batch=96"], **size)
     assert [problem.message for problem in job.problems if problem.severity == "error"] == problems
     assert job.ok is (not problems)
     assert "#SBATCH --no-kill\n" in job.text

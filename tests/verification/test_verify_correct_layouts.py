@@ -70,7 +70,8 @@ def test_uneven_shards_and_padding_are_no_alarm():
         tokens, targets = padded(6)
         return Batch(args=(tokens,), target=targets)
 
-    proven("[mesh]\ndp_shard = 3\n" + FSDP, factory=Net, batch=global_batch, microbatch=1)
+    found = proven("[mesh]\ndp_shard = 3\n" + FSDP, factory=Net, batch=global_batch, microbatch=1)
+    assert found.ok
 
 
 def test_what_cannot_be_traced_is_said():

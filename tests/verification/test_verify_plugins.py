@@ -81,7 +81,7 @@ def muon(run):
     ],
 )
 def test_plugins_that_are_right_are_proven(text, options):
-    proven(text, **options)
+    assert proven(text, **options).ok
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "DualPipeV"])
