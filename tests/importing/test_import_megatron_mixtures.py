@@ -318,3 +318,23 @@ def test_a_feed_forward_without_a_gate_is_refused(of, tmp_path):
     write(tmp_path / "iter_0000008", drawn(), ungated, moments=False)
     with pytest.raises(CheckpointError, match=rf"{of}\.linear_fc1\.weight has 10 rows.* 10 columns.*has no gate"):
         import_checkpoint(tmp_path / "iter_0000008", tmp_path)
+
+
+@pytest.mark.parametrize("form", [stacked, apart])
+def test_a_shared_expert_of_a_width_that_the_model_has_not_is_refused(form, tmp_path):
+    def widened(weights):
+        wider = {
+            name: torch.cat([tensor, tensor[: 2 * 3]])
+            if "linear_fc1" in name
+            else torch.cat([tensor, tensor[:, :3]], 1)
+            for name, tensor in weights.items()
+            if "shared_experts" in name
+        }
+        return form({**weights, **wider})
+
+    write(tmp_path / "iter_0000008", drawn(), widened, moments=False)
+    with pytest.raises(
+        CheckpointError, match=r"shared_experts\.linear_fc2\.weight is of an expert 13 wide.* 10 wide: "
+    ):
+        import_checkpoint(tmp_path / "iter_0000008", tmp_path)
+    import_checkpoint(tmp_path / "iter_0000008", tmp_path / "other", naming="huggingface")

@@ -11,7 +11,7 @@ from composer3d.checkpoint import Saved, open_foreign
 from composer3d.errors import CheckpointError
 from composer3d.importing.foreign_checkpoints.found_state import FoundState, number_in
 from composer3d.importing.foreign_checkpoints.megatron_names import Heads, Naming, naming_of, taken_apart
-from composer3d.importing.foreign_checkpoints.megatron_pieces import Pieces, check_gates, pieces_of
+from composer3d.importing.foreign_checkpoints.megatron_pieces import Pieces, check_gates, check_shared_widths, pieces_of
 from composer3d.importing.foreign_checkpoints.torch_archive import Note, read_archive
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ def _add(saved: Saved, found: FoundState, *, heads: Heads, naming: Naming, argum
     wholes = {state: pieces_of(named, saved) for state, named in keys.items()}
     weights = wholes.pop("")
     check_gates(weights, saved)
+    if naming.shared_is_several:
+        check_shared_widths(weights, saved)
     masters = wholes.get(_MASTER, {})
     kept = {name: each for name, each in weights.items() if name not in masters}
     for state, named in ((_MASTER, kept), *wholes.items()):

@@ -45,6 +45,7 @@ class Naming:
         parts: By Megatron-LM's name in a layer: one name, or those of the parts of a fused tensor.
         pairs_are_neighbours: Whether the model's rotary positions turn neighbouring elements.
         inputs_first: Whether an expert's weights have their inputs before their outputs.
+        shared_is_several: Whether a shared expert is several times as wide as a routed one, a whole number of times.
     """
 
     whole: Mapping[str, str]
@@ -52,6 +53,7 @@ class Naming:
     parts: Mapping[str, tuple[str, ...]]
     pairs_are_neighbours: bool
     inputs_first: bool
+    shared_is_several: bool
 
     def names(self, number: int, name: str) -> tuple[str, ...]:
         """Return the names of a layer's tensor; none where the model has no place for it."""
@@ -86,6 +88,7 @@ NAMINGS: Mapping[str, Naming] = {
         },
         pairs_are_neighbours=True,
         inputs_first=True,
+        shared_is_several=True,
     ),
     "huggingface": Naming(
         whole={
@@ -119,6 +122,7 @@ NAMINGS: Mapping[str, Naming] = {
         },
         pairs_are_neighbours=False,
         inputs_first=False,
+        shared_is_several=False,
     ),
 }
 # transformers' models whose shared expert has a gate, as Qwen2-MoE, call it by one name; GLM-4.5 has none, and another.

@@ -13,12 +13,13 @@ from composer3d.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pieces", "check_gates", "pieces_of"]
+__all__ = ["Pieces", "check_gates", "check_shared_widths", "pieces_of"]
 
 # With `singleton_local_shards` the gate's half and the other have a name each, and so have experts.
 _HALF = re.compile(r"^(?P<name>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])$")
 _EXPERT = re.compile(r"^(?P<before>.+\.mlp\.experts\.experts\.)(?P<number>\d+)\.(?P<after>.+)$")
 _GATED = ".linear_fc1.weight"
+_SHARED, _ROUTED = ".mlp.shared_experts", ".mlp.experts.experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,24 @@ def check_gates(weights: Mapping[str, Pieces], saved: Saved) -> None:
             raise CheckpointError(
                 f"{saved.path}: {name} has {rows} rows, and its linear_fc2.weight {columns} columns: the feed-forward "
                 "has no gate, and those of the models that are read have one"
+            )
+
+
+def check_shared_widths(weights: Mapping[str, Pieces], saved: Saved) -> None:
+    """Raise if a shared expert has a width that a model has no place for whose shared ones are several routed ones.
+
+    Raises:
+        CheckpointError: It is no multiple of a routed expert's; the names and widths are in the message.
+    """
+    for name, pieces in weights.items():
+        routed = weights.get(name.replace(_SHARED, _ROUTED)) if name.endswith(f"{_SHARED}.linear_fc2.weight") else None
+        if routed is None or not (shape := pieces.shape(saved)) or not (other := routed.shape(saved)):
+            continue
+        if shape[-1] % other[-1]:
+            raise CheckpointError(
+                f"{saved.path}: {name} is of an expert {shape[-1]} wide, and routed ones are {other[-1]} wide: shared "
+                "experts of composer3d.models:moe are num_shared_experts times as wide as those; transformers' models "
+                "(--names huggingface) have a width of their own for them"
             )
 
 
