@@ -12,9 +12,9 @@ from pathlib import Path
 ELSEWHERE = "127.0.1.5"
 
 
-def listening(pid="self"):
-    """Return the addresses on which a process listens."""
-    return sorted({_address(digits, family) for digits, _, family in _listeners(pid)})
+def listening(pid="self", *, but=()):
+    """Return the addresses on which a process listens, but for sockets of some ports."""
+    return sorted({_address(digits, family) for digits, port, family in _listeners(pid) if int(port, 16) not in but})
 
 
 def listening_ports(pid="self"):
