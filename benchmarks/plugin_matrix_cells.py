@@ -116,6 +116,9 @@ def manifest_of(row: Mapping[str, str]) -> str:
     """Return a row as the text of a manifest; `train.accumulation` is the number of micro-batches of a rank."""
     degrees = {key.removeprefix("mesh."): int(value) for key, value in row.items() if key.startswith("mesh.")}
     readers = math.prod(degrees.get(axis, 1) for axis in _batch_axes())
+    # Islands of unequal size read as many samples as they are given parts of a batch.
+    if row.get("communication.local_sgd.samples", "off") not in ("off", "default"):
+        readers = readers // degrees["island"] * sum(json.loads(row["communication.local_sgd.samples"]))
     clip = row.get("train.grad_clip", "default")
     # Two stages a rank at most.
     layers = 2 * degrees.get("pp", 1)
@@ -150,14 +153,14 @@ def _is_absent(key: str, value: str) -> bool:
 
 @functools.cache
 def _batch_axes() -> tuple[str, ...]:
-    """Return the axes whose ranks, or groups, share a global batch, those of third-party plugins too."""
+    """Return the axes whose ranks, groups or islands share a global batch, those of third-party plugins too."""
     catalogue = Catalogue.installed()
     found = [*AXES]
     for name in catalogue.names():
         with contextlib.suppress(PluginError):  # without its extra it is in no row
             info = info_of(catalogue.load(name))
             found += info.axes if info is not None else ()
-    return tuple(axis.name for axis in found if axis.role in (Role.BATCH, Role.REPLICA))
+    return tuple(axis.name for axis in found if axis.role in (Role.BATCH, Role.REPLICA, Role.INDEPENDENT))
 
 
 def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:

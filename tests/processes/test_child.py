@@ -52,7 +52,7 @@ def test_time_in_which_other_processes_have_the_cores_is_not_counted():
         return {}
 
     others = []
-    for _ in range(6 * (os.cpu_count() or 1)):
+    for _ in range(3 * (os.cpu_count() or 1)):
         if (pid := fork()) == 0:
             while True:  # until it is killed, or this process ends
                 pass
