@@ -39,7 +39,7 @@ __all__ = [
     "say_row",
 ]
 
-TIMEOUT_S = 400.0
+TIMEOUT_S = 900.0
 SEQ_LEN = 32  # mxfp8 sums the gradients of weights over blocks of 32 tokens
 # What rows have besides plugins and degrees. The first value is the neutral one.
 FURTHER: Mapping[str, tuple[str, ...]] = {

@@ -150,7 +150,8 @@ PERMITTED: tuple[Permitted, ...] = (
         message=r"has no room for \d+ fragments|islands first meet after|fragments = \d+, and the model has",
     ),
     Permitted(
-        row="`local_sgd`: `samples` for another number of islands", message=r"samples = \[.*\] (is for|gives all islands)"
+        row="`local_sgd`: `samples` for another number of islands",
+        message=r"samples = \[.*\] (is for|gives all islands)",
     ),
     Permitted(
         row="`context_parallel`: a length that does not divide",
