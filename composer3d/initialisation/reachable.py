@@ -91,12 +91,14 @@ class _Walk:
                 yield from self._enter(f"{path}.{_name(hook)}", hook)
 
     def _enter(self, path: str, value: Any) -> Iterator[Reached]:
+        if value is None or isinstance(value, str | int | float | bytes):
+            return
         import torch
         from torch import nn
 
         if isinstance(value, torch.Tensor):
             yield Reached(path=path, tensor=value, is_ordered=self._is_ordered)
-        elif value is None or isinstance(value, str | int | float | bytes) or id(value) in self._seen:
+        elif id(value) in self._seen:
             return
         elif isinstance(value, nn.Module):
             if id(value) not in self._registered:

@@ -36,7 +36,7 @@ def test_copies_have_containers_of_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.register_forward_hook(lambda *_: None)
     model[0].seen = model[1].seen = []
-    twin = copy.deepcopy(model, torch_compat.empty_containers(model))
+    twin = copy.deepcopy(model, torch_compat.empty_containers(model.modules()))
     twin[0].register_forward_hook(lambda *_: None)
     twin[0].seen.append(1)
     assert not model[0]._forward_hooks and model[0].seen == [] and twin[1].seen == [1]

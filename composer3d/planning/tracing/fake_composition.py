@@ -176,8 +176,8 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     Whatever it was made for, plugins see the purpose `plan`.
     """
     with preparation.context.as_rank(rank), _planned(preparation.context):
-        memo = torch_compat.empty_containers(preparation.model) | torch_compat.recomputed_tensors(preparation.model)
-        model = copy.deepcopy(preparation.model, memo)
+        memo = torch_compat.empty_containers(preparation.model.modules())
+        model = copy.deepcopy(preparation.model, memo | torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -31,8 +31,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Memory: of the structure.
     """
     walk = _Walk(model)
-    twins = {function: _twin(function, walk) for function in walk.functions()}
-    for key, empty in torch_compat.empty_containers(model).items():
+    modules, functions = walk.copied(memo)
+    twins = {function: _twin(function, walk) for function in functions}
+    for key, empty in torch_compat.empty_containers(modules).items():
         memo.setdefault(key, empty)
     memo.update({id(function): twin for function, twin in twins.items()})
     made = copy.deepcopy(model, memo)
@@ -66,20 +67,28 @@ class _Walk:
         self._leads: dict[int, bool] = {}
         self._cells: dict[int, Any] = {}
 
-    def functions(self) -> list[types.FunctionType]:
-        """Return the functions that lead to a module of the model."""
+    def copied(self, memo: Mapping[int, Any]) -> tuple[list[nn.Module], list[types.FunctionType]]:
+        """Return the modules that are copied, and the functions that lead to a module of the model and are reached.
+
+        What stands in the memo is not entered: of a stage's model, most blocks.
+        """
+        from torch import nn
+
         seen: set[int] = set()
-        found: list[types.FunctionType] = []
-        waiting: list[Any] = [value for module in self._model.modules() for value in vars(module).values()]
+        modules: list[nn.Module] = []
+        functions: list[types.FunctionType] = []
+        waiting: list[Any] = [self._model]
         while waiting:
             value = waiting.pop()
-            if id(value) in seen or id(value) in self._modules:
+            if type(value) in _PLAIN or id(value) in seen or id(value) in memo:
                 continue
             seen.add(id(value))
             if isinstance(value, types.FunctionType) and self.leads(value):
-                found.append(value)
+                functions.append(value)
+            elif isinstance(value, nn.Module):
+                modules.append(value)
             waiting += _inside(value)
-        return found
+        return modules, functions
 
     def leads(self, value: Any) -> bool:
         """Return whether an object is, or holds, a module of the model."""
@@ -109,8 +118,6 @@ def _inside(value: Any) -> list[Any]:
     """Return what a container, a function, a part of a call, or a module that is held elsewhere holds."""
     if type(value) in _PLAIN:
         return []
-    from torch import nn
-
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -122,4 +129,6 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [content for cell in value.__closure__ or () for content in _content(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    from torch import nn
+
     return list(vars(value).values()) if isinstance(value, nn.Module) else []

@@ -46,6 +46,7 @@ class Values:
         # Operators since the last read: each with its arguments, tensors among them, and result.
         self._since: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor], Any]] = []
         self._spoilt: set[int] = set()
+        self._kinds: dict[Any, str] = {}
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Return a tensor's empty twin on meta, whose values are known if the tensor has any."""
@@ -68,13 +69,19 @@ class Values:
         """Run an operator; results are on meta, and numbers where it returns numbers."""
         import torch
 
-        args, kwargs = torch_compat.tree_map(self._on_meta, (args, kwargs))
-        if str(func.name()) in _MASKED:
-            args = (args[0], self._without_masks(args[1]), *args[2:])
         tensors = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._reads(func, kwargs, tensors):
+        if not all(tensor.is_meta for tensor in tensors):
+            args, kwargs = torch_compat.tree_map(self._on_meta, (args, kwargs))
+            tensors = [self.twin(tensor) for tensor in tensors]
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind == "masked":
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+            tensors = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        elif tensors and (kind == "reads" or (kind == "copies" and _leaves_meta(kwargs))):
             return self._read(func, args, kwargs)
-        if not tensors and any(argument.name == "device" for argument in func._schema.arguments):
+        if not tensors and torch_compat.has_argument(func, "device"):
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = self._results.run(func, args, kwargs, lambda: func(*args, **kwargs))
         self._since.append((func, args, kwargs, tensors, result))
@@ -127,19 +134,6 @@ class Values:
 
     # ---- what is read ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _reads(func: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
-        """Return whether an operator's result depends on values."""
-        import torch
-
-        if not tensors or str(func.name()) in _MASKED:  # once masks are places, shapes follow from shapes
-            return False
-        if str(func.name()) == _COPY:
-            device = kwargs.get("device")
-            return device is not None and torch.device(device).type != "meta"
-        dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-        return bool(dependent.intersection(func.tags)) or func is torch.ops.aten.bincount.default
-
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on values; where they are not known, on ones."""
         import torch
@@ -173,6 +167,27 @@ class Values:
             else:
                 found.append(index)
         return found
+
+
+def _kind_of(func: Any) -> str:
+    """Return how an operator's result depends on values: it `reads` them, is `masked`, `copies`, or `plain`."""
+    import torch
+
+    name = str(func.name())
+    if name in _MASKED:  # once masks are places, shapes follow from shapes
+        return "masked"
+    if name == _COPY:
+        return "copies"
+    dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return "reads" if dependent.intersection(func.tags) or func is torch.ops.aten.bincount.default else "plain"
+
+
+def _leaves_meta(kwargs: dict[str, Any]) -> bool:
+    """Return whether a copy goes to a device with values."""
+    import torch
+
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
