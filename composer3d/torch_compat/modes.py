@@ -275,17 +275,24 @@ def works_on_meta(args: tuple[Any, ...]) -> bool:
     It does so in a first forward alone, so that what is counted or kept must not include them. In a plan they are fake
     tensors, whose own device, meta, tells them from those of the rank; the class is private (torch 2.11-2.15).
     """
+    fake, plain, parameter = _tensor_kinds()
+    for each in args:
+        kind = type(each)
+        if kind is fake:  # asked for its device, it is dispatched as an operator is
+            if each.fake_device.type == "meta":
+                return True
+        elif (kind is plain or kind is parameter) and each.is_meta:
+            return True
+    return False
+
+
+@functools.cache
+def _tensor_kinds() -> tuple[type, type, type]:
+    """Return the classes of fake tensors, of plain ones, and of parameters: each operator of a trace asks for them."""
     import torch
     from torch._subclasses import FakeTensor
 
-    for each in args:
-        kind = type(each)
-        if kind is FakeTensor:  # asked for its device, it is dispatched as an operator is
-            if each.fake_device.type == "meta":
-                return True
-        elif kind in (torch.Tensor, torch.nn.Parameter) and each.device.type == "meta":
-            return True
-    return False
+    return FakeTensor, torch.Tensor, torch.nn.Parameter
 
 
 @functools.cache

@@ -327,3 +327,41 @@ def test_buckets_are_reduced_without_the_other_ranks():
         assert tuple(model.weight.grad.shape) == (4, 4)
     begin = nn.parallel.DistributedDataParallel._pre_forward
     assert begin.__module__ == "torch.nn.parallel.distributed"
+
+
+def test_shardings_on_a_mesh_are_those_of_another_of_its_form():
+    """Found once for two meshes of other ranks, and again for another shape, place or placement of the operands."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    find, found = propagator.propagate_op_sharding_non_cached, []
+    memory = torch_compat.ResultMemory()
+
+    def counted(op_schema):
+        found.append(op_schema.op)
+        return find(op_schema)
+
+    def product(rank, *, rows=4, dim=1):
+        with fake_world(8, rank=rank):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["tp"]
+            with torch_compat.fake_tensors(memory), memory.shardings():
+                x = DTensor.from_local(torch.ones(rows, 6), mesh, [Replicate()], run_check=False)
+                local = torch.ones(6, 10) if dim else torch.ones(3, 20)
+                result = x @ DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+            assert result.device_mesh is mesh
+            return result.placements, tuple(result.shape), result._spec.tensor_meta, len(found)
+
+    propagator.propagate_op_sharding_non_cached = counted
+    try:
+        first, same = product(0), product(4)
+        assert first[3] > 0 and same == first, "the ranks of a mesh do not matter"
+        assert first[:2] == ((Shard(1),), (4, 20))
+        assert product(1)[3] > same[3], "another place in it does"
+        other = product(0, rows=8)
+        assert other[:2] == ((Shard(1),), (8, 20)) and other[3] > same[3]
+        again = product(4, dim=0)
+        assert again[0] != first[0] and again[3] > other[3]
+    finally:
+        del propagator.propagate_op_sharding_non_cached
+    assert propagator.propagate_op_sharding_non_cached.__func__ is type(propagator).propagate_op_sharding_non_cached

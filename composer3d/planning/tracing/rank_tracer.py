@@ -289,6 +289,7 @@ class Tracer:
                 self._uncompiled(),
                 self._assuming(),
                 self._holding(step.most_in_flight),
+                self._memory.shardings(),
                 composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
                 if _is_idle(truncation, keep, if_longer=if_longer):

@@ -99,7 +99,9 @@ class _Observer:
         self.storages = StorageCounter(self._note_peak)
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
-        self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
+        # By their numbers, since their hash is Python's; they are kept, so that no other one gets the number.
+        self._known: dict[int, tuple[Any, str, bool, bool, bool]] = {}
+        self._wrapped: dict[Any, bool] = {}  # by the types of an operator's tensors
         self._calls: dict[Any, Calls] = {}
         self._question = torch_compat.device_question()
         self._recall = None if memory is None else memory.recaller()
@@ -224,15 +226,17 @@ class _Observer:
         """Run an operator and record it; wrapper tensors decompose it first."""
         if operator is self._question and hasattr(args[0], "fake_device"):
             return args[0].fake_device
-        known = self._known.get(operator)
+        is_wrapped = self._wrapped.get(types)
+        if is_wrapped is None:
+            is_wrapped = self._wrapped[types] = any(map(torch_compat.is_wrapper_subclass, types))
+        if is_wrapped:
+            if not self._is_quiet:
+                self.stretch.operators[_DISPATCH] += 1
+            return NotImplemented
+        known = self._known.get(id(operator))
         if known is None:
-            known = self._known[operator] = self._look_at(operator)
-        name, is_collective, is_silent, makes_nothing = known
-        for cls in types:
-            if torch_compat.is_wrapper_subclass(cls):
-                if not self._is_quiet:
-                    self.stretch.operators[_DISPATCH] += 1
-                return NotImplemented
+            known = self._known[id(operator)] = operator, *self._look_at(operator)
+        _, name, is_collective, is_silent, makes_nothing = known
         result = NotImplemented if self._recall is None else self._recall(operator, args, kwargs)
         if result is NotImplemented:
             result = operator(*args, **kwargs)

@@ -78,6 +78,9 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
     start_autograd()
     known = ResultMemory() if memory is None else memory
     known.mode = Mode(allow_non_fake_inputs=True)
+    # It is asked for what the memory does not know, nearly always for the first time: torch's own takes as long to note
+    # a call as to answer it.
+    known.mode.cache_enabled = False
     return known.mode
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from composer3d.torch_compat.fakes.shardings import like_other_meshes
 
 __all__ = ["MetaResults", "ResultMemory"]
 
-# What else an argument may be; everything of these types that is equal, and of one type, gives an equal result.
-_PLAIN = frozenset({"NoneType", "int", "float", "bool", "str", "dtype", "device", "layout", "memory_format"})
 _COLLECTIVES = (
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::all_reduce",
@@ -61,7 +62,12 @@ class ResultMemory:
         # Of a model that is about to be given memory.
         self._outside: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
         self._makers: dict[Any, Callable[[Any, Any], Any] | None] = {}
-        self._remembered: dict[Any, bool] = {}
+        self._remembered: dict[int, tuple[Any, bool]] = {}
+        self._shardings: dict[Any, Any] = {}
+        # What else an argument may be; all that is equal, and of one of these types, gives an equal result.
+        self._plain: frozenset[type] = frozenset(
+            {type(None), int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+        )
         self._size, self._default_dtype = torch.Size, torch.get_default_dtype
         self._tags = {getattr(torch.Tag, name) for name in _TAGS}
         self._active, self._slot = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
@@ -96,6 +102,10 @@ class ResultMemory:
             return lambda operator, args, kwargs: NotImplemented
         return self._recall
 
+    def shardings(self) -> AbstractContextManager[None]:
+        """Let DTensor find shardings of results, inside, as it has for meshes of the same form; they are kept here."""
+        return like_other_meshes(self._shardings)
+
     def _recall(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if self._active(self._slot) is not self.mode:
             return NotImplemented
@@ -104,13 +114,15 @@ class ResultMemory:
 
     def _find(self, operator: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any, Any], Any] | None]:
         """Return the key of a call, None where it is not remembered; and what makes its result, if that is known."""
-        can = self._remembered.get(operator)
-        if can is None:
-            can = self._remembered[operator] = self._can_remember(operator)
-        if not can:
+        # By their numbers: operators have a hash of Python's. They are kept, so that no other one gets the number.
+        known = self._remembered.get(id(operator))
+        if known is None:
+            known = self._remembered[id(operator)] = operator, self._can_remember(operator)
+        if not known[1]:
             return None, None
         try:
-            key = (operator, self._default_dtype(), self._forms(args), self._forms(kwargs.items()) if kwargs else ())
+            options = self._forms(kwargs.items()) if kwargs else ()
+            key = (id(operator), self._default_dtype(), self._forms(args), options)
             return key, self._makers.get(key)
         except (_Unknown, TypeError):  # TypeError: symbolic numbers have no hash
             return None, None
@@ -135,7 +147,7 @@ class ResultMemory:
                 forms += self._form(value)
             elif kind is list or kind is tuple or kind is size:
                 forms.append((kind, self._forms(value)))
-            elif kind.__name__ in _PLAIN:
+            elif kind in self._plain:
                 forms.append((kind, value))
             elif kind in self._outside:
                 forms += (kind, *_form_on_meta(value))
