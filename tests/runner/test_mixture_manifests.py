@@ -1,4 +1,4 @@
-"""The shipped manifest of a mixture of experts, as a user starts it."""
+"""The shipped manifests of a mixture of experts, as a user starts them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
 
 
+# Ranks, and what a run says of its mesh.
+MANIFESTS = {
+    "quickstart-moe": (4, "pp=1 x dp_replicate=1 x dp_shard=4 x cp=1 x tp=1"),
+    "quickstart-5d": (8, "pp=2 x dp_replicate=1 x dp_shard=2 x cp=2 x tp=1"),
+    "quickstart-5d-tp": (8, "pp=2 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=2"),
+}
+
+
 @pytest.mark.slow
-def test_the_shipped_mixture_trains_on_four_ranks(tmp_path, capfd):
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_shipped_mixture_trains(name, tmp_path, capfd):
     output = tmp_path / "out"
-    with limit_ranks(4):
+    num_ranks, layout = MANIFESTS[name]
+    with limit_ranks(num_ranks):
         changes = [f"run.output={output}", "train.steps=6", "data.seq_len=64", "model.args.num_layers=2"]
-        code = main(["run", "quickstart-moe", *(word for change in changes for word in ("--set", change))])
+        code = main(["run", name, *(word for change in changes for word in ("--set", change))])
     told = capfd.readouterr()
     assert code == 0, told.err
+    assert f"{layout}, 6 steps" in told.err
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert found[-1]["loss"] < 0.9 * found[0]["loss"]
     assert all(1.0 <= row["expert_load_max"] <= 8.0 and row["auxiliary_loss"] > 0 for row in found)
