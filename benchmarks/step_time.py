@@ -4,7 +4,8 @@
 `loops/handwritten_fsdp2.py` the same with FSDP2 written by hand. Further rows are of two and three dimensions: the
 embedded loop with other manifests, and `loops/handwritten_3d.py`; or of a sequence that ranks share, beside
 `loops/handwritten_cp.py`, which has attention with gathered keys or around a ring by hand; or of experts on two ranks,
-beside `loops/handwritten_ep.py`, which has the same exchange of rows by hand. Every round starts three worlds of a
+beside `loops/handwritten_ep.py`, which has the same exchange of rows by hand; for orientation also beside
+`loops/handwritten_fsdp2.py`, which shards all experts and has no exchange. Every round starts three worlds of a
 row's ranks in fresh processes: hand-written, composer3d, and hand-written once more as the control. They take turns
 step by step, always in this order, so that a machine that becomes slower or faster does so for all of them, and each
 of them follows another one, which has taken the caches.
@@ -86,7 +87,10 @@ def sequence(method: str, short: str) -> Layout:
 
 LAYOUTS = {
     "fsdp2": Layout(
-        name="fsdp2, small Llama, 2 ranks", num_ranks=2, hand=("handwritten_fsdp2",), composed=("embedded",)
+        name="fsdp2, small Llama, 2 ranks",
+        num_ranks=2,
+        hand=("handwritten_fsdp2", "small_llama"),
+        composed=("embedded",),
     ),
     "pp2_dp2": dimensions(2, 2, 1),
     "dp2_tp2": dimensions(1, 2, 2),
@@ -97,6 +101,12 @@ LAYOUTS = {
         name="ep2, mixture of 8 experts, 2 ranks",
         num_ranks=2,
         hand=("handwritten_ep",),
+        composed=("embedded_3d", "embedded_moe_ep2.toml", "small_moe"),
+    ),
+    "moe_ep2_beside_fsdp2": Layout(
+        name="ep2 beside FSDP2 of all experts, 2 ranks, for orientation",
+        num_ranks=2,
+        hand=("handwritten_fsdp2", "small_moe"),
         composed=("embedded_3d", "embedded_moe_ep2.toml", "small_moe"),
     ),
 }

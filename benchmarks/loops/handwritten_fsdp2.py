@@ -1,18 +1,21 @@
-"""The training loop of the comparison, with FSDP2 written by hand."""
+"""The training loop of the comparison, with FSDP2 written by hand; the command line names the model's module."""
 
 from __future__ import annotations
+
+import importlib
+import sys
 
 import torch
 import torch.distributed as dist
 from meter import Meter
-from small_llama import batches, build, loss_fn, read_config
+from small_llama import batches, loss_fn, read_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 config = read_config()
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-model = build(config)
+model = importlib.import_module(sys.argv[2]).build(config)
 for block in model.layers:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)

@@ -9,7 +9,6 @@ import pytest
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
 
-
 # Ranks, and what a run says of its mesh.
 MANIFESTS = {
     "quickstart-moe": (4, "pp=1 x dp_replicate=1 x dp_shard=4 x cp=1 x tp=1"),

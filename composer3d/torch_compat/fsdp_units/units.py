@@ -8,6 +8,7 @@ from typing import Any
 
 from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
+from composer3d.torch_compat.fsdp_units.one_rank import OneRankGroup
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
 from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
 from composer3d.torch_compat.fsdp_units.unit_hooks import UnseenGathers
@@ -266,7 +267,7 @@ def _hold(states: Sequence[Any], groups: Sequence[Any]) -> None:
 
 @functools.cache
 def _watched_group(cls: Any) -> Any:
-    return type(cls.__name__, (UnseenGathers, EarlyGroup, _WatchedGroup, cls), {})
+    return type(cls.__name__, (UnseenGathers, EarlyGroup, _WatchedGroup, OneRankGroup, cls), {})
 
 
 _Group: Any = object  # FSDP2's, whose module is not imported here

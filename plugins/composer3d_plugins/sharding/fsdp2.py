@@ -69,7 +69,8 @@ class FSDP2:
         Collectives: U all-gathers, U reduce-scatters.
     dp_replicate > 1 adds an all-reduce of the shard to every reduce-scatter.
     Axes that shard sequences (cp) count as dp_shard: its ranks have other positions of the same samples. Modules whose
-    plugin answers `composer3d_parameter_mesh`, experts, are units on a mesh of their own.
+    plugin answers `composer3d_parameter_mesh`, experts, are units on a mesh of their own. Where that has one rank, as
+    dp_shard may, a unit is read and reduced where it lies, unless its weights are cast.
     What a rank has not used of a unit is reduced as zeros, and what no rank has used has no gradient. A unit itself is
     called on every rank, in the same order: experts that only some ranks call belong to the unit around them.
 
