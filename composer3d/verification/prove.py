@@ -129,12 +129,18 @@ def _mixed(reference: ReferenceReport) -> Iterator[str]:
             f"be computed together ({found.unknown}): a loss that compares samples would not be found"
         )
     if found.model:
+        ways = "unless statistics are taken over all ranks (SyncBatchNorm)"
+        if found.experts:
+            ways = (
+                f'since what the experts "{found.experts}" are given depends on the batch of a rank, as where experts '
+                "choose their tokens or have a capacity, and not tokens their experts one by one"
+            )
         yield (
             f"{found.module or 'the model'} relates the samples of a micro-batch: what the model computes of a sample "
             "depends on the others (two micro-batches together give other outputs than each alone, off by "
             f"{found.model:.2g}). The comparison is with one device that has the same micro-batches of every rank, as "
-            "under DistributedDataParallel: another microbatch or data-parallel degree trains another model, unless "
-            "statistics are taken over all ranks (SyncBatchNorm)"
+            "under DistributedDataParallel: another microbatch or data-parallel degree trains another model, "
+            f"{ways}"
         )
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.mixtures import DIM, MixtureNet, shipped, token_sum, tokens_and_targets
+from support.mixtures import DIM, NUM_EXPERTS, Looped, MixtureNet, shipped, token_sum, tokens_and_targets
 from support.models import write_manifest
 from support.untrained_routers import UNTRAINED, InList, InStack, Routed, trained
 from support.verification_cases import planted
@@ -136,3 +136,61 @@ def test_the_shipped_mixture_is_proven_with_its_auxiliary_loss(tmp_path):
     assert exchanged["count"] == exchanged["expected"] == 5 * layers * microbatches
     rows = 4 * 6 * 2 * 8 * 8  # two experts of each of 6 tokens, 8 wide, in float64: forth and back, and their gradients
     assert exchanged["bytes"] == exchanged["expected_bytes"] == layers * microbatches * ranks * (rows + 4 * 8)
+
+
+class Choosing(Looped):
+    """Experts choose their tokens, among all of a batch."""
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_NK, chosen_NK = self.gate(x_TD).softmax(-1).T.topk(x_TD.shape[0] * 2 // NUM_EXPERTS, -1)
+        out_TD = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.experts):
+            rows_K = chosen_NK[number]
+            out_TD = out_TD.index_add(0, rows_K, expert(x_TD[rows_K]) * weights_NK[number, :, None])
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
+class Full(Looped):
+    """Experts take the tokens that arrive first, and drop those beyond a capacity."""
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_T, chosen_T = self.gate(x_TD).softmax(-1).max(-1)
+        out_TD = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.experts):
+            (rows_R,) = torch.where(chosen_T == number)
+            rows_R = rows_R[: x_TD.shape[0] // NUM_EXPERTS]
+            out_TD = out_TD.index_add(0, rows_R, expert(x_TD[rows_R]) * weights_T[rows_R, None])
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
+def depending(layer):
+    tokens, targets = tokens_and_targets()
+    return assert_parity(
+        functools.partial(MixtureNet, layer),
+        write_manifest(EP),
+        Batch(args=(tokens,), target=targets),
+        loss_fn=token_sum,
+        microbatch=2,
+        steps=1,
+        own_dtype=False,
+    ).verdict
+
+
+def test_experts_that_choose_among_the_batch_of_a_rank_are_proven_on_it_and_named():
+    (note,) = [note for note in depending(Choosing).notes if "relates the samples" in note]
+    assert note.startswith("layers.0")
+    assert note.endswith(
+        'what the experts "layers.0.experts" are given depends on the batch of a rank, as where experts choose their '
+        "tokens or have a capacity, and not tokens their experts one by one"
+    )
+
+
+def test_a_capacity_that_drops_tokens_by_order_of_arrival_is_refused_with_that_reason():
+    with pytest.raises(AssertionError) as caught:
+        depending(Full)
+    assert (
+        'likely: how many rows the experts "layers.0.experts" are given depends on the batch of a rank, as where a '
+        "capacity drops tokens by order of arrival: every layout trains another model"
+    ) in " ".join(str(caught.value).split())

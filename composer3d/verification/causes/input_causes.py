@@ -64,6 +64,17 @@ def _mixing(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _dropped(evidence: Evidence) -> Iterator[str]:
+    """Experts that drop tokens by what else a rank's batch has."""
+    experts = evidence.reference.mixing.experts
+    if experts and any(row.is_summed and row.count == row.expected and not row.ok for row in evidence.rows):
+        yield (
+            f'how many rows the experts "{experts}" are given depends on the batch of a rank, as where a capacity '
+            "drops tokens by order of arrival: every layout trains another model, and what is sent has no formula; let "
+            "experts take all tokens that choose them, or a fixed number of tokens each"
+        )
+
+
 def kept_by_loss(evidence: Evidence) -> Iterator[str]:
     """A loss that depends on what it has computed before."""
     kept = [name for name in evidence.reference.kept if name.startswith(LOSS_KEEPS)]
@@ -93,6 +104,7 @@ INPUT_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _batches,
     _counts,
     _mixing,
+    _dropped,
     kept_by_loss,
     _written,
 )

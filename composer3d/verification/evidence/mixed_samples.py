@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import chosen_by_values, expert_form, torch_compat
 from composer3d.verification.comparison import difference, relative
 from composer3d.verification.one_device import alone, as_loss_of, count_of, microbatches
 from composer3d.verification.subject import Subject
@@ -41,12 +41,14 @@ class Mixing:
     Args:
         model: Of the model's outputs.
         module: The first module whose output has that difference, with its class; empty where there is none.
+        experts: FQN of the experts that it is one of, or that it holds; empty where there are none.
         loss: Of the loss, on the model's outputs for each alone.
         unknown: Reason why the two could not be computed together; empty where they were, or with only one.
     """
 
     model: float = 0.0
     module: str = ""
+    experts: str = ""
     loss: float = 0.0
     unknown: str = ""
 
@@ -81,9 +83,11 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
             log.debug("two micro-batches cannot be computed together", exc_info=True)
             return Mixing(unknown=type(error).__name__)
         module = _first(modules, apart) if _beyond(model or 0.0) or loss > _SAME else ""
+        experts = _experts_at(run.model, module.partition(" (")[0]) if module else ""
         if whole and loss > _SAME and (_beyond(model or 0.0) or _normalises(run.model)):
-            return Mixing(model=_beyond(model or loss), module=module, unknown="the model itself mixes samples")
-    return Mixing(model=_beyond(model or 0.0), module=module, loss=_beyond(loss))
+            why = "the model itself mixes samples"
+            return Mixing(model=_beyond(model or loss), module=module, experts=experts, unknown=why)
+    return Mixing(model=_beyond(model or 0.0), module=module, experts=experts, loss=_beyond(loss))
 
 
 @contextlib.contextmanager
@@ -118,6 +122,26 @@ def _first(together: Sequence[tuple[str, list[Tensor]]], alone: Sequence[tuple[s
         if _beyond(_apart(whole[1], [first[1], second[1]]) or 0.0):
             return whole[0]
     return ""
+
+
+def _experts_at(model: nn.Module, fqn: str) -> str:
+    """Return the FQN of the experts that a module is one of, or else of the first that it holds; empty without any."""
+    modules = dict(model.named_modules())
+    if fqn not in modules:  # the model itself
+        return ""
+    names = fqn.split(".")
+    outer = [".".join(names[:number]) for number in range(len(names), 0, -1)]
+    inner = [name for name in modules if name.startswith(f"{fqn}.")]
+    return next((name for name in [*outer, *inner] if _are_experts(model, name, modules[name])), "")
+
+
+def _are_experts(model: nn.Module, fqn: str, module: nn.Module) -> bool:
+    from torch import nn
+
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return expert_form(module) is not None
+    name = fqn.rpartition(".")[2].lower()
+    return len(module) > 1 and (("expert" in name and "shared" not in name) or chosen_by_values(model, fqn))
 
 
 def _normalises(model: nn.Module) -> bool:

@@ -105,7 +105,8 @@ class ExpertParallel:
     as DBRX's), with rows in order of experts and how many each has (torchtitan's, ScatterMoE's), or as many for each
     (Llama 4's); or modules of a list or dict, around whose loop the exchange is made: the block's own code runs twice,
     once to record what each expert is given, once to use what they return. What a dict holds without parameters, such
-    as a dropout, runs where the code calls it. Layers may share their experts: each exchanges its own rows.
+    as a dropout, runs where the code calls it. Layers may share their experts: each exchanges its own rows. Experts
+    that choose their tokens do so among those of a rank, in every layout, which `verify` says.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
     and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run. An ep that does not
