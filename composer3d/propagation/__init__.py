@@ -11,6 +11,7 @@ A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks 
 
 from __future__ import annotations
 
+from composer3d.propagation.captured_forward import repeatable
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.attribute_state import KeptState, attributes_of
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_beside, blocks_of
@@ -111,6 +112,7 @@ __all__ = [
     "patched",
     "plain",
     "reader_of",
+    "repeatable",
     "replaced",
     "restated",
     "site_of",

@@ -24,12 +24,14 @@ from composer3d import torch_compat
 from composer3d.propagation.decision_cache import HASHABLE, NUMBERS
 from composer3d.propagation.shards import AXES, ShardSpec, attach, spec_of, strip
 
-__all__ = ["CAPTURED", "Graphs", "captured_forward"]
+__all__ = ["CAPTURED", "Graphs", "captured_forward", "is_repeatable", "repeatable"]
 
 log = logging.getLogger(__name__)
 
-# Of a forward that can be captured: called with `Graphs`, it returns the forward that runs compiled graphs.
+# Of a forward that can be captured: called with what compiles graphs, it returns the forward that runs them.
 CAPTURED = "composer3d_captured"
+# Of a hook, or a forward inside of a captured one, that a graph may hold: see `repeatable`.
+REPEATABLE = "composer3d_repeatable"
 # So many forms of one block are compiled: sizes that change all the time run as they are.
 MOST_FORMS = 16
 # What a module's attributes may be to be a part of the form; tensors are by identity.
@@ -39,38 +41,79 @@ OF_MODULES = frozenset(vars(nn.Module()))
 STATE = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 
 
+def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """State of a hook or a forward that it does the same with equal arguments: a graph may hold what it does."""
+    setattr(function, REPEATABLE, True)
+    return function
+
+
+def is_repeatable(function: Any) -> bool:
+    """Return whether a graph may hold what a function does."""
+    return getattr(function, REPEATABLE, False) or hasattr(function, CAPTURED)
+
+
 class Graphs:
     """Compiled graphs of blocks, of which equal ones are compiled once.
 
     Args:
         compiled: Compiles a graph.
+        recomputes: See `torch_compat.capture_graph`.
         axis: Of the marks.
         around: Returns what else a forward depends on beside its arguments.
     """
 
     def __init__(
-        self, compiled: Callable[[Any], Callable[..., Any]], *, axis: str, around: Callable[[], Hashable]
+        self,
+        compiled: Callable[[Any], Callable[..., Any]],
+        *,
+        recomputes: bool,
+        axis: str,
+        around: Callable[[], Hashable],
     ) -> None:
-        self.axis, self.around = axis, around
+        self.recomputes, self.axis, self.around = recomputes, axis, around
         self._compiled = compiled
         self._known: dict[Any, Callable[..., Any]] = {}
+        self._told: set[str] = set()
 
-    def compiled(self, graph: Any, given: Sequence[Tensor]) -> Callable[..., Any]:
+    def tell(self, fqn: str, why: str) -> None:
+        """Say why a block runs as it is, once for all blocks."""
+        if why not in self._told:
+            self._told.add(why)
+            log.warning('compile: "%s" runs as it is, and so do others like it, since %s', fqn, why)
+
+    def compiled(self, graph: Any, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph."""
         if any(node.op == "get_attr" for node in graph.graph.nodes):
             return self._compiled(graph)  # with constants of its own
-        key = (graph.code, tuple(map(_form_of, given)))
+        key = (graph.code, tuple(_form_of(each) if isinstance(each, Tensor) else each for each in given))
         if key not in self._known:
             self._known[key] = self._compiled(graph)
         return self._known[key]
 
 
+@dataclass(kw_only=True)
+class _Form:
+    """Structure of a forward's results, and each leaf's value, of which tensors are told by their class, and mark."""
+
+    tree: Any = None
+    leaves: Sequence[tuple[Any, ShardSpec | None]] = ()
+
+    def restored(self, results: Sequence[Tensor]) -> Any:
+        """Return a forward's results of those of its graph, marked as the propagation has marked them."""
+        tensors = iter(results)
+        leaves = [
+            value if value is not Tensor else attach(next(tensors), spec) if spec is not None else next(tensors)
+            for value, spec in self.leaves
+        ]
+        return torch_compat.tree_unflatten(leaves, self.tree)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """Graph that replaces a forward of one form, and the structure of its results."""
+    """Graphs that replace a forward of one form, and the structure of its results, known when they are captured."""
 
     run: Callable[..., Any]
-    restore: Callable[[Sequence[Any]], Any]
+    form: _Form
 
 
 def captured_forward(
@@ -119,17 +162,18 @@ class _Captured:
         leaves, tree = torch_compat.tree_flatten([list(args), kwargs])
         held = self._held()
         key = self._key(leaves, tree, held)
-        if key is None:
+        if isinstance(key, str):
+            self._graphs.tell(self._fqn, key)
             return self._forward(*args, **kwargs)
+        given = [*(tensor for _, _, tensor in held), *(strip(leaf) for leaf in leaves if isinstance(leaf, Tensor))]
         if key not in self._entries:
-            self._entries[key] = self._captured(leaves, tree, held)
-        entry = self._entries[key]
-        if entry is None:
+            self._entries[key], results = self._captured(leaves, tree, held, given)
+        elif (entry := self._entries[key]) is not None:
+            with torch_compat.outside_function_modes():
+                results = entry.run(*given)
+        if (entry := self._entries[key]) is None:
             return self._forward(*args, **kwargs)
-        given = [strip(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        with torch_compat.outside_function_modes():
-            results = entry.run(*(tensor for _, _, tensor in held), *given)
-        return entry.restore(results)
+        return entry.form.restored(results)
 
     def _held(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Return where parameters and buffers are, and what they are now: a unit may have gathered them."""
@@ -140,20 +184,20 @@ class _Captured:
         return found
 
     def _key(self, leaves: Sequence[Any], tree: Any, held: Sequence[tuple[Any, str, Tensor]]) -> Any:
-        """Return all that a graph depends on beside values; None where something has no reliable form."""
+        """Return all that a graph depends on beside values, or why something has no reliable form."""
         key: list[Any] = [tree, torch.is_grad_enabled(), self._graphs.around()]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if any(spec_of(leaf, axis) is not None for axis in AXES if axis != self._graphs.axis):
-                    return None
+                    return "it is given a tensor that is sharded over another axis too"
                 key += (_form_of(leaf), _described(spec_of(leaf, self._graphs.axis)))
             elif isinstance(leaf, SETTINGS):
                 key += (type(leaf), leaf)
             else:
-                return None
-        for _, _, tensor in held:
-            if type(tensor) not in (Tensor, nn.Parameter):
-                return None
+                return f"it is given a {type(leaf).__name__}, to which its code may write"
+        for _, name, tensor in held:
+            if type(local := torch_compat.held_tensor(tensor)) not in (Tensor, nn.Parameter):
+                return f"{name} is a {type(local).__name__}"
             key.append(_form_of(tensor))
             device = tensor.device.type
         if held and torch.is_autocast_enabled(device):
@@ -161,8 +205,9 @@ class _Captured:
         seen: set[int] = set()
         for module in self._modules:
             settings = vars(module)
-            if module is not self._modules[0] and (settings["_forward_hooks"] or settings["_forward_pre_hooks"]):
-                return None
+            hooks = (*settings["_forward_pre_hooks"].values(), *settings["_forward_hooks"].values())
+            if module is not self._modules[0] and not all(map(is_repeatable, hooks)):
+                return f"a {type(module).__name__} in it has a hook"
             for name, value in settings.items():
                 if isinstance(value, SETTINGS):
                     key += (type(value), value)
@@ -174,47 +219,55 @@ class _Captured:
         return tuple(key)
 
     def _captured(
-        self, leaves: Sequence[Any], tree: Any, held: Sequence[tuple[dict[str, Any], str, Tensor]]
-    ) -> _Entry | None:
-        """Capture and compile a graph; None where the forward cannot be captured."""
+        self,
+        leaves: Sequence[Any],
+        tree: Any,
+        held: Sequence[tuple[dict[str, Any], str, Tensor]],
+        given: Sequence[Tensor],
+    ) -> tuple[_Entry | None, Sequence[Any]]:
+        """Capture graphs and run them; return them with their results, or None where the forward cannot be captured."""
         if len(self._entries) >= MOST_FORMS:
-            return None
+            return None, ()
         specs = [spec_of(leaf, self._graphs.axis) for leaf in leaves]
-        returned: list[Any] = []
+        form = _Form()
 
         def run(*tensors: Any) -> list[Tensor]:
-            own, given = tensors[: len(held)], iter(tensors[len(held) :])
-            again = [_as_marked(next(given), spec) if isinstance(leaf, Tensor) else leaf for leaf, spec in pairs]
+            own, inputs = tensors[: len(held)], iter(tensors[len(held) :])
+            again = [_as_marked(next(inputs), spec) if isinstance(leaf, Tensor) else leaf for leaf, spec in pairs]
             args, kwargs = torch_compat.tree_unflatten(again, tree)
             for (where, name, _), tensor in zip(held, own, strict=True):
                 where[name] = tensor
             try:
                 with self._alone():
-                    results, form = torch_compat.tree_flatten(self._forward(*args, **kwargs))
+                    results, form.tree = torch_compat.tree_flatten(self._forward(*args, **kwargs))
             finally:
                 for where, name, tensor in held:
                     where[name] = tensor
             marks = [spec_of(leaf, self._graphs.axis) for leaf in results]
-            # Tensors are told by their class, and are the graph's.
             values = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in results]
-            returned[:] = [form, list(zip(values, marks, strict=True))]
+            form.leaves = list(zip(values, marks, strict=True))
             return [strip(leaf) for leaf in results if isinstance(leaf, Tensor)]
 
         pairs = list(zip(leaves, specs, strict=True))
-        given = [*(tensor for _, _, tensor in held), *(strip(leaf) for leaf in leaves if isinstance(leaf, Tensor))]
         before = [_attributes(module) for module in self._modules]
+
+        def compiled(graph: Any, like: Sequence[Any]) -> Callable[..., Any]:
+            if written := self._undo_writes(before):
+                raise torch_compat.CaptureError(f"it writes to {written}")
+            return self._graphs.compiled(graph, like)
+
+        entry = _Entry(run=torch_compat.capture_graph(run, compiled, recomputes=self._graphs.recomputes), form=form)
         try:
             with torch_compat.outside_function_modes():
-                graph = torch_compat.capture_graph(run, given)
-            self._refuse_writes(before)
+                return entry, entry.run(*given)
         except torch_compat.CaptureError as error:
+            self._undo_writes(before)
             log.warning('compile: "%s" runs as it is, since its graph cannot be captured: %s', self._fqn, error)
-            return None
-        form, others = returned
-        return _Entry(run=self._graphs.compiled(graph, given), restore=functools.partial(_restored, form, others))
+            return None, ()
 
-    def _refuse_writes(self, before: Sequence[dict[str, Any]]) -> None:
-        """Raise an error where the code has written to its modules, which a graph would not do again."""
+    def _undo_writes(self, before: Sequence[dict[str, Any]]) -> str:
+        """Undo what the code has written to its modules, which a graph would not do again; return what that was."""
+        written = ""
         for module, attributes in zip(self._modules, before, strict=True):
             now = _attributes(module)
             changed = [name for name in now if name not in attributes or not _is_same(attributes[name], now[name])]
@@ -227,8 +280,8 @@ class _Captured:
                         value.extend(held) if isinstance(value, list) else value.update(held)
                 else:
                     del vars(module)[name]
-            if changed:
-                raise torch_compat.CaptureError(f"it writes to {type(module).__name__}.{changed[0]}")
+            written = written or (f"{type(module).__name__}.{changed[0]}" if changed else "")
+        return written
 
 
 def _settings_in(value: Any) -> tuple[Any, ...]:
@@ -246,18 +299,8 @@ def _as_marked(x: Tensor, spec: ShardSpec | None) -> Tensor:
     return x if spec is None else attach(x.view_as(x), spec)
 
 
-def _restored(form: Any, others: Sequence[tuple[Any, ShardSpec | None]], results: Sequence[Tensor]) -> Any:
-    """Return a forward's results of those of its graph, marked as the propagation has marked them."""
-    tensors = iter(results)
-    leaves = [
-        value if value is not Tensor else attach(next(tensors), spec) if spec is not None else next(tensors)
-        for value, spec in others
-    ]
-    return torch_compat.tree_unflatten(leaves, form)
-
-
 def _form_of(x: Tensor) -> tuple[Any, ...]:
-    return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, getattr(x, "placements", None))
 
 
 def _described(spec: ShardSpec | None) -> Any:

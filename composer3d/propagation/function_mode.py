@@ -46,6 +46,7 @@ from composer3d.propagation.shards import (
     PropagationError,
     ShardSpec,
     ranges_of,
+    shadow_of,
 )
 
 if TYPE_CHECKING:
@@ -308,7 +309,8 @@ class Propagation(ShapeRules):
         # Tensors that are sharded alike share a shadow, which is not to be changed.
         shadow = self._shadow if not is_in_place(name) else self._own_shadow
         shadows, others = torch_compat.tree_map(shadow, list(args)), torch_compat.tree_map(shadow, options)
-        with torch.no_grad(), torch_compat.without_torch_functions():
+        outside = torch_compat.outside_capture() if torch_compat.capture_is_on() else contextlib.nullcontext()
+        with torch.no_grad(), torch_compat.without_torch_functions(), outside:
             return func(*shadows, **others)
 
     def _shadow(self, value: Any) -> Any:
@@ -318,9 +320,12 @@ class Propagation(ShapeRules):
         if spec is not None:
             return spec.shadow
         if self.inside:
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return shadow_of(value.shape, value.dtype)
+        if torch_compat.capture_is_on():
+            with torch_compat.outside_capture():
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return value if value.is_meta else torch.empty_like(value, device="meta")
 
     def _own_shadow(self, value: Any) -> Any:
         shadow = self._shadow(value)
-        return torch.empty_like(shadow) if isinstance(shadow, Tensor) else shadow
+        return shadow_of(shadow.shape, shadow.dtype) if isinstance(shadow, Tensor) else shadow

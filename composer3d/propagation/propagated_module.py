@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.context import RunContext
+from composer3d.propagation.captured_forward import repeatable
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.random_functions import Drawing, eagerly
@@ -57,7 +58,7 @@ class PropagatedModule:
                     restated(leaf)
             return output
 
-        return eagerly(following)
+        return eagerly(repeatable(following))
 
     def _inside(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -76,7 +77,8 @@ class PropagatedModule:
 
     def _follow(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, drawing = self._at_work, Drawing(self._context, fqn)
-        following = Propagation(self._mesh.size(), self._fqn, mesh=self._mesh, drawing=drawing, memory=self._memory)
+        memory = None if torch_compat.capture_is_on() else self._memory  # decisions hold their tensors
+        following = Propagation(self._mesh.size(), self._fqn, mesh=self._mesh, drawing=drawing, memory=memory)
         self._at_work = following
         try:
             with following:

@@ -36,6 +36,7 @@ __all__ = [
     "ranges_of",
     "restated",
     "run_of",
+    "shadow_of",
     "sources_of",
     "strip",
     "unmark",
@@ -96,6 +97,14 @@ class ShardSpec:
 
 # Metadata of equal shards, as long as a tensor or a decision has it.
 _known: weakref.WeakValueDictionary[Any, ShardSpec] = weakref.WeakValueDictionary()
+
+
+def shadow_of(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on meta, of the default dtype unless another is given, that is no part of a captured graph."""
+    if not torch_compat.capture_is_on():
+        return torch.empty(shape, dtype=dtype, device="meta")
+    with torch_compat.outside_capture():
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def interned(spec: ShardSpec) -> ShardSpec:
@@ -199,7 +208,7 @@ def mark(
     """Mark a tensor as a local shard along one dim, whose global size is that of its parts, and return it."""
     shape = list(tensor.shape)
     shape[placed.dim] = sum(placed.parts)
-    shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    shadow = shadow_of(shape, tensor.dtype)
     spec = ShardSpec(
         shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree
     )
@@ -319,7 +328,7 @@ def restated(tensor: Tensor) -> Tensor:
             shape[dim] = shape[dim] * spec.degree if is_even else spec.shadow.shape[dim]
             if list(spec.shadow.shape) != shape:
                 parts = tuple(part * shape[dim] // spec.shadow.shape[dim] for part in spec.placed.parts)
-                shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                shadow = shadow_of(shape, tensor.dtype)
                 attach(tensor, interned(replace(spec, shadow=shadow, placed=Placed(dim=dim, parts=parts))))
     return tensor
 

@@ -325,14 +325,16 @@ def _unflattened(tensor: Any, dim: int, sizes: Any) -> Any:
 
 
 def hide_compiler_warnings() -> None:
-    """Hide what dynamo is warned of by torch when it traces: it hides it itself, but not where warnings are errors.
+    """Hide what torch's compiler is warned of by torch: it hides it itself, but not where warnings are errors.
 
-    It asks inputs that are no leaves for their gradients, and makes an autograd.Function (torch 2.11-2.15).
+    Dynamo asks inputs that are no leaves for their gradients, and makes an autograd.Function; inductor imports what
+    scripts methods (torch 2.11-2.15).
     """
     import warnings
 
     for message in ("The .grad attribute of a Tensor that is not a leaf", ".* should not be instantiated"):
         warnings.filterwarnings("ignore", message=message, module=r"torch\._")
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script_method` is deprecated", module=r"torch\.")
 
 
 def hide_profiler_warnings() -> None:

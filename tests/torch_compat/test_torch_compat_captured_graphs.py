@@ -22,36 +22,59 @@ class Tripled(torch.autograd.Function):
 OUTSIDE = torch.ones(3, requires_grad=True)
 
 
+def as_it_is(graph, given):
+    return graph.forward
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (Tripled.apply, "an autograd function of Python"),
         (lambda x: x * OUTSIDE, "a tensor of other modules that needs a gradient"),
         (lambda x: x if bool(x.sum() > 0) else -x, "data-dependent"),
+        (lambda x: x[x > 0], "data-dependent"),
     ],
 )
 def test_what_a_graph_would_not_do_is_refused(function, reason):
     with pytest.raises(torch_compat.CaptureError, match=reason):
-        torch_compat.capture_graph(lambda x: [function(x)], [torch.ones(3, requires_grad=True)])
+        torch_compat.capture_graph(lambda x: [function(x)], as_it_is)(torch.ones(3, requires_grad=True))
+    assert not torch_compat.capture_is_on()
 
 
-def test_a_graph_does_what_the_function_does_without_what_is_on_meta():
+def test_an_error_of_what_runs_is_none_of_the_capture():
+    def failing(graph, given):
+        def run(*tensors):
+            raise RuntimeError("no memory")
+
+        return run
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        torch_compat.capture_graph(lambda x: [x * 2], failing)(torch.ones(3))
+
+
+def test_graphs_do_what_the_function_and_its_backward_do_without_what_is_on_meta():
+    graphs = []
+
     def function(x):
         assert torch_compat.capture_is_on()
-        whole = torch.nn.functional.dropout(torch.empty(6, 4, device="meta"))
+        with torch_compat.outside_capture():
+            whole = torch.nn.functional.dropout(torch.empty(6, 4, device="meta"))
         with torch.no_grad():
             scale = x.exp()
-        return [x.sin() * scale * whole.shape[1]]
+        return [Tripled.apply(x.sin()) * scale * whole.shape[1]]
 
-    x = torch.linspace(0.0, 1.0, 4, requires_grad=True)
-    graph = torch_compat.capture_graph(function, [x])
-    assert not torch_compat.capture_is_on()
-    assert "meta" not in graph.code
-    compiled = torch_compat.compile_graph(graph, backend="aot_eager")
-    (result,) = compiled(x)
-    result.sum().backward()
-    torch.testing.assert_close(result, x.sin() * x.exp() * 4)
-    torch.testing.assert_close(x.grad, x.cos() * x.exp() * 4)
+    def compiled(graph, given):
+        graphs.append(graph)
+        return torch_compat.compile_graph(graph, backend="aot_eager")
+
+    run = torch_compat.capture_graph(function, compiled)
+    for _ in range(2):
+        x = torch.linspace(0.0, 1.0, 4, requires_grad=True)
+        (result,) = run(x)
+        assert not torch_compat.capture_is_on()
+        result.sum().backward()
+        torch.testing.assert_close(result, 2 * x.sin() * x.exp() * 4)
+        torch.testing.assert_close(x.grad, 3 * x.cos() * x.exp() * 4)
+    assert len(graphs) == 2 and not any("meta" in graph.code for graph in graphs)
 
 
 class Mode(TorchFunctionMode):

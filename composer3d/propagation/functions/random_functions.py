@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.propagation.functions.view_shapes import Placed
 
@@ -83,6 +84,12 @@ class Drawing:
         self._context, self._site, self._count = context, site_of(fqn), 0
 
     def sharded(self, placed: Placed) -> contextlib.AbstractContextManager[None]:
-        """Draw inside for tensors that are sharded over tp, each rank its shard."""
+        """Draw inside for tensors that are sharded over tp, each rank its shard.
+
+        Raises:
+            CaptureError: A graph is being captured, which would draw the same numbers on every rank.
+        """
+        if torch_compat.capture_is_on():
+            raise torch_compat.CaptureError("it draws random numbers for sharded tensors")
         self._count += 1
         return self._context.streams.sharded(self._site + self._count, dim=placed.dim, parts=placed.parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from composer3d import torch_compat
@@ -19,6 +18,7 @@ from composer3d.propagation.shards import (
     attach,
     common_parts,
     interned,
+    shadow_of,
     sources_of,
 )
 
@@ -84,7 +84,7 @@ def marked(
     axis: str = TENSOR_AXIS,
 ) -> Tensor:
     """Mark a tensor as a local shard of one with the shape of `whole`, and return it."""
-    shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
+    shadow = shadow_of(whole.shape, share.dtype)
     kept: dict[str, Any] = {"start": start, "scale": scale, "whole": gathered, "axis": axis, "degree": degree}
     spec = ShardSpec(shadow=shadow, placed=placed, sources=sources, **kept)
     return attach(share, interned(spec))

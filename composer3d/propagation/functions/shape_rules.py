@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,7 +18,7 @@ from composer3d.propagation.functions.known_functions import is_known
 from composer3d.propagation.functions.result_shards import marked, pair
 from composer3d.propagation.functions.view_shapes import Placed, inside, regroup
 from composer3d.propagation.functions.whole_operands import Meeting
-from composer3d.propagation.shards import PropagationError, ShardSpec, run_of, spec_of, specs_in
+from composer3d.propagation.shards import PropagationError, ShardSpec, run_of, shadow_of, spec_of, specs_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -185,7 +184,7 @@ class ShapeRules(torch_compat.ModuleFunctions, TorchFunctionMode):
                 raise PropagationError("it takes a step along the sharded dim")
             shape = list(spec.shadow.shape)
             shape[spec.placed.dim] = stop - start
-            taken = self._range(x, spec, start, stop, torch.empty(shape, device="meta"))
+            taken = self._range(x, spec, start, stop, shadow_of(shape))
             if self._spec_of(taken) is None:
                 entries[position or 0] = slice(None)
                 return taken[tuple(entries)]

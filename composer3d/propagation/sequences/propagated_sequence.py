@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from composer3d import torch_compat
-from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward
+from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward, repeatable
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.functions.random_functions import eagerly
 from composer3d.propagation.functions.view_shapes import Placed
@@ -29,6 +28,7 @@ from composer3d.propagation.shards import (
     interned,
     mark,
     restated,
+    shadow_of,
     spec_of,
     specs_in,
     strip,
@@ -184,11 +184,22 @@ class PropagatedSequence:
         return eagerly(propagating)
 
     def _captured(
-        self, module: nn.Module, forward: Callable[..., Any], fqn: str, compiled: Callable[[Any], Callable[..., Any]]
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        fqn: str,
+        compiled: Callable[[Any], Callable[..., Any]],
+        *,
+        recomputes: bool,
     ) -> Callable[..., Any]:
         """Return a forward of a block that runs compiled graphs of what its propagation does."""
         if self._graphs is None:
-            self._graphs = Graphs(compiled, axis=self._axis, around=lambda: (self._form(), self._at_work is not None))
+            self._graphs = Graphs(
+                compiled,
+                recomputes=recomputes,
+                axis=self._axis,
+                around=lambda: (self._form(), self._at_work is not None),
+            )
         return captured_forward(module, forward, self._graphs, fqn=fqn, alone=self._alone)
 
     @contextlib.contextmanager
@@ -344,8 +355,8 @@ class PropagatedSequence:
                         self._keep(leaf, spec, fqn)
 
         return [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(repeatable(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(repeatable(after), with_kwargs=True, always_call=True),
         ]
 
     def _keep(self, leaf: Tensor, spec: Any, fqn: str) -> None:
@@ -356,5 +367,5 @@ class PropagatedSequence:
             return
         shape = [1] * leaf.ndim
         shape[dim] = spec.shadow.shape[dim]
-        shadow = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        shadow = shadow_of(shape, leaf.dtype)
         restated(attach(leaf, interned(replace(spec, shadow=shadow))))

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
@@ -29,7 +28,7 @@ from composer3d.propagation.functions.whole_operands import BATCHED, BY_INDEX, P
 from composer3d.propagation.sequences.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_wholes import SequenceWholes
-from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
+from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, shadow_of, strip
 from composer3d.torch_compat.multihead_attention import NAME, attend_with_heads, call_of
 
 if TYPE_CHECKING:
@@ -252,7 +251,7 @@ class SequencePropagation(SequenceWholes):
             shape = [*specs[0].shadow.shape[:-1], value.shape[-1]]
             shape[:-2] = result.shape[:-2]
             placed = Placed(dim=result.ndim - 2, parts=specs[0].placed.parts)
-            return self._marked(result, torch.empty(shape, device="meta"), placed, frozenset({SEQUENCE}))
+            return self._marked(result, shadow_of(shape), placed, frozenset({SEQUENCE}))
 
     def attend_flexibly(self, flex: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:
         """Return what FlexAttention's operator does; statistics that code may carry along and not compute with.
@@ -285,7 +284,7 @@ class SequencePropagation(SequenceWholes):
         shape = [*result.shape[:-2], lengths[0], result.shape[-1]]
         placed = Placed(dim=result.ndim - 2, parts=specs[0].placed.parts)
         with torch_compat.without_torch_functions():
-            whole = torch.empty(shape, device="meta")
+            whole = shadow_of(shape)
             self._marked(result, whole, placed, frozenset({SEQUENCE}))
             unknown = [result.new_full(result.shape[:-1], math.nan) for _ in range(2)]
             for each in unknown:

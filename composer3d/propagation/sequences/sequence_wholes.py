@@ -25,7 +25,7 @@ from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, windows_along
-from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec
+from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, shadow_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -215,7 +215,7 @@ class SequenceWholes(Propagation):
         self._rules.note("narrowed", name)
         self._operands.num_acts += 1
         share = self._operands.indexed(whole, placed.dim, placed.parts)
-        return self._marked(share, torch.empty(whole.shape, device="meta"), placed, frozenset({SEQUENCE}))
+        return self._marked(share, shadow_of(whole.shape), placed, frozenset({SEQUENCE}))
 
     def _stacked(self, name: str, args: Sequence[Any], options: Mapping[str, Any], result: Tensor) -> Tensor:
         """Return this rank's positions of what a loop over gathered positions has computed one by one."""
@@ -258,7 +258,7 @@ class SequenceWholes(Propagation):
 
     def _of_neighbours(self, result: Tensor, spec: ShardSpec, dim: int, parts: tuple[int, ...]) -> Tensor:
         shape = [*result.shape[:dim], sum(parts), *result.shape[dim + 1 :]]
-        return self._marked(result, torch.empty(shape, device="meta"), Placed(dim=dim, parts=parts), spec.sources)
+        return self._marked(result, shadow_of(shape), Placed(dim=dim, parts=parts), spec.sources)
 
     def _whole(self, x: Any) -> Any:
         spec = self._spec_of(x)

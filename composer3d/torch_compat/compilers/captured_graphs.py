@@ -6,7 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["CaptureError", "capture_graph", "capture_is_on", "is_run_eagerly", "outside_function_modes"]
+__all__ = [
+    "CaptureError",
+    "capture_graph",
+    "capture_is_on",
+    "is_run_eagerly",
+    "outside_capture",
+    "outside_function_modes",
+]
 
 _capturing: list[Any] = []
 
@@ -47,66 +54,108 @@ def is_run_eagerly() -> bool:
     return eval_frame._stance.stance == "force_eager" or torch._C._len_torch_dispatch_stack() > 0
 
 
-def capture_graph(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """Return a graph module of what a function of tensors makes torch do, above autograd and autocast.
+def capture_graph(
+    function: Callable[..., Sequence[Any]],
+    compiled: Callable[[Any, Sequence[Any]], Callable[..., Any]],
+    *,
+    recomputes: bool = True,
+) -> Callable[..., Any]:
+    """Return what runs graphs of what a function of tensors makes torch do, of its forward and of its backward.
 
-    Sizes and other numbers are constants of it. It is torch.export's way of capturing (torch 2.11-2.15).
+    They are captured in the first call, of fake tensors, below autograd: autograd functions of Python, and what
+    DTensors among the arguments exchange, are a part of them. Sizes and other numbers are constants. It is AOTAutograd,
+    as it stands behind `torch.compile`, without the part of it that reads Python code.
+
+    Args:
+        function: Of tensors, DTensors among them; returns a list of plain tensors. It is called more than once.
+        compiled: Returns what runs a graph module of plain tensors that are like those given.
+        recomputes: Whether the backward computes again what is cheap to, as compilers do; else all that it needs is
+            kept.
 
     Raises:
-        CaptureError: The function reads values, or computes with an autograd function of Python, whose backward a graph
-            above autograd does not hold, or with a tensor that needs a gradient and is none of those given.
+        CaptureError: From the first call: the function reads values, or computes with a tensor that needs a gradient
+            and is none of those given.
     """
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from functorch import compile as aot  # type: ignore[import-untyped]
 
-    results: list[Any] = []
+    began: list[bool] = []
 
-    def noted(*given: Any) -> Any:
-        results[:] = [function(*given)]
-        return results[0]
+    def kept(graph: Any, given: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_constants(graph)
+        run = compiled(graph, given)
 
+        def called(tensors: list[Any]) -> Any:
+            began[:] = [True]
+            inside = [*tensors]
+            tensors.clear()  # or this list would keep them through the call
+            with outside_function_modes():
+                # Whoever looks at operators sees those of the graph.
+                return (graph.forward if is_run_eagerly() else run)(*inside)
+
+        called._boxed_call = True  # type: ignore[attr-defined]
+        return called
+
+    partition = aot.min_cut_rematerialization_partition if recomputes else aot.default_partition
+    whole = aot.aot_function(function, kept, kept, partition_fn=partition)
+
+    def run(*tensors: Any) -> Any:
+        if began:
+            return whole(*tensors)
+        with _capture(function):
+            try:
+                return whole(*tensors)
+            except Exception as error:  # code that reads values raises many kinds
+                if began or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(_reason_of(error)) from error
+
+    return run
+
+
+@contextlib.contextmanager
+def _capture(function: Any) -> Iterator[None]:
+    """Capture inside, and run what is captured once.
+
+    Beside fake tensors there are some at hand, as positions are: constants. Operators are not looked at for results
+    that share memory with what they were given, which whatever compiles the graphs does (torch 2.11-2.15).
+    """
+    import torch._functorch.config
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+
+    settings: Any = torch._functorch.config
+    unchecked = {"check_custom_op_aliasing": False} if hasattr(settings, "check_custom_op_aliasing") else {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     _capturing.append(function)
     try:
-        graph = make_fx(noted, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
-    except Exception as error:  # code that reads values raises many kinds
-        raise CaptureError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        with outside_function_modes(), settings.patch(unchecked), tracing(TracingContext(mode)):
+            yield
     finally:
         _capturing.pop()
-    _refuse_python_backwards(results)
-    _without_meta(graph)
+
+
+def _reason_of(error: Exception) -> str:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    is_by_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    return f"what it does is data-dependent ({text})" if is_by_value else text
+
+
+def _refuse_constants(graph: Any) -> None:
+    """Raise an error where a graph computes with a tensor that is to be given a gradient, and would be none."""
+    import torch
+
     for node in graph.graph.nodes:
         held = getattr(graph, node.target) if node.op == "get_attr" else None
         if isinstance(held, torch.Tensor) and held.requires_grad:
             raise CaptureError("it computes with a tensor of other modules that needs a gradient")
-    return graph
 
 
-def _refuse_python_backwards(results: Any) -> None:
-    """Raise an error where a backward is Python, but for those of registered operators, which a graph holds whole."""
-    import torch
+@contextlib.contextmanager
+def outside_capture() -> Iterator[None]:
+    """Let what is done inside be no part of a graph that is being captured; its results are constants there."""
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    left = [leaf.grad_fn for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-    seen: set[Any] = set()
-    while left:
-        node: Any = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-        name = type(node).__name__
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and "GeneratedBackward" not in name:
-            raise CaptureError(f"it computes with an autograd function of Python ({name})")
-
-
-def _without_meta(graph: Any) -> None:
-    """Erase what was done on meta, where shards' whole shapes are worked out."""
-    import torch
-
-    for node in reversed(list(graph.graph.nodes)):
-        value = node.meta.get("val")
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        on_meta = bool(leaves) and all(leaf.device.type == "meta" for leaf in leaves)
-        if node.op in ("call_function", "get_attr") and not node.users and (on_meta or node.op == "get_attr"):
-            graph.graph.erase_node(node)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+    with _disable_current_modes() if capture_is_on() else contextlib.nullcontext():
+        yield

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 EAGER = "composer3d_eager"
 # And with this one a forward of which graphs can be captured; see CONTRIBUTING.md.
 CAPTURED = "composer3d_captured"
+# Of one that may be a part of such a graph: with equal arguments it does the same.
+REPEATABLE = "composer3d_repeatable"
 # Backends that run the graphs they are given, and keep for the backward what eager code keeps (torch 2.13).
 _UNFUSED = frozenset(("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "aot_eager_default_partitioner"))
 
@@ -118,7 +120,8 @@ class Compile:
             unit = model.get_submodule(fqn)
             if _is_eager(unit):
                 # Never the compiler's: it would trace the hooks around, in which other plugins' modes are at work.
-                left |= {fqn: why} if (why := _captured(unit, fqn, compiled, context)) else {}
+                why = _captured(unit, fqn, compiled, context, recomputes=self.backend not in _UNFUSED)
+                left |= {fqn: why} if why else {}
                 continue
             held = [_run_eagerly(module) for module in unit.modules()]
             # Units of data parallelism inside gather and reduce in hooks, which torch keeps the compiler out of.
@@ -174,8 +177,21 @@ def _refuse_cache_of_others() -> None:
         )
 
 
-def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[..., Any]], context: RunContext) -> str:
+def _captured(
+    unit: nn.Module,
+    fqn: str,
+    compiled: Callable[[Any], Callable[..., Any]],
+    context: RunContext,
+    *,
+    recomputes: bool,
+) -> str:
     """Let a module whose code is propagated run compiled graphs of what the propagation does.
+
+    Args:
+        unit: The module.
+        fqn: Its name.
+        compiled: Compiles a graph.
+        recomputes: Whether a graph of a backward may compute again what is cheap to.
 
     Returns:
         Why it cannot; empty where it does.
@@ -188,7 +204,7 @@ def _captured(unit: nn.Module, fqn: str, compiled: Callable[[Any], Callable[...,
         return why
 
     def replaced(each: Any) -> Any:
-        return getattr(each, CAPTURED)(compiled) if hasattr(each, CAPTURED) else each
+        return getattr(each, CAPTURED)(compiled, recomputes=recomputes) if hasattr(each, CAPTURED) else each
 
     if isinstance(forward, functools.partial):
         unit.forward = functools.partial(forward.func, *map(replaced, forward.args), **forward.keywords)
@@ -204,10 +220,11 @@ def _why_not_captured(unit: nn.Module, fqn: str, context: RunContext) -> str:
 
     for name, module in unit.named_modules():
         inner = vars(module).get("forward")
-        if name and getattr(inner, EAGER, False) and not hasattr(inner, CAPTURED):
+        if name and getattr(inner, EAGER, False) and not (hasattr(inner, CAPTURED) or hasattr(inner, REPEATABLE)):
             return f'no compiler can follow "{fqn}.{name}"'
-        if any(type(each) not in (Tensor, Parameter) for each in module.parameters(recurse=False)):
-            return f'weights of "{fqn}.{name}" are sharded or converted'.replace('."', '"')
+        held = map(torch_compat.held_tensor, module.parameters(recurse=False))
+        if any(type(each) not in (Tensor, Parameter) for each in held):
+            return f'weights of "{fqn}.{name}" are converted'.replace('."', '"')
     if any(own.startswith(f"{fqn}.") for own in context.own_units):
         return "modules in it are gathered by themselves"
     return ""

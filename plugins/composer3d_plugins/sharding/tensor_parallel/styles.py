@@ -33,6 +33,7 @@ from composer3d.propagation import (
     eagerly,
     exchanged,
     kind_of,
+    repeatable,
     replaced,
     site_of,
     spec_of,
@@ -238,8 +239,8 @@ class Applier:
             return marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_propagated else local
 
         if not exchanges.gather_in(fqn, module, region, placement):
-            module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+            module.register_forward_pre_hook(repeatable(before))
+        module.register_forward_hook(repeatable(after))
 
     def _rowwise(self, fqn: str, module: Any, rule: Rule, regions: dict[str, Region], exchanges: Exchanges) -> None:
         self._place_linear(fqn, module, rule, along="inputs")
@@ -269,8 +270,8 @@ class Applier:
             return local
 
         exchanges.sum_in(fqn, module, placement)
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(repeatable(before))
+        module.register_forward_hook(repeatable(after))
 
     def _vocab(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         sum_lookups(module, self._activations, self._placement(rule))
@@ -365,8 +366,8 @@ class Applier:
             self._activations.refuse_uneven(indices, share)
             return (indices.redistribute(placements=[share]), *args[1:])
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda module, args, output: torch_compat.unviewed(output.to_local()))
+        module.register_forward_pre_hook(repeatable(before))
+        module.register_forward_hook(repeatable(lambda module, args, output: torch_compat.unviewed(output.to_local())))
 
     def _boundary(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Shard the activation that the module takes along the sequence, or all-gather its first output."""
@@ -389,6 +390,8 @@ class Applier:
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         if rule.style != "gather":
-            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_pre_hook(repeatable(before), with_kwargs=True)
         if rule.style != "split":
-            module.register_forward_hook(after, prepend=True)  # hooks of the model's own are given the full sequence
+            module.register_forward_hook(
+                repeatable(after), prepend=True
+            )  # hooks of the model's own are given the full sequence
