@@ -48,6 +48,7 @@ from composer3d.propagation.shards import (
     ranges_of,
     shadow_of,
 )
+from composer3d.torch_compat.compilers.captured_graphs import outside_capture
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -309,7 +310,7 @@ class Propagation(ShapeRules):
         # Tensors that are sharded alike share a shadow, which is not to be changed.
         shadow = self._shadow if not is_in_place(name) else self._own_shadow
         shadows, others = torch_compat.tree_map(shadow, list(args)), torch_compat.tree_map(shadow, options)
-        outside = torch_compat.outside_capture() if torch_compat.capture_is_on() else contextlib.nullcontext()
+        outside = outside_capture() if torch_compat.capture_is_on() else contextlib.nullcontext()
         with torch.no_grad(), torch_compat.without_torch_functions(), outside:
             return func(*shadows, **others)
 
@@ -322,7 +323,7 @@ class Propagation(ShapeRules):
         if self.inside:
             return shadow_of(value.shape, value.dtype)
         if torch_compat.capture_is_on():
-            with torch_compat.outside_capture():
+            with outside_capture():
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return value if value.is_meta else torch.empty_like(value, device="meta")
 

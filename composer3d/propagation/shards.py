@@ -14,6 +14,7 @@ from composer3d import torch_compat
 from composer3d.errors import TransformError
 from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.view_shapes import Placed
+from composer3d.torch_compat.compilers.captured_graphs import outside_capture
 
 __all__ = [
     "AXES",
@@ -103,7 +104,7 @@ def shadow_of(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor on meta, of the default dtype unless another is given, that is no part of a captured graph."""
     if not torch_compat.capture_is_on():
         return torch.empty(shape, dtype=dtype, device="meta")
-    with torch_compat.outside_capture():
+    with outside_capture():
         return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -62,7 +62,6 @@ from composer3d.torch_compat.compilers.captured_graphs import (
     capture_graph,
     capture_is_on,
     is_run_eagerly,
-    outside_capture,
     outside_function_modes,
 )
 from composer3d.torch_compat.compilers.compiling import compile_graph, compile_module, trace_quantisers, uncompiled
@@ -324,7 +323,6 @@ __all__ = [
     "operator_span",
     "orthogonalised",
     "own_function",
-    "outside_capture",
     "outside_function_modes",
     "outside_transforms",
     "described_stage",

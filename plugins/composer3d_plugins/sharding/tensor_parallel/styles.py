@@ -392,6 +392,5 @@ class Applier:
         if rule.style != "gather":
             module.register_forward_pre_hook(repeatable(before), with_kwargs=True)
         if rule.style != "split":
-            module.register_forward_hook(
-                repeatable(after), prepend=True
-            )  # hooks of the model's own are given the full sequence
+            # Hooks of the model's own are given the full sequence.
+            module.register_forward_hook(repeatable(after), prepend=True)
