@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from composer3d import Metric, Phase, StepAction, StepPoint, Transform, hookimpl, plugin
+from composer3d import Metric, Phase, StepAction, StepPoint, Transform, hookimpl, plugin, torch_compat
 
 
 def gradients(state):
@@ -253,3 +253,68 @@ class FailsBeside:
         for other in context.plugins:
             if other.info.family == "scheduling":
                 print(other.instance.no_such_option)
+
+
+@plugin(family="profiling")
+class CountsOperators:
+    """Count the operators of every step as it dispatches them, which is no fault: it issues none itself.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return [
+            action("begins_counting", StepPoint.BEGIN, self._begin),
+            action("ends_counting", StepPoint.BEFORE_OPTIMIZER, self._end),
+        ]
+
+    @hookimpl
+    def composer3d_measure(self, context, step):
+        return [Metric(name="num_operators", value=float(context.state[self][1][0]))]
+
+    def _begin(self, state):
+        count = [0]
+
+        def handle(operator, types, args, kwargs):
+            if any(torch_compat.is_wrapper_subclass(cls) for cls in types):
+                return NotImplemented
+            count[0] += 1
+            return operator(*args, **kwargs)
+
+        mode = torch_compat.dispatch_mode(handle)
+        mode.__enter__()
+        state.context.state[self] = mode, count
+
+    def _end(self, state):
+        state.context.state[self][0].__exit__(None, None, None)
+
+
+@plugin(family="profiling")
+class SumsInBackward:
+    """Add up, over ranks, what reaches the last block in a backward, while units are gathered: no fault either.
+
+    Collectives: an all-reduce a micro-batch.
+    """
+
+    @hookimpl
+    def composer3d_reschedule(self, context):
+        return Transform(
+            name="sumsinbackward",
+            phase=Phase.MATERIALISE,
+            select=lambda model, context: ["layers.1"],
+            apply=lambda model, fqns, context: self._watch(model.get_submodule(fqns[0]), fqns, context),
+        )
+
+    @hookimpl
+    def composer3d_measure(self, context, step):
+        return [Metric(name="gradient_sum", value=context.state.get(self, 0.0))]
+
+    def _watch(self, block, fqns, context):
+        def summed(block, gradients_in, gradients_out):
+            total = gradients_out[0].sum().view(1)
+            dist.all_reduce(total, group=context.mesh.get_group("dp_shard"))
+            context.state[self] = float(total)
+
+        block.register_full_backward_hook(summed)
+        return fqns

@@ -9,7 +9,8 @@ from support import nonconforming_plugins as faulty
 
 from composer3d.registry import Catalogue
 from composer3d.testing.conformance import HEADINGS, Conformance, NonConformance, conformance_checks, run_conformance
-from composer3d.testing.conformance.paired_payloads import Sent, out_of_order
+from composer3d.testing.conformance.conformance_case import Written
+from composer3d.testing.conformance.paired_payloads import Sent, out_of_order, sent_on_equal_batches
 
 # Heading, plugin, verdict, and a part of the message.
 FAULTS = [
@@ -136,6 +137,16 @@ def test_broadcasts_in_another_order_are_told():
     # Ranks that take turns share what is theirs, and receive into a buffer.
     turns = [broadcast("mine", 0), broadcast("buffer", 1)], [broadcast("buffer", 0), broadcast("mine", 1)]
     assert out_of_order(turns) == ""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "num_sent"), [pytest.param(faulty.CountsOperators, 0), pytest.param(faulty.SumsInBackward, 4)]
+)
+def test_what_a_plugin_sees_on_its_way_it_has_not_sent(plugin, num_sent, tmp_path):
+    written = Written.of(Conformance(plugin=plugin), tmp_path)
+    sent = sent_on_equal_batches(written.manifest({}), plugin, world_size=2)
+    assert [len(rows) for rows in sent] == [num_sent, num_sent]  # 2 micro-batches of 2 steps
+    assert {row.op for rows in sent for row in rows} <= {"all_reduce"}
 
 
 def test_every_heading_has_a_fault_that_it_finds():

@@ -89,7 +89,7 @@ def _send(manifest: Path, plugin: type) -> list[Sent]:
             if any(is_wrapper_subclass(cls) for cls in types):
                 return NotImplemented
             # Before it runs: an all-reduce overwrites what it is given.
-            if Collectives.is_collective(operator) and (frames := _frames(plugin.__module__)):
+            if Collectives.is_collective(operator) and (frames := _frames(plugin.__module__, operator)):
                 found.extend(_sent(collectives.sent(operator, args), frames, step, loop.run))
             return operator(*args, **kwargs)
 
@@ -129,22 +129,30 @@ def _is_nothing(tensor: Tensor) -> bool:
     return not bool((tensor.detach().isfinite() & (tensor != 0)).any())
 
 
-def _frames(module: str) -> list[FrameType]:
-    """Return what runs of a plugin's code, the innermost first."""
+def _frames(module: str, operator: Any) -> list[FrameType]:
+    """Return what runs of a plugin's code, the innermost first; none of a dispatch mode that passes an operator on."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__" and _is_given(frame, operator):
+            found.clear()  # others issued it, and the plugin's mode sees it on its way
         if is_of(frame, module):
             found.append(frame)
         frame = frame.f_back
     return found
 
 
+def _is_given(frame: FrameType, operator: Any) -> bool:
+    code = frame.f_code
+    return any(frame.f_locals.get(name) is operator for name in code.co_varnames[: code.co_argcount])
+
+
 def _names(tensors: Sequence[Tensor], frames: Sequence[FrameType], run: Composition) -> set[str]:
     """Return names of tensors in a plugin's code, and those of parameters and gradients."""
     sought = {_key(tensor) for tensor in tensors if tensor.numel()}
-    named = [(f"the gradient of {fqn}", p.grad) for fqn, p in run.named_parameters()]
-    named += [(fqn, p) for fqn, p in run.named_parameters()]
+    # Of the context: those of the run reshard what a backward that is running has yet to read.
+    named = [(f"the gradient of {fqn}", p.grad) for fqn, p in run.context.named_parameters()]
+    named += [(fqn, p) for fqn, p in run.context.named_parameters()]
     held = [pair for frame in frames for name, value in frame.f_locals.items() for pair in _held(name, value)]
     return {name for name, value in (*named, *held) if value is not None and _key(value) in sought}
 
