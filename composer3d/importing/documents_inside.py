@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from composer3d.importing.end_tokens import end_in_sentencepiece, end_of_tokenizer, number_of_token
+from composer3d.importing.end_tokens import (
+    added_end_in_sentencepiece,
+    end_in_sentencepiece,
+    end_of_tokenizer,
+    number_of_token,
+)
 from composer3d.importing.translation import Translation
 
 __all__ = ["asks_for_end", "documents_inside"]
@@ -21,6 +26,8 @@ _TIKTOKEN_ENDS = {
     "cl100k_base": 100257,
     "o200k_base": 199999,
 }
+# The first one has a token of its own that ends documents in Megatron-LM before core 0.15, and with --legacy-tokenizer.
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _TIKTOKEN_OWN = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]  # Megatron-LM's, its tokens 0 to 6
 # As `composer3d.models:llama` and `moe` name them.
 _ARGUMENTS = {_POSITIONS: ("positions", "positions"), _ATTENTION: ("numbers", "documents")}
@@ -89,10 +96,10 @@ def _end(t: Translation) -> int | None:
         return listed.index("</s>") if "</s>" in listed else None
     if kind == "TiktokenTokenizer":
         return _TIKTOKEN_ENDS.get(t.text("vocab_file"))
-    if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer") and not t.flag("tokenizer_sentencepiece_legacy"):
-        return next(
-            (end for file in _places(t, "tokenizer_model") if (end := end_in_sentencepiece(file)) is not None), None
-        )
+    if kind in _SENTENCEPIECE and not t.flag("tokenizer_sentencepiece_legacy"):
+        adds = kind == _SENTENCEPIECE[0] and (t.flag("legacy_tokenizer") or _is_before(t, 15))
+        read = added_end_in_sentencepiece if adds else end_in_sentencepiece
+        return next((end for file in _places(t, "tokenizer_model") if (end := read(file)) is not None), None)
     if kind == "HuggingFaceTokenizer":
         return next(
             (end for place in _places(t, "tokenizer_model") if (end := end_of_tokenizer(place)) is not None), None
@@ -110,9 +117,14 @@ def _end_of_numbers(t: Translation) -> int | None:
     size = t.integer("vocab_size") if t.get("vocab_size") is not None else None
     if size is None:
         return None
+    return size if _is_before(t, 18) else size - 1
+
+
+def _is_before(t: Translation, minor: int) -> bool:
+    """Return whether the source's version is stated, and below Megatron-LM's core 0.`minor`."""
     parts = (t.options.version or t.table.version).removeprefix("core_v").split(".")
     numbers = tuple(int(part) for part in parts[:2] if part.isdecimal())
-    return size if len(numbers) == 2 and numbers < (0, 18) else size - 1
+    return len(numbers) == 2 and numbers < (0, minor)
 
 
 def _places(t: Translation, key: str) -> Iterator[Path]:

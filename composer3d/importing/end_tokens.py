@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_in_sentencepiece", "end_of_tokenizer", "number_of_token"]
+__all__ = ["added_end_in_sentencepiece", "end_in_sentencepiece", "end_of_tokenizer", "number_of_token"]
 
 _MOST_BYTES = 64 * 2**20
 # Of sentencepiece's `ModelProto`: pieces, of which name and kind are used, and how the trainer calls the end.
 _PIECES, _TRAINER, _PIECE, _KIND, _END_PIECE = 1, 2, 1, 3, 47
 _CONTROL = 3
+_ADDED = (b"<CLS>", b"<SEP>", b"<EOD>")  # by Megatron-LM before core 0.15
 _WIRE_VARINT, _WIRE_64, _WIRE_BYTES, _WIRE_32 = 0, 1, 2, 5
 
 
@@ -48,10 +49,30 @@ def number_of_token(file: Path, token: str) -> int | None:
 
 def end_in_sentencepiece(file: Path) -> int | None:
     """Return the number of the control piece that ends sequences in a sentencepiece model; None where there is none."""
+    pieces, end = _pieces_and_end(file)
+    places = (n for n, piece in enumerate(pieces) if piece.get(_PIECE) == end and piece.get(_KIND) == _CONTROL)
+    return next(places, None)
+
+
+def added_end_in_sentencepiece(file: Path) -> int | None:
+    """Return the number of `<EOD>` where <CLS>, <SEP> and <EOD> are added behind the pieces that a model has.
+
+    Args:
+        file: A sentencepiece model; None is returned for what is none.
+    """
+    names = [piece.get(_PIECE) for piece in _pieces_and_end(file)[0]]
+    if not names:
+        return None
+    names += [name for name in _ADDED if name not in names]
+    return names.index(_ADDED[-1])
+
+
+def _pieces_and_end(file: Path) -> tuple[list[dict[int, int | bytes]], bytes]:
+    """Return the pieces of a sentencepiece model, none where it is none, and what its trainer called the end."""
+    pieces: list[dict[int, int | bytes]] = []
+    end = b"</s>"
     try:
         content = file.read_bytes() if file.stat().st_size <= _MOST_BYTES else b""
-        pieces: list[dict[int, int | bytes]] = []
-        end = b"</s>"
         for number, value in _fields(content):
             if number == _PIECES and isinstance(value, bytes):
                 pieces.append(dict(_fields(value)))
@@ -59,9 +80,8 @@ def end_in_sentencepiece(file: Path) -> int | None:
                 stated = dict(_fields(value)).get(_END_PIECE)
                 end = stated if isinstance(stated, bytes) else end
     except (OSError, ValueError):
-        return None
-    places = (n for n, piece in enumerate(pieces) if piece.get(_PIECE) == end and piece.get(_KIND) == _CONTROL)
-    return next(places, None)
+        return [], end
+    return pieces, end
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -213,6 +213,12 @@ PIECES = (("<unk>", UNKNOWN), ("<s>", CONTROL), ("a", WORD), ("</s>", CONTROL), 
         ("Llama2Tokenizer", {"tok": sentencepiece_model(*PIECES, end="<end>")}, 4),
         ("Llama2Tokenizer", {"tok": sentencepiece_model(("</s>", WORD))}, None),
         ("GPTSentencePieceTokenizer", {"tok": b"\x0a\xff\xff"}, None),
+        ("SentencePieceTokenizer", {"tok": sentencepiece_model(*PIECES)}, 3),
+        ("SentencePieceTokenizer --legacy-tokenizer", {"tok": sentencepiece_model(*PIECES)}, 7),
+        ("SentencePieceTokenizer --legacy-tokenizer", {"tok": sentencepiece_model(("<SEP>", WORD), *PIECES)}, 7),
+        ("SentencePieceTokenizer --legacy-tokenizer", {"tok": sentencepiece_model(("<EOD>", CONTROL), *PIECES)}, 0),
+        ("SentencePieceTokenizer --tokenizer-sentencepiece-legacy", {"tok": sentencepiece_model(*PIECES)}, None),
+        ("SentencePieceTokenizer --legacy-tokenizer", {"tok": b"\x0a\xff\xff"}, None),
         (
             "HuggingFaceTokenizer",
             {
@@ -248,6 +254,14 @@ def test_ends_of_documents_are_read_from_a_tokenizers_files(tmp_path, kind, file
     translation = translated(tmp_path, "train.sh", text)
     assert manifest_of(translation)["data"].get("documents", {}).get("end") == end
     assert verdicts_of(translation)["reset_position_ids"] == ("missing" if end is None else "carried")
+
+
+@pytest.mark.parametrize(("version", "end"), [("core_v0.14.0", 7), ("0.15.0", 3), (None, 3)])
+def test_sentencepiece_ends_documents_by_a_token_of_its_own_before_0_15(tmp_path, version, end):
+    (tmp_path / "tok").write_bytes(sentencepiece_model(*PIECES))
+    flags = f"{MEGATRON} {RESET} --tokenizer-type SentencePieceTokenizer --tokenizer-model tok"
+    text = f"python pretrain_gpt.py {flags} --data-path corpus_text_document\n"
+    assert manifest_of(translated(tmp_path, "train.sh", text, version=version))["data"]["documents"]["end"] == end
 
 
 def test_a_tokenizer_is_not_missing_where_data_is_tokens(tmp_path):
