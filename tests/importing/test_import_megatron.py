@@ -280,15 +280,6 @@ def test_an_inverse_root_without_a_warmup_is_megatrons_root_of_samples(tmp_path)
     assert [rate(step) for step in range(20)] == pytest.approx([max(8 * step, 1) ** -0.5 for step in range(20)])
 
 
-def test_what_experts_compute_is_a_part_of_a_model_that_is_not_here(tmp_path):
-    flags = "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
-    told = verdicts_of(translated(tmp_path, "flags.txt", f"{flags} --moe-grouped-gemm --lr 1e-3", system="megatron"))
-    names = ("num_experts", "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    assert [told[name] for name in names] == ["missing"] * 4 and told["moe_grouped_gemm"] == "meaningless"
-    alone = verdicts_of(translated(tmp_path, "flags.txt", "--moe-router-topk 2 --lr 1e-3 --bf16", system="megatron"))
-    assert alone["moe_router_topk"] == "meaningless"
-
-
 def test_a_batch_that_does_not_grow_in_whole_steps_is_refused(tmp_path):
     flags = "--lr 1e-3 --rampup-batch-size 16 20 1000 --global-batch-size 64"
     translation = translated(tmp_path, "flags.txt", flags, system="megatron")

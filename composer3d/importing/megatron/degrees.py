@@ -39,7 +39,7 @@ def layout(translation: Translation) -> None:
     _tensor(t, degrees["tp"])
     _context(t, degrees["cp"])
     _experts(t, degrees["ep"])
-    _data_parallel(t, ranks)
+    _data_parallel(t, ranks, shares_experts=degrees["ep"] > 1)
     _pipeline(t, degrees["pp"])
     key = "use_tp_pp_dp_mapping"
     t.judge(key, "changed" if t.flag(key) else "equal", "the order of ranks; here pp is outermost and tp innermost")
@@ -59,7 +59,7 @@ def _launcher(t: Translation, world: int | None) -> None:
         t.judge(key, "derived", note)
 
 
-def _data_parallel(t: Translation, ranks: int | None) -> None:
+def _data_parallel(t: Translation, ranks: int | None, *, shares_experts: bool) -> None:
     stage, source = 0, None
     if t.flag("use_torch_fsdp2"):
         kept = t.flag("torch_fsdp2_no_reshard_after_forward") or not t.flag("torch_fsdp2_reshard_after_forward", True)
@@ -73,6 +73,11 @@ def _data_parallel(t: Translation, ranks: int | None) -> None:
         stage, source = 1, "use_distributed_optimizer"
     if stage:
         t.put("@sharded.zero", stage, source or "")
+    elif shares_experts:  # which are carved out of ranks that shard
+        stage = 1
+        t.put(
+            "@sharded.zero", stage, reason="experts are shared over dp_shard, over which optimizer state is sharded too"
+        )
     else:
         t.put("@replicated", None, reason="Megatron-LM's default: replicas of the whole model")
     target = "@sharded.zero" if stage else "@replicated"

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from composer3d.importing.documents_inside import asks_for_end
 from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
+from composer3d.importing.megatron.mixtures import (
+    EXPERTS,
+    FACTORY,
+    has_experts,
+    judge_without_experts,
+    mixture_arguments,
+    unlike_a_mixture,
+)
 from composer3d.importing.translation import Translation
 
 __all__ = ["data", "model"]
 
 _FACTORY = "composer3d.models:llama"
+_NOT_HERE = "a model that is not here; name it with --model"
 _KEYS = (
     "num_layers",
     "encoder_num_layers",
@@ -36,34 +48,6 @@ _KEYS = (
     "hidden_dropout",
     "attention_dropout",
     "num_experts",
-    "moe_layer_freq",
-)
-# What experts compute: without experts the flags do nothing.
-_EXPERTS = (
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_score_function",
-    "moe_router_dtype",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_router_quantile_balancing_ema",
-    "moe_router_force_load_balancing",
-    "moe_router_force_biased",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_pad_expert_input_to_capacity",
-    "moe_token_drop_policy",
-    "moe_apply_probs_on_input",
-    "moe_latent_size",
-    "moe_expert_rank_capacity_factor",
 )
 _OTHER = (
     "multi_latent_attention",
@@ -75,53 +59,54 @@ _OTHER = (
 
 
 def model(translation: Translation) -> None:
-    """Carry a Llama by its numbers; another model is to be filled in."""
+    """Carry a Llama or a mixture of experts by its numbers; another model is to be filled in."""
     t = translation
-    if t.options.model is None and _is_llama(t):
-        _llama(t)
-    note = (
-        "--model is taken in its place"
-        if t.options.model is not None
-        else "a model that is not here; name it with --model"
-    )
-    verdict = "derived" if t.options.model is not None else "missing"
-    for key in _KEYS:
-        value = t.get(key)
-        t.judge(key, "meaningless" if value is None or value is False else verdict, note)
-    has_experts = bool(t.get("num_experts"))
-    for key in _EXPERTS:
-        stated = has_experts and t.get(key) not in (None, False, "none")
-        t.judge(key, verdict if stated else "meaningless", note if stated else "there are no experts, or it is off")
+    is_mixture = has_experts(t)
+    unlike = {} if t.options.model is not None else _unlike_a_llama(t) | (unlike_a_mixture(t) if is_mixture else {})
+    for key, what in unlike.items():
+        t.judge(key, "missing", f"{what}: {_NOT_HERE}")
+    verdict, note = "missing", f"{_NOT_HERE}, for {'; '.join(unlike.values())}"
+    if t.options.model is not None:
+        verdict, note = "derived", "--model is taken in its place"
+    elif not unlike:
+        _llama(t, mixture_arguments(t) if is_mixture else {})
+    if not is_mixture:
+        judge_without_experts(t)
+    for key in (*_KEYS, *EXPERTS):
+        stated = t.get(key) not in (None, False, "none")
+        t.judge(key, verdict if stated else "meaningless", note if stated else "no value, or off")
 
 
-def _is_llama(t: Translation) -> bool:
-    """Return whether these flags describe a Llama: RMSNorm, SwiGLU, rotary positions, no biases, no experts."""
-    rotary = t.get("position_embedding_type") == "rope" or t.flag("use_rotary_position_embeddings")
-    unbiased = t.flag("disable_bias_linear") or ("add_bias_linear" in t and not t.flag("add_bias_linear"))
-    wide, heads, width = t.integer("hidden_size"), t.integer("num_attention_heads"), t.get("kv_channels")
-    if wide is None or heads is None or t.integer("num_layers") is None:
-        return False
-    whole = heads > 0 and wide % heads == 0
-    return bool(
-        rotary
-        and unbiased
-        and whole
-        and t.get("normalization") == "RMSNorm"
-        and t.flag("swiglu")
-        and not t.get("num_experts")
-        and t.get("rotary_percent", 1.0) in (1, 1.0, None)
-        and width in (None, wide // heads)
-        and not any(t.get(key) for key in _OTHER)
-    )
+def _unlike_a_llama(t: Translation) -> dict[str, str]:
+    """Return, by flag, what is not a Llama's: RMSNorm, SwiGLU, rotary positions, no biases."""
+    heads, wide, found = t.integer("num_attention_heads"), t.integer("hidden_size"), {}
+    for key in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not t.integer(key):
+            found[key] = f"no --{key.replace('_', '-')}"
+    if t.get("position_embedding_type") != "rope" and not t.flag("use_rotary_position_embeddings"):
+        found["position_embedding_type"] = f"{t.get('position_embedding_type', 'learned absolute')} positions"
+    if t.get("rotary_percent", 1.0) not in (1, 1.0, None):
+        found["rotary_percent"] = "rotary positions of a part of each head"
+    if t.get("normalization") != "RMSNorm":
+        found["normalization"] = str(t.get("normalization", "LayerNorm"))
+    if not t.flag("swiglu"):
+        found["swiglu"] = "feed-forwards without SwiGLU"
+    if not (t.flag("disable_bias_linear") or ("add_bias_linear" in t and not t.flag("add_bias_linear"))):
+        found["add_bias_linear"] = "biases in linear layers"
+    if heads and wide and wide % heads:
+        found["num_attention_heads"] = f"{heads} heads, which {wide} does not divide into"
+    elif heads and wide and t.get("kv_channels") not in (None, wide // heads):
+        found["kv_channels"] = f"heads of {t.get('kv_channels')}, where {wide} over {heads} is {wide // heads}"
+    return found | {key: key.replace("_", " ") for key in _OTHER if t.get(key)}
 
 
-def _llama(t: Translation) -> None:
+def _llama(t: Translation, experts: Mapping[str, Any]) -> None:
     heads = t.integer("num_attention_heads") or 1
     grouped = t.flag("group_query_attention")
     groups = (t.integer("num_query_groups") or heads) if grouped else heads
     width = t.integer("hidden_size") or 1
     hidden = t.integer("ffn_hidden_size") or (int(4 * width * 2 / 3) // 64) * 64
-    arguments = {
+    arguments: dict[str, Any] = {
         "dim": width,
         "num_layers": t.integer("num_layers") or 1,
         "num_heads": heads,
@@ -132,11 +117,13 @@ def _llama(t: Translation) -> None:
         "norm_eps": float(t.number("norm_epsilon", t.number("layernorm_epsilon", 1e-5)) or 1e-5),
         "tie_embeddings": not t.flag("untie_embeddings_and_output_weights"),
         "dropout": float(t.number("hidden_dropout", 0.1) or 0.0),
+        **experts,
     }
     vocabulary = _vocabulary(t)
     if vocabulary is not None:
         arguments["vocab_size"] = vocabulary
-    t.put("model.use", _FACTORY, reason="RMSNorm, SwiGLU, rotary positions and no biases are a Llama")
+    factory, kind = (FACTORY, "a mixture of experts") if experts else (_FACTORY, "a Llama")
+    t.put("model.use", factory, reason=f"RMSNorm, SwiGLU, rotary positions and no biases are {kind}")
     t.put("model.args", arguments, reason="the shape's flags, and Megatron-LM's defaults where they are silent")
     note = "initial weights are other draws: start from a checkpoint for the same curve"
     t.judge("num_layers", "changed", note, to="model.args")
@@ -162,6 +149,8 @@ def data(translation: Translation) -> None:
     t = translation
     if t.flag("mock_data"):
         t.put("data.use", "synthetic", "mock_data")
+        if (size := t.integer("vocab_size") or t.integer("padded_vocab_size")) is not None:
+            t.put("data.vocab_size", size, "vocab_size", "padded_vocab_size")
         t.judge("mock_data", "changed", "other random tokens", to="data.use")
     t.judge("mock_data", "meaningless", "off")
     key = "train_data_path" if t.get("train_data_path") else "data_path"
