@@ -109,8 +109,33 @@ def test_a_suite_is_run_and_what_it_finds_is_an_exit_code(command, monkeypatch):
     assert [(finding["heading"], finding["options"]) for finding in found["findings"]] == [("purpose", "{ every = 2 }")]
     code, out, err = command("plugins", "activation_checkpoint", "--conformance", "--options", "every = 0")
     assert code == 1
-    assert out.startswith("purpose      does not run { every = 0 }\n    ")
+    assert out == (
+        "purpose      refused options { every = 0 }\n"
+        "    [scheduling.activation_checkpoint] scheduling.activation_checkpoint.every must be at least 1, not 0\n"
+        "    state options that are accepted, and beside them tables that it needs\n"
+    )
     assert err == "1 of 1 checks do not hold\n"
+
+
+def test_a_suite_takes_options_that_check_accepts(command, monkeypatch):
+    from composer3d.testing import conformance
+    from composer3d.testing.conformance import suite
+
+    monkeypatch.setattr(conformance, "run_conformance", lambda case: suite.run_conformance(case, headings=("purpose",)))
+    code, out, err = command("plugins", "compression", "--conformance")
+    assert (code, err) == (0, "")
+    assert out == (
+        'with { gradients = "int8" }, since its defaults are refused: [communication.compression] neither gradients '
+        'nor weights are to be compressed; write gradients = "int8", for example\n'
+        'purpose      holds        { gradients = "int8" }\n'
+        "    no file or socket is opened to check, plan or verify\n"
+        "conforms: 1 checks hold\n"
+    )
+
+
+def test_a_suite_of_a_plugin_that_needs_others_ends_at_once(command):
+    code, out, _ = command("plugins", "async_tensor_parallel", "--conformance")
+    assert code == 1 and out.count("refused options") == 1 and "add a table of the family sharding that owns tp" in out
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 from support import nonconforming_plugins as faulty
 
+import composer3d
 from composer3d.registry import Catalogue
-from composer3d.testing.conformance import HEADINGS, Conformance, NonConformance, conformance_checks, run_conformance
+from composer3d.testing.conformance import (
+    HEADINGS,
+    Conformance,
+    NonConformance,
+    accepted_options,
+    conformance_checks,
+    run_conformance,
+)
 from composer3d.testing.conformance.conformance_case import Written
 from composer3d.testing.conformance.paired_payloads import Sent, out_of_order, sent_on_equal_batches
 
@@ -147,6 +155,45 @@ def test_what_a_plugin_sees_on_its_way_it_has_not_sent(plugin, num_sent, tmp_pat
     sent = sent_on_equal_batches(written.manifest({}), plugin, world_size=2)
     assert [len(rows) for rows in sent] == [num_sent, num_sent]  # 2 micro-batches of 2 steps
     assert {row.op for rows in sent for row in rows} <= {"all_reduce"}
+
+
+def test_a_table_that_check_refuses_is_one_finding():
+    case = Conformance(plugin=faulty.Clamped, options=[{"limit": -1.0}, {"limit": 0.0}])
+    found = list(run_conformance(case))
+    assert [(finding.heading, finding.verdict, finding.options) for finding in found] == [
+        (HEADINGS[0], "refused options", "{ limit = -1.0 }"),
+        (HEADINGS[0], "refused options", "{ limit = 0.0 }"),
+    ]
+    assert found[0].detail == (
+        "[precision.clamped] precision.clamped.limit must be greater than 0.0, not -1.0\n"
+        "state options that are accepted, and beside them tables that it needs"
+    )
+    (check,) = conformance_checks(replace(case, options=[{"limit": 0.0}]), headings=["matrix"])
+    with pytest.raises(NonConformance, match="^refused options: .*must be greater"):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "why"),
+    [
+        ("mixed", {}, ""),
+        ("local_sgd", {"every": 1}, "islands first meet after 100"),
+        ("compression", {"gradients": "int8"}, "neither gradients nor weights are to be compressed"),
+        ("async_tensor_parallel", {}, "no plugin of this manifest shards over tp"),
+        ("expert_parallel", {}, ""),
+    ],
+)
+def test_options_that_are_accepted_are_found(name, table, why):
+    found, refused = accepted_options(Conformance(plugin=Catalogue.installed().load(name), name=name))
+    assert found == table and why in refused and bool(why) == bool(refused)
+
+
+def test_an_axis_of_experts_is_carved_out_of_the_data_axis(tmp_path):
+    plugin = Catalogue.installed().load("expert_parallel")
+    written = Written.of(Conformance(plugin=plugin, name="expert_parallel"), tmp_path)
+    assert (written.degrees, written.world_size, written.owned) == ({"dp_shard": 2, "ep": 2}, 2, ("ep",))
+    result = composer3d.check(written.manifest({}))
+    assert result.ok, result
 
 
 def test_every_heading_has_a_fault_that_it_finds():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from composer3d.testing.conformance.conformance_case import Conformance
 from composer3d.testing.conformance.headings import NonConformance
+from composer3d.testing.conformance.refused_options import accepted_options
 from composer3d.testing.conformance.suite import (
     HEADINGS,
     ConformanceCheck,
@@ -22,6 +23,7 @@ __all__ = [
     "ConformanceCheck",
     "Finding",
     "NonConformance",
+    "accepted_options",
     "conformance_checks",
     "run_conformance",
 ]

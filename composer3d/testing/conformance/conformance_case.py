@@ -20,8 +20,8 @@ _BASE = """composer3d = 1
 [run]
 device = "cpu"
 [model]
-use = "composer3d.models:llama"
-args = {{ dim = 32, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, ffn_dim = 64 }}
+use = "composer3d.models:{model}"
+args = {{ dim = 32, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, ffn_dim = 64{experts} }}
 [data]
 use = "synthetic"
 seq_len = 32
@@ -100,12 +100,16 @@ class Written:
 
     @classmethod
     def of(cls, case: Conformance, folder: Path) -> Written:
-        """Choose a layout: 2 ranks on the first data axis, or 2 on every axis that the plugin owns."""
+        """Choose a layout: 2 ranks on the first data axis, or 2 on every axis that the plugin owns.
+
+        An axis of experts is carved out of the data axis, which then has another plugin, and a mixture of experts is
+        the model.
+        """
         mesh = _stated_mesh(case.beside)
         owned = tuple(axis for axis in case.info.owns if axis not in mesh)
         data = next(axis.name for axis in AXES if axis.name.endswith("shard") and axis.role is Role.BATCH)
         default = None
-        if not case.info.owns and not mesh:
+        if all(map(_is_carved, case.info.owns)) and not mesh:
             default = owners_of(installed_options())[f"mesh.{data}"][0]
             mesh = {data: 2}
         degrees = {**mesh, **{axis: 2 for axis in _few(owned)}}
@@ -114,7 +118,7 @@ class Written:
     @property
     def world_size(self) -> int:
         """Ranks of the layout."""
-        return math.prod(self.degrees.values())
+        return math.prod(degree for axis, degree in self.degrees.items() if not _is_carved(axis))
 
     def manifest(
         self, options: Mapping[str, Any] | None, *, more: str = "", degrees: Mapping[str, int] | None = None
@@ -132,7 +136,10 @@ class Written:
         ranks = math.prod(degree for axis, degree in found.items() if _holds_samples(axis))
         self._number[0] += 1
         base = self.folder / f"base-{self._number[0]}.toml"
-        base.write_text(_BASE.format(layers=2 * found.get("pp", 1), batch=_MICROBATCHES * ranks))
+        kind = {"model": "llama", "experts": ""}
+        if any(map(_is_carved, self.owned)):
+            kind = {"model": "moe", "experts": ", num_experts = 4"}
+        base.write_text(_BASE.format(layers=2 * found.get("pp", 1), batch=_MICROBATCHES * ranks, **kind))
         beside = self.folder / f"beside-{self._number[0]}.toml"
         beside.write_text(f'composer3d = 1\nextends = "{base.name}"\n{self.case.beside}\n')
         lines = [f'composer3d = 1\nextends = "{beside.name}"']
@@ -180,6 +187,11 @@ def _holds_samples(axis: str) -> bool:
     """Return whether ranks of an axis hold other samples; of an axis that a plugin adds, they may."""
     roles = {known.name: known.role for known in _known_axes()}
     return roles.get(axis) in (Role.BATCH, None)
+
+
+def _is_carved(axis: str) -> bool:
+    """Return whether ranks of an axis are ranks of others, as of experts."""
+    return any(known.name == axis and known.role is Role.EXPERT for known in _known_axes())
 
 
 def _known_axes() -> Sequence[Any]:

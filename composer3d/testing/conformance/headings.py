@@ -17,7 +17,9 @@ from composer3d.testing.conformance.paired_payloads import out_of_order, sent_on
 if TYPE_CHECKING:
     from composer3d.verification import Verdict
 
-__all__ = ["NonConformance", "Suite"]
+__all__ = ["REFUSED", "NonConformance", "Suite"]
+
+REFUSED = "refused options"  # the verdict under any heading
 
 _OPS = {
     "all_reduce": "all-reduce",
@@ -55,6 +57,16 @@ class Suite:
         self.case, self.options = case, options
         self.written = Written.of(case, folder)
         self._known: dict[Any, Any] = {}
+
+    def refuse_what_check_refuses(self) -> None:
+        """Raise what `check` says against the table, of which no rank is started."""
+        from composer3d.testing.conformance.refused_options import refusal
+
+        said = self._once("refusal", lambda: refusal(self.written, self.options))
+        if said:
+            raise NonConformance(
+                REFUSED, f"{said}\nstate options that are accepted, and beside them tables that it needs"
+            )
 
     def numerics(self) -> str:
         """Loss, gradients and updates of the ranks are those of one device."""

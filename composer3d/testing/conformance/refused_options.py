@@ -5,17 +5,46 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from composer3d.errors import ComposerError, RankError
+from composer3d.processes import temporary_folder
 from composer3d.registry import options_of
 from composer3d.testing.conformance.conformance_case import Conformance, Written
 from composer3d.testing.conformance.observed_steps import observe
 from composer3d.testing.plugin_options import DEFAULT, OFF, installed_options
 
-__all__ = ["judge_refusals"]
+__all__ = ["accepted_options", "judge_refusals", "refusal"]
 
 _UNKNOWN = "no_such_key"
+
+
+def accepted_options(case: Conformance) -> tuple[Mapping[str, Any], str]:
+    """Return a plugin's defaults, or where `check` refuses them the first table of one option that it accepts.
+
+    Args:
+        case: Of the plugin; tables beside it are part of what is checked.
+
+    Returns:
+        The table, and why it is not the defaults: empty where it is.
+    """
+    with temporary_folder("conformance") as folder:
+        written = Written.of(case, Path(folder))
+        refused = refusal(written, {})
+        others = (table for table in _possible(case) if not refusal(written, table)) if refused else iter(())
+        return next(others, {}), refused
+
+
+def refusal(written: Written, options: Mapping[str, Any]) -> str:
+    """Return the first problem that `check` finds in a table, without its place in the suite's file; empty for none.
+
+    Args:
+        written: Manifests of the plugin.
+        options: Its table.
+    """
+    return next(iter(_check(written, options)), "")
 
 
 def judge_refusals(
@@ -32,9 +61,6 @@ def judge_refusals(
     Raises:
         AssertionError: Made by `raising`.
     """
-    said = _check(written, options)
-    if said:
-        raise raising("refused options", f"{dict(options)}: {said[0]}")
     wrong = list(_impossible(case.plugin))
     for impossible, key in wrong:
         said = _check(written, {**options, **impossible})
@@ -60,7 +86,11 @@ def _check(written: Written, options: Mapping[str, Any]) -> list[str]:
     from composer3d import check
 
     found = check(written.manifest(options))
-    return [str(problem) for problem in found.problems if problem.severity == "error"]
+    return [
+        str(replace(problem, file=None, line=None, column=None))
+        for problem in found.problems
+        if problem.severity == "error"
+    ]
 
 
 def _impossible(plugin: type) -> Iterator[tuple[dict[str, Any], str]]:

@@ -11,7 +11,7 @@ from composer3d.errors import ComposerError, RankError
 from composer3d.manifest import inline
 from composer3d.processes import temporary_folder
 from composer3d.testing.conformance.conformance_case import Conformance
-from composer3d.testing.conformance.headings import NonConformance, Suite
+from composer3d.testing.conformance.headings import REFUSED, NonConformance, Suite
 
 __all__ = ["HEADINGS", "ConformanceCheck", "Finding", "conformance_checks", "run_conformance"]
 
@@ -100,10 +100,14 @@ def run_conformance(case: Conformance, *, headings: Sequence[str] = HEADINGS) ->
             suite = Suite(case, options, Path(folder))
             for heading in headings:
                 if heading != "matrix" or number == 0:
-                    yield _found(suite, heading, options)
+                    found = _found(suite, heading, options)
+                    yield found
+                    if found.verdict == REFUSED:  # by every other heading, too
+                        break
 
 
 def _call(suite: Suite, heading: str) -> str:
+    suite.refuse_what_check_refuses()
     try:
         found: str = getattr(suite, heading)()
     except (RankError, ComposerError) as error:
