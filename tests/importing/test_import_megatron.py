@@ -280,6 +280,25 @@ def test_an_inverse_root_without_a_warmup_is_megatrons_root_of_samples(tmp_path)
     assert [rate(step) for step in range(20)] == pytest.approx([max(8 * step, 1) ** -0.5 for step in range(20)])
 
 
+@pytest.mark.parametrize(
+    ("flags", "use", "verdict"),
+    [
+        ("--apply-layernorm-1p", "composer3d.models:llama", "equal"),
+        ("--apply-layernorm-1p --normalization LayerNorm", "FILL_IN:model", "missing"),
+    ],
+)
+def test_norms_around_one_are_those_of_a_llama(tmp_path, flags, use, verdict):
+    translation = translated(
+        tmp_path,
+        "train.sh",
+        SCRIPT.replace("--swiglu", f"--swiglu {flags}", 1).replace(
+            "--normalization RMSNorm", "" if "LayerNorm" in flags else "--normalization RMSNorm"
+        ),
+    )
+    assert manifest_of(translation)["model"]["use"] == use
+    assert verdicts_of(translation)["apply_layernorm_1p"] == verdict
+
+
 def test_a_batch_that_does_not_grow_in_whole_steps_is_refused(tmp_path):
     flags = "--lr 1e-3 --rampup-batch-size 16 20 1000 --global-batch-size 64"
     translation = translated(tmp_path, "flags.txt", flags, system="megatron")

@@ -21,6 +21,7 @@ __all__ = ["data", "model"]
 
 _FACTORY = "composer3d.models:llama"
 _NOT_HERE = "a model that is not here; name it with --model"
+_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _KEYS = (
     "num_layers",
     "encoder_num_layers",
@@ -48,14 +49,9 @@ _KEYS = (
     "hidden_dropout",
     "attention_dropout",
     "num_experts",
+    *_CENTRED,
 )
-_OTHER = (
-    "multi_latent_attention",
-    "qk_layernorm",
-    "apply_layernorm_1p",
-    "layernorm_zero_centered_gamma",
-    "add_qkv_bias",
-)
+_OTHER = ("multi_latent_attention", "qk_layernorm", "add_qkv_bias")
 
 
 def model(translation: Translation) -> None:
@@ -131,6 +127,9 @@ def _llama(t: Translation, experts: Mapping[str, Any]) -> None:
     t.judge("attention_dropout", "missing" if dropped else "equal", "dropout of attention's weights")
     unused = "" if grouped else "group-query-attention is off"
     t.judge("num_query_groups", "carried" if grouped else "ignored-there", unused, to="model.args")
+    for key in _CENTRED:
+        stored = "a norm's weight is stored there as its difference from 1, and has no weight decay"
+        t.judge(key, "equal" if t.flag(key) else "meaningless", stored if t.flag(key) else "off")
     t.judge("make_vocab_size_divisible_by", "derived", "the vocabulary is padded", to="model.args")
     for key in _KEYS:
         t.judge(key, "carried" if t.get(key) is not None else "meaningless", to="model.args")

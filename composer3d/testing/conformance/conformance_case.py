@@ -14,7 +14,7 @@ from composer3d.mesh import AXES, Role
 from composer3d.registry import Catalogue, PluginInfo, info_of
 from composer3d.testing.plugin_options import installed_options, owners_of
 
-__all__ = ["Conformance", "Written"]
+__all__ = ["Conformance", "Written", "role_of"]
 
 _BASE = """composer3d = 1
 [run]
@@ -185,15 +185,15 @@ def _stated_mesh(text: str) -> dict[str, int]:
 
 def _holds_samples(axis: str) -> bool:
     """Return whether ranks of an axis hold other samples; of an axis that a plugin adds, they may."""
-    roles = {known.name: known.role for known in _known_axes()}
-    return roles.get(axis) in (Role.BATCH, None)
+    return role_of(axis) in (Role.BATCH, None)
 
 
 def _is_carved(axis: str) -> bool:
     """Return whether ranks of an axis are ranks of others, as of experts."""
-    return any(known.name == axis and known.role is Role.EXPERT for known in _known_axes())
+    return role_of(axis) is Role.EXPERT
 
 
-def _known_axes() -> Sequence[Any]:
-    added = [axis for _, _, info in Catalogue.installed().classes() for axis in info.axes]
-    return [*AXES, *added]
+def role_of(axis: str) -> Role | None:
+    """Return the role of an axis of composer3d's, or of an installed plugin's; None of another name."""
+    added = [known for _, _, info in Catalogue.installed().classes() for known in info.axes]
+    return next((known.role for known in (*AXES, *added) if known.name == axis), None)
