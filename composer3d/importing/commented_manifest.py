@@ -41,7 +41,7 @@ def fill_in(translation: Translation) -> None:
         translation.put("model.use", f"{FILL_IN}:model", reason="the source names no model that could be built here")
     if options.data is not None:
         translation.put("data.use", options.data, reason="from --data")
-    if "data.use" not in settings:
+    if not settings.keys() & {"data.use", "data.blend"}:
         translation.put("data.use", f"{FILL_IN}:data", reason="the source names no data that could be read here")
     steps = (options.arguments or {}).get("max_steps")
     if "train.steps" not in settings and isinstance(steps, int) and steps > 0:

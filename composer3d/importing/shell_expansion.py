@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from composer3d.errors import Problem
 from composer3d.importing.leaves import UnreadableSource
+from composer3d.importing.shell_edits import edit_of
 from composer3d.importing.shell_tokens import Token, balanced_end, tokens_of
 
 __all__ = ["Environment", "Piece", "split_pieces"]
 
 _NAME = re.compile(r"\$(\w+|[@*#?$!-])")
 _BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+])(.*))?$", re.DOTALL)
+_ITEM = re.compile(r"^(\w+)\[(\d{1,6})\]$")
+_EDITED = re.compile(r"^(\w+)([/#%^,:].*)$", re.DOTALL)
 _MOST_PIECES = 5_000  # of a word
 _MOST_EXPANDED = 200_000  # of a script
 _OPEN = re.compile(r"^\$\{?(\w+)")
@@ -162,7 +165,8 @@ class Environment:
         inner = reference[2:-1] if reference.startswith("${") else reference[1:]
         found = _BRACED.match(inner)
         if found is None:
-            return itself
+            edited = self._edited(inner, is_quoted=is_quoted)
+            return itself if edited is None else edited
         name, operator, other = found[1], found[2] or "", found[3] or ""
         if name in "@*" and name not in self.variables:
             return []
@@ -183,6 +187,30 @@ class Environment:
             raise UnreadableSource(Problem(message="its variables expand to too much", file="the script", line=line))
         as_list = "[" in inner
         return value if is_quoted and as_list else [replace(piece, is_split=not is_quoted) for piece in value]
+
+    def _edited(self, inner: str, *, is_quoted: bool) -> list[Piece] | None:
+        """Return a variable's value as `${NAME/a/b}` and its like edit it; None where that is not known."""
+        item = _ITEM.match(inner)
+        if item is not None and item[1] in self.variables:
+            words = split_pieces(self.variables[item[1]])
+            return [Piece(text=word, line=line) for word, line in words[int(item[2]) :][:1]]
+        found = _EDITED.match(inner)
+        value = self.variables.get(found[1]) if found is not None else None
+        if found is None or value is None:
+            return None
+        edit = edit_of(found[2], lambda text: "".join(piece.text for piece in self._pieces(text, 1, is_quoted=False)))
+        whole = edit("".join(piece.text for piece in value)) if edit is not None else None
+        if edit is None or whole is None:
+            return None
+        self.num_expanded += len(value)
+        # Where it stands in one piece the others keep their lines.
+        for at, piece in enumerate(value):
+            pieces = [*value[:at], replace(piece, text=edit(piece.text) or ""), *value[at + 1 :]]
+            if piece.text and whole == "".join(each.text for each in pieces):
+                break
+        else:
+            pieces = [Piece(text=whole, line=value[0].line if value else 1)]
+        return [replace(piece, is_split=not is_quoted) for piece in pieces]
 
     def whole_number(self, text: str) -> int | None:
         """Return the value of an arithmetic expression: sums, products and quotients of numbers and variables."""

@@ -14,8 +14,9 @@ from composer3d.importing.shell_scripts import LineWord, ShellScript
 
 __all__ = ["read_command_line", "read_script", "read_words"]
 
-_GROUP = re.compile(r"^\$\{?\w*(ARGS|OPTIONS?|OPTS|FLAGS)\w*(\[[@*]\])?\}?$", re.IGNORECASE)
-_ALONE = re.compile(r"^\$\{?(\w+)(?:\[[@*]\])?\}?$")
+# A variable by itself: its name, and behind that what edits its text, as /a/b.
+_ALONE = re.compile(r"^\$(?:(?P<plain>\w+)|\{[!#]?(?P<name>\w+)(?:\[[^\]]*\])?(?P<edit>[^\w\[][^}]*)?\})$")
+_GROUP = re.compile(r"ARGS|OPTIONS?|OPTS|FLAGS", re.IGNORECASE)
 _SUBSTITUTED = re.compile(r"^(\$\(|`)")
 _PROGRAM = re.compile(r"(?:^|/)(?:torchrun|python[\d.]*)$")
 _COMMAND_LINE = "the command line"
@@ -58,7 +59,7 @@ def read_script(text: str, file: str, values: Mapping[str, str]) -> SourceTree:
     builder = TreeBuilder(file=file)
     try:
         script = ShellScript(text=text, file=file, values=values)
-        words = max([*script.commands, *script.variables.values()], key=_num_flags, default=[])
+        words = _words_of_program(script)
     except RecursionError:
         raise UnreadableSource(Problem(message="is nested too deeply", file=file)) from None
     if _num_flags(words) < 2:
@@ -77,6 +78,17 @@ def read_script(text: str, file: str, values: Mapping[str, str]) -> SourceTree:
     return builder.tree(text)
 
 
+def _words_of_program(script: ShellScript) -> Sequence[LineWord]:
+    """Return the command with most flags, or a variable that has more, where no command names it."""
+    command = max(script.commands, key=_num_flags, default=[])
+    variables = script.variables
+    name = max(variables, key=lambda name: _num_flags(variables[name]), default=None)
+    if name is None or _num_flags(variables[name]) <= _num_flags(command):
+        return command
+    is_named = any((found := _ALONE.match(word)) and name in found.group("plain", "name") for word, _ in command)
+    return command if is_named else variables[name]
+
+
 def _num_flags(words: Iterable[LineWord]) -> int:
     return sum(word.startswith("--") and len(word) > 2 for word, _ in words)
 
@@ -93,7 +105,7 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
         if word.startswith("--") and len(word) > 2:
             name, stated, value = word[2:].partition("=")
             found.append((name, place, [value] if stated else []))
-        elif _GROUP.match(word) or word.endswith("[@]}") or ((not found or given) and _ALONE.match(word)):
+        elif word.endswith("[@]}") or (_ALONE.match(word) and (not found or given or _GROUP.search(word))):
             _open_group(builder, word, place, script)
         elif (not found or given) and _SUBSTITUTED.match(word):
             message, hint = f"{word} is not run, so the flags that it prints are not known", "import the flags after --"
@@ -112,11 +124,16 @@ def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript 
     found = _ALONE.match(word)
     if script is None or found is None:
         return
-    condition = script.condition_of(found[1], line)
+    name = found["plain"] or found["name"]
+    if found["edit"] and name in script.variables:
+        message, hint = f"{word} is not followed, so the flags in it are not known", "import the flags after --"
+        builder.problems.append(Problem(message=message, file=builder.file, line=line, hint=hint))
+        return
+    condition = script.condition_of(name, line)
     message = f"{word} is not set in this script, so it stands for nothing"
     if condition is not None:
-        message = f"${found[1]} depends on line {condition}, which is not known without running the script"
-    hint = f"--arg {found[1]}=VALUE" if condition is None else script.hint_of(condition)
+        message = f"${name} depends on line {condition}, which is not known without running the script"
+    hint = f"--arg {name}=VALUE" if condition is None else script.hint_of(condition)
     if condition is None and script.sourced:
         message = f"{word} is not set in this script: {', '.join(script.sourced)} may set it, and is not read"
     severity = "warning" if condition is None and not script.sourced else "error"

@@ -27,6 +27,7 @@ def test_megatrons_data_sets(tmp_path, flags, data):
     translation = translated(tmp_path, "flags.txt", FLAGS + flags, system="megatron")
     found = manifest_of(translation)["data"]
     assert {key: found[key] for key in data} == data
+    assert ("use" in found) != ("blend" in found)  # and nothing is to be filled in
     key = "train_data_path" if "train-data" in flags else "data_path"
     assert verdicts_of(translation)[key] == "carried"
     assert verdicts_of(translation).get("split", "derived") == "derived"
@@ -63,6 +64,7 @@ def test_neoxs_data_sets(tmp_path, keys, data):
     translation = translated(tmp_path, "neox.yml", json.dumps({**NEOX, **keys}), system="neox")
     found = manifest_of(translation)["data"]
     assert {key: found[key] for key in data} == data
+    assert ("use" in found) != ("blend" in found)
     told = {verdicts_of(translation)[key] for key in keys}
     assert told <= {"carried", "equal"}
 

@@ -15,6 +15,7 @@ _SMALL = {
     "paged_adamw_8bit": "8bit",
     "adamw_torch_4bit": "4bit",
 }
+_PAGED = ("paged_adamw_32bit", "paged_adamw")
 
 
 def batch(translation: Translation) -> None:
@@ -50,6 +51,8 @@ def optimizer(translation: Translation) -> None:
     if name in _SMALL:
         t.put("@small_state.format", _SMALL[name], "optim")
         t.judge("optim", "changed", "other block sizes and maps of the moments", to="@small_state.format")
+    elif name in _PAGED:
+        t.carry("optim", "optimizer.use", "adamw", "its state is paged to the host there, with the same numbers")
     elif name not in _TORCH and name.split("_")[0] != "adamw":
         t.judge("optim", "refused", f'{name} by name; a class of yours: optimizer.use = "module:Class"')
     use = _TORCH.get(name, "adamw")
