@@ -231,6 +231,7 @@ def test_what_the_factory_has_not_is_named(tmp_path, flags, key, what):
         ("--moe-expert-capacity-factor -1", ("meaningless",)),
         ("--moe-input-jitter-eps 1e-2", ("missing",)),
         ("--moe-router-dtype fp64", ("changed",)),
+        ("--moe-router-dtype fp32 --bf16", ("equal", "carried")),
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", ("carried", "ignored-there")),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2", ("changed", "changed")),
         ("--moe-router-score-function sigmoid --moe-router-pre-softmax", ("carried", "ignored-there")),
@@ -270,6 +271,38 @@ def test_a_pattern_is_not_evaluated(tmp_path, pattern):
     translation = translated(tmp_path, "train.sh", script, target="run")
     assert verdicts_of(translation)["moe_layer_freq"] == "refused"
     assert "must be a number, or a pattern of 4 layers as ([0]*1+[1]*3)" in str(translation.problems[0])
+
+
+LOG = """------------------------ arguments ------------------------
+  bf16 ............................................ True
+  disable_bias_linear ............................. True
+  ffn_hidden_size ................................. 48
+  hidden_size ..................................... 16
+  moe_aux_loss_coeff .............................. [0.01]
+  moe_expert_capacity_factor ...................... None
+  moe_ffn_hidden_size ............................. 24
+  moe_layer_freq .................................. [0, 1, 1, 1]
+  moe_router_dtype ................................ None
+  moe_router_load_balancing_type .................. ['aux_loss']
+  moe_router_pre_softmax .......................... True
+  moe_router_topk ................................. 3
+  moe_shared_expert_intermediate_size ............. 24
+  normalization ................................... RMSNorm
+  num_attention_heads ............................. 4
+  num_experts ..................................... 8
+  num_layers ...................................... 4
+  position_embedding_type ......................... rope
+  swiglu .......................................... True
+-------------------- end of arguments ---------------------
+"""
+
+
+def test_a_logs_arguments_are_those_of_flags(tmp_path):
+    translation = translated(tmp_path, "train.log", LOG, target="run")
+    expected = {"top_k": 3, "expert_dim": 24, "num_shared_experts": 1, "num_dense_layers": 1, "normalise": False}
+    balanced = {"balance": "microbatch", "balance_loss": 0.01}
+    assert arguments_of(translation) == {**DEFAULTS, **expected, **balanced}
+    assert verdicts_of(translation)["moe_router_dtype"] == "changed"  # bfloat16 there
 
 
 def test_experts_are_shared_by_ranks_that_shard(tmp_path):

@@ -151,9 +151,9 @@ def _judge_balance(t: Translation, arguments: dict[str, Any], *, is_grouped: boo
 
 
 def _judge_routing(t: Translation, *, is_grouped: bool, is_biased: bool) -> None:
-    if t.get("moe_router_dtype") == "fp64":
-        t.judge("moe_router_dtype", "changed", "the router computes in float32, as wide as the model at least")
-    t.judge("moe_router_dtype", "equal", "the router computes in float32 at least")
+    stated, is_narrow = t.get("moe_router_dtype"), t.flag("bf16") or t.flag("fp16")
+    differs = stated == "fp64" or (stated in (None, "none") and is_narrow)
+    t.judge("moe_router_dtype", "changed" if differs else "equal", "the router computes in float32 at least")
     is_sigmoid = t.text(_SCORES, "softmax") == "sigmoid"
     if is_sigmoid:
         t.judge(_BEFORE, "ignored-there" if t.flag(_BEFORE) else "meaningless", "scores are sigmoids")
