@@ -15,7 +15,7 @@ from composer3d.importing.shell_tokens import Token, balanced_end, tokens_of
 __all__ = ["Environment", "Piece", "split_pieces"]
 
 _NAME = re.compile(r"\$(\w+|[@*#?$!-])")
-_BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+])(.*))?$", re.DOTALL)
+_BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+?])(.*))?$", re.DOTALL)
 _ITEM = re.compile(r"^(\w+)\[(\d{1,6})\]$")
 _EDITED = re.compile(r"^(\w+)([/#%^,:].*)$", re.DOTALL)
 _MOST_PIECES = 5_000  # of a word
@@ -115,6 +115,10 @@ class Environment:
         """Return a word's pieces, with the values of variables in their place."""
         return self._pieces(token.text, token.line, is_quoted=False)
 
+    def document(self, text: str, line: int, *, is_literal: bool) -> list[Piece]:
+        """Return the lines of a document of the script, with the values of variables in them unless it is literal."""
+        return [Piece(text=text, line=line)] if is_literal else self._pieces(text, line, is_quoted=True)
+
     def _pieces(self, text: str, line: int, *, is_quoted: bool) -> list[Piece]:
         pieces: list[Piece] = []
         at = 0
@@ -172,6 +176,8 @@ class Environment:
             return []
         value = self.variables.get(name)
         is_set = value is not None and (":" not in operator or any(piece.text.strip() for piece in value))
+        if operator.endswith("?"):  # the script ends where it is not set
+            operator = ""
         if operator.endswith("+"):
             if value is None or any(piece.text[:1] in ("$", "`") for piece in value):
                 self.uncertain[reference] = line
@@ -190,6 +196,8 @@ class Environment:
 
     def _edited(self, inner: str, *, is_quoted: bool) -> list[Piece] | None:
         """Return a variable's value as `${NAME/a/b}` and its like edit it; None where that is not known."""
+        if inner[:2] in ("@:", "*:") and inner[0] not in self.variables:
+            return []  # arguments of the script, of which there are none
         item = _ITEM.match(inner)
         if item is not None and item[1] in self.variables:
             words = split_pieces(self.variables[item[1]])

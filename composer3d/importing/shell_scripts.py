@@ -31,6 +31,8 @@ _ENDS = (";", "\n", "&&", "||", "|", "&", ";;", "(", ")")
 _SHELL = re.compile(r"(?:^|/)(?:ba|da|z|k)?sh$")
 _MOST_CALLS = 20  # inside of each other
 _MOST_SUBSTITUTED = 1_000  # of a script
+# `cat <<END`, the lines behind it, and `END`; in quotes nothing in the lines is put in place.
+_DOCUMENT = re.compile(r"^\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*?)\n[ \t]*\2\s*$", re.DOTALL)
 _FORMAT = re.compile(r"(?:%s|\\n|\s)*")  # of `printf`
 _SILENT = ("set", "unset", "shift", "return", "exit", "cd")
 _PARAMETER = re.compile(r"\d+|[@*#]")
@@ -163,6 +165,8 @@ class ShellScript(ControlFlow):
     def _substituted(self, text: str, line: int) -> list[Piece] | None:
         """Return what the commands of a `$(...)` print; None where that is not known without running them."""
         self._num_substituted += 1
+        if (document := _DOCUMENT.match(text)) is not None:
+            return self._environment.document(document[3], line + 1, is_literal=bool(document[1]))
         if self._num_substituted > _MOST_SUBSTITUTED or self._num_calls > _MOST_CALLS:
             return None
         outer = self._printed, self._is_known, self._rest, self._outcome, self._targets

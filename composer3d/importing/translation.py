@@ -223,6 +223,8 @@ class Translation:
             return
         if (name := _open_name(leaf.value)) is not None:
             message, hint = "is not known without running the script", f"--arg {name}=VALUE"
+            if not name:
+                hint = f"import the file with -- --{leaf.shown} VALUE behind it"
         self.problems.append(
             Problem(
                 message=f"{leaf.shown} = {_written(_shown(leaf))} {message}",
@@ -354,9 +356,18 @@ def _shown(leaf: Leaf) -> Any:
 
 
 def _open_name(value: Any) -> str | None:
-    """Return the variable of a script that a value is, where it is not known."""
-    found = re.match(r"^\$\{?(\w+)\}?$", value) if isinstance(value, str) else None
-    return found[1] if found is not None else None
+    """Return the variable of a script that a value is, or is computed from, where it is not known.
+
+    Of what a command prints the name is empty; None of a value that is known.
+    """
+    if not isinstance(value, str):
+        return None
+    found = re.match(r"^\$\{?(\w+)(?:\}?$|[^\w\s}][^}]*\}$)", value) or re.match(
+        r"^\$\(\(.*?([A-Za-z_]\w*).*\)\)$", value
+    )
+    if found is not None:
+        return found[1]
+    return "" if re.match(r"^(?:\$\(.*\)|`.*`)$", value, re.DOTALL) else None
 
 
 def _written(value: Any) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from support.imported import translated
 
 from composer3d.errors import ManifestError
 from composer3d.importing.importer import read_translation
@@ -47,6 +48,8 @@ SCRIPTS = {
     "printed": 'f() { echo "--a 1 $1"; }; X=( $(f 2) --c "$(echo d e)" `echo -n 5` ); echo "${X[@]}"',
     "printed and said": 'f() { echo "at $1" >&2; [ $1 -gt 1 ] && printf "%s " --n "$1"; }; A=$(f 2)$(f 1); echo $A',
     "printed in each other": "f() { echo $(($1 + 1)); }; N=1; M=$(f $(f $N)); (N=$(f 7)); echo $M $N",
+    "documents": "N=3\nA=$(cat <<EOF\n--a $N\n  --b x --c\nEOF\n)\nB=$(cat <<'E'\n--d $N\nE\n)\necho $A $B",
+    "required": "A=1; echo ${A?unset} ${A:?empty} ${@:2}",
     "continued in quotes": 'A="--a 1 \\\n  --b 2"; C="cd . && echo ${A} --c"; bash -c "$C"',
     "export": "export A=1 B=2\ndeclare C=3\necho $A $B $C",
 }
@@ -77,6 +80,34 @@ def test_words_are_those_of_the_shell(name):
     said = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True).stdout
     echoed = [command[1:] for command in ShellScript(text=script).commands if command[0][0] == "echo"]
     assert " ".join(word for command in echoed for word, _ in command).split() == said.split()
+
+
+def test_a_document_keeps_its_lines():
+    leaves = read_script("X=$(cat <<EOF\n--lr 1\n--seed 2 --bf16\nEOF\n)\npython t.py $X\n", "run.sh", {}).leaves
+    assert {key: (leaf.value, leaf.line) for key, leaf in leaves.items()} == {
+        "lr": (1, 2),
+        "seed": (2, 3),
+        "bf16": (True, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("${MBS?set it}", "--arg MBS=VALUE"),
+        ("$((2 * MBS))", "--arg MBS=VALUE"),
+        ("${MBS/a/b}", "--arg MBS=VALUE"),
+        ("$(python sizes.py)", "import the file with -- --micro-batch-size VALUE behind it"),
+        ("`sizes`", "import the file with -- --micro-batch-size VALUE behind it"),
+    ],
+)
+def test_a_number_that_is_not_known_says_what_gives_it(tmp_path, value, hint):
+    script = f"python pretrain_gpt.py --lr 1 --micro-batch-size {value}\n"
+    (problem,) = translated(tmp_path, "run.sh", script, system="megatron").problems
+    assert problem.message.endswith("is not known without running the script") and problem.hint == hint
+    if "--arg" in hint:
+        leaf = read_script(script, "run.sh", {"MBS": "4"}).leaves["micro_batch_size"]
+        assert leaf.value == (8 if "2" in value else 4)
 
 
 def test_what_is_not_known_keeps_its_name():
