@@ -153,3 +153,14 @@ interval = 10
     assert manifest["mesh"] == {"dp_shard": -1, "tp": 2}
     assert manifest["checkpoint"] == {"every": 10, "keep": 10, "asynchronous": False}
     assert "compile" in manifest["scheduling"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "verdicts"), [("steps", 60, ("carried", "equal")), ("seconds", None, ("missing", "missing"))]
+)
+def test_an_interval_in_seconds_is_not_one_in_steps(tmp_path, kind, every, verdicts):
+    text = f'[checkpoint]\nenable_checkpoint = true\ninterval = 60\ninterval_type = "{kind}"\n'
+    translation = translated(tmp_path, "job.toml", text, system="torchtitan", target="run")
+    assert manifest_of(translation).get("checkpoint", {}).get("every") == every
+    told = verdicts_of(translation)
+    assert (told["checkpoint.interval"], told["checkpoint.interval_type"]) == verdicts

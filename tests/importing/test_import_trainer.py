@@ -198,3 +198,30 @@ def test_two_16_bit_formats_are_refused_as_the_trainer_refuses_them(tmp_path, pa
     assert problem.key == pair[1] and f"cannot stand beside {pair[0]} = true" in problem.message
     with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **dict.fromkeys(pair, True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "compiled"),
+    [
+        ("torch_compile: true", {"backend": "inductor", "fullgraph": False}),
+        (
+            "torch_compile_mode: reduce-overhead",
+            {"backend": "inductor", "fullgraph": False, "mode": "reduce-overhead"},
+        ),
+        ("torch_compile_backend: aot_eager", {"backend": "aot_eager", "fullgraph": False}),
+        ("torch_compile: false", None),
+    ],
+)
+def test_a_backend_or_a_mode_switches_compilation_on(tmp_path, keys, compiled):
+    translation = translated(tmp_path, "args.yaml", f"{keys}\nlearning_rate: 1e-3\n", system="trainer", target="run")
+    assert manifest_of(translation).get("scheduling", {}).get("compile") == compiled
+    assert "missing" not in {verdicts_of(translation)[key] for key in verdicts_of(translation) if "compile" in key}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("paged_adamw_32bit", "carried"), ("paged_adamw_8bit", "changed"), ("paged_lion_8bit", "refused")],
+)
+def test_paged_optimizers(tmp_path, name, verdict):
+    translation = translated(tmp_path, "args.yaml", f"optim: {name}\nmax_steps: 3\n", system="trainer", target="run")
+    assert verdicts_of(translation)["optim"] == verdict and manifest_of(translation)["optimizer"]["use"] == "adamw"

@@ -212,8 +212,13 @@ def saving(translation: Translation) -> None:
     t = translation
     switch = "checkpoint.enable" if "checkpoint.enable" in t else "checkpoint.enable_checkpoint"
     if t.flag(switch):
-        every = t.integer("checkpoint.interval", 500, least=1) or 500
-        t.state("checkpoint.interval", "checkpoint.every", every)
+        if t.text("checkpoint.interval_type", "steps") == "seconds":  # of versions before 0.1
+            for key in ("interval", "interval_type"):
+                t.judge(f"checkpoint.{key}", "missing", "seconds between two: write checkpoint.every, in steps")
+        else:
+            every = t.integer("checkpoint.interval", 500, least=1) or 500
+            t.state("checkpoint.interval", "checkpoint.every", every)
+            t.judge("checkpoint.interval_type", "equal", "the interval is in steps")
         keep = t.integer("checkpoint.keep_latest_k", 10) or _ALL
         t.state("checkpoint.keep_latest_k", "checkpoint.keep", keep, "0 keeps all" if keep == _ALL else "")
         in_background = t.text("checkpoint.async_mode", "disabled") != "disabled"

@@ -113,22 +113,24 @@ def _recomputation(t: Translation) -> None:
         t.judge_block(f"{name}_kwargs", "meaningless", "off, or how it is done")
 
 
+def _compilation(t: Translation) -> None:
+    """Carry compilation, which a backend or a mode switches on as well."""
+    switch, backend, mode = "torch_compile", "torch_compile_backend", "torch_compile_mode"
+    if t.flag(switch) or t.get(backend) or t.get(mode):
+        t.put("@compiled.backend", t.text(backend, "inductor").lower(), switch, backend)
+        t.put("@compiled.fullgraph", False, reason="the Trainer's default")
+        t.judge(switch, "changed", "blocks are graphs here, the model there: rounding", to="@compiled.backend")
+        t.judge(backend, "carried", to="@compiled.backend")
+        t.carry_text(mode, "@compiled.mode")
+    for name in (switch, backend, mode):
+        t.judge(name, "meaningless", "off")
+
+
 def switches(translation: Translation) -> None:
     """Carry recomputation, compilation, the model and adapters."""
     t = translation
     _recomputation(t)
-    if t.flag("torch_compile"):
-        t.put(
-            "@compiled.backend", t.text("torch_compile_backend", "inductor"), "torch_compile", "torch_compile_backend"
-        )
-        t.put("@compiled.fullgraph", False, reason="the Trainer's default")
-        t.judge("torch_compile", "changed", "blocks are graphs here, the model there: rounding", to="@compiled.backend")
-        t.judge("torch_compile_backend", "carried", to="@compiled.backend")
-        t.judge(
-            "torch_compile_mode", "missing" if t.get("torch_compile_mode") else "meaningless", "write compile's mode"
-        )
-    for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
-        t.judge(name, "meaningless", "off")
+    _compilation(t)
     if t.options.model is None and t.text("model_name_or_path"):
         t.carry("model_name_or_path", "model.hf", t.text("model_name_or_path"))
     t.judge("model_name_or_path", "derived", "--model is taken in its place")
