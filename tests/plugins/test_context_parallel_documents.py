@@ -15,7 +15,7 @@ import composer3d
 from composer3d.testing import full, run_ranks
 
 FSDP = "[sharding.fsdp2]\n"
-COMPILE = '[scheduling.compile]\nbackend = "aot_eager"\n'
+COMPILE = '[scheduling.compile]\nbackend = "aot_eager"\nunits = ["head"]\n'
 LENGTH = 48
 # Ends of the documents of two batches: of the first no zigzag is balanced, of the second it is.
 ENDS = ((31, 33), (17, 45))

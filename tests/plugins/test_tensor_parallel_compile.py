@@ -36,12 +36,12 @@ def test_gradients_equal_one_device():
 
 
 def drawn(cases):
-    """Return gradients of a step with dropout."""
+    """Return gradients of a step with dropout, whose numbers are those of ranks, as what is compiled has them."""
     torch.set_default_dtype(torch.float64)
     found = []
     for family, manifest in cases:
         torch._dynamo.reset()
-        run = composer3d.compose(built(family, {"dropout": 0.3}), write_manifest(manifest), loss_fn=class_loss)
+        run = composer3d.compose(built(family, {"dropout": 0.3}), write_manifest(manifest + RANKS), loss_fn=class_loss)
         inputs, targets = (mine(run, tensor) for tensor in batch_of(family))
         with run.step(0):
             run.forward_backward(inputs, target=targets)
@@ -50,6 +50,7 @@ def drawn(cases):
     return found
 
 
+RANKS = '[train]\nrandom_numbers = "ranks"\n'
 DRAWING = [("gpt2", ""), ("gpt2", SP), ("llama", SP)]
 
 
