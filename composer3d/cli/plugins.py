@@ -35,7 +35,8 @@ def add(subparsers: Subparsers) -> None:
         "--options",
         metavar="TOML",
         action="append",
-        help="with --conformance: its table, 'limit = 0.1' for example; may be repeated; default: its defaults",
+        help="with --conformance: its table, 'limit = 0.1' for example; may be repeated; default: its defaults, "
+        "or the first option with which check accepts it",
     )
     parser.add_argument(
         "--beside", metavar="FILE", type=path, help="with --conformance: TOML of other tables that it needs"
