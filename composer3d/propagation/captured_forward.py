@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.propagation.decision_cache import HASHABLE, NUMBERS
 from composer3d.propagation.shards import AXES, ShardSpec, attach, spec_of, strip
+from composer3d.torch_compat.compilers.captured_graphs import traced_function_modes
 
 __all__ = ["CAPTURED", "Graphs", "captured_forward", "is_repeatable", "repeatable"]
 
@@ -185,7 +186,8 @@ class _Captured:
 
     def _key(self, leaves: Sequence[Any], tree: Any, held: Sequence[tuple[Any, str, Tensor]]) -> Any:
         """Return all that a graph depends on beside values, or why something has no reliable form."""
-        key: list[Any] = [tree, torch.is_grad_enabled(), self._graphs.around()]
+        modes = tuple(type(mode).__qualname__ for mode in traced_function_modes())
+        key: list[Any] = [tree, torch.is_grad_enabled(), modes, self._graphs.around()]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if any(spec_of(leaf, axis) is not None for axis in AXES if axis != self._graphs.axis):
@@ -258,7 +260,7 @@ class _Captured:
 
         entry = _Entry(run=torch_compat.capture_graph(run, compiled, recomputes=self._graphs.recomputes), form=form)
         try:
-            with torch_compat.outside_function_modes():
+            with torch_compat.outside_function_modes(but=traced_function_modes()):
                 return entry, entry.run(*given)
         except torch_compat.CaptureError as error:
             self._undo_writes(before)

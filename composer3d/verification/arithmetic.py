@@ -45,6 +45,8 @@ def in_double_precision() -> Iterator[None]:
 
     # By name, and without a set of functions: the compiler traces through a mode, and looks no function up.
     class Wide(TorchFunctionMode):
+        is_traced = True  # by what captures graphs, as by the compiler
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(func, "__name__", "")
             if name == "backward":
@@ -73,6 +75,8 @@ def without_random_numbers() -> Iterator[None]:
     settled = _settled()
 
     class Settled(TorchFunctionMode):
+        is_traced = True
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(func, "__name__", "")
             if name == "backward":

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from composer3d.propagation.captured_forward import Graphs, captured_forward, repeatable
 from composer3d.propagation.shards import Marks, Placed
@@ -59,3 +60,30 @@ def test_tensors_that_another_axis_shards_are_not_captured(caplog):
     x = Marks(2).mark(torch.randn(2, 3), Placed(dim=1, parts=(6,)))
     captured(module, compiled)(x)
     assert not compiled and "sharded over another axis too" in caplog.text
+
+
+class Negated(TorchFunctionMode):
+    """Negates exponentials."""
+
+    is_traced = True
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return -result if getattr(func, "__name__", "") == "exp" else result
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+def test_a_graph_holds_what_modes_do_through_which_compiled_code_goes():
+    module, compiled = Exponential(), []
+    forward = captured(module, compiled)
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        with Negated():
+            negated = forward(x)
+        assert torch.equal(negated, -x.exp())
+        assert torch.equal(forward(x), x.exp())
+    assert len(compiled) == 2

@@ -203,3 +203,27 @@ def test_a_hook_on_a_gathered_copy_never_fires(monkeypatch):
 def test_without_a_fault_all_of_them_are_proven(factory):
     for text in (context(), context("ring", FSDP.replace("[mesh]\n", CP))):
         assert_parity(factory, write_manifest(text), batch(), loss_fn=sum_loss, steps=1)
+
+
+class Cast(nn.Module):
+    """A norm in float32, as most models have."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x.float()).type_as(x)
+
+
+def casting():
+    model = Model()
+    for layer in model.layers:
+        layer.norm = Cast(layer.norm)
+    return model
+
+
+def test_compiled_blocks_that_cast_to_float32_are_proven_in_float64():
+    text = context() + '[scheduling.compile]\nbackend = "aot_eager"\n'
+    found = assert_parity(casting, write_manifest(text), batch(), loss_fn=sum_loss, steps=1).verdict
+    assert not any("runs as it is" in note for note in found.notes)

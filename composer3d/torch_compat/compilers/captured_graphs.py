@@ -13,6 +13,7 @@ __all__ = [
     "is_run_eagerly",
     "outside_capture",
     "outside_function_modes",
+    "traced_function_modes",
 ]
 
 _capturing: list[Any] = []
@@ -28,18 +29,29 @@ def capture_is_on() -> bool:
 
 
 @contextlib.contextmanager
-def outside_function_modes() -> Iterator[None]:
-    """Leave all modes of torch functions; their stack is private (torch 2.11-2.15)."""
+def outside_function_modes(*, but: Sequence[Any] = ()) -> Iterator[None]:
+    """Leave all modes of torch functions but some; their stack is private (torch 2.11-2.15)."""
     from torch import overrides
 
     stack: list[Any] = list(overrides._get_current_function_mode_stack())
     for _ in stack:
         overrides._pop_mode()
+    for mode in but:
+        overrides._push_mode(mode)
     try:
         yield
     finally:
+        for _ in but:
+            overrides._pop_mode()
         for mode in stack:
             overrides._push_mode(mode)
+
+
+def traced_function_modes() -> list[Any]:
+    """Return the modes of torch functions that are on and say that compiled code goes through them, innermost last."""
+    from torch import overrides
+
+    return [mode for mode in overrides._get_current_function_mode_stack() if getattr(mode, "is_traced", False)]
 
 
 def is_run_eagerly() -> bool:
@@ -128,7 +140,7 @@ def _capture(function: Any) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _capturing.append(function)
     try:
-        with outside_function_modes(), settings.patch(unchecked), tracing(TracingContext(mode)):
+        with settings.patch(unchecked), tracing(TracingContext(mode)):
             yield
     finally:
         _capturing.pop()
