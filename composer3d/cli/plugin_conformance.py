@@ -12,7 +12,6 @@ from typing import Any
 
 from composer3d.cli.output import coloured, complain, say, say_json
 from composer3d.errors import ComposerError
-from composer3d.manifest import inline
 
 __all__ = ["test_plugin"]
 
@@ -21,6 +20,7 @@ _BELOW, _WIDE = " " * 4, 120  # of findings below their headings, and in a pipe
 
 def test_plugin(arguments: argparse.Namespace, plugin: type) -> int:
     """Run the suite of a plugin and print every finding as it comes; 1 if something does not hold."""
+    from composer3d.manifest import inline
     from composer3d.testing.conformance import Conformance, accepted_options, run_conformance
 
     case = Conformance(
