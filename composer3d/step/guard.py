@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step import control_numbers
+from composer3d.step.control_numbers import ControlNumbers
 from composer3d.step.loops.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
 from composer3d.step.rank_numbers import RankNumbers
@@ -109,10 +109,12 @@ class Guard:
         compared: Mapping[Compared, Sequence[str]] = MappingProxyType({}),
         numbers: RankNumbers | None = None,
     ) -> None:
+        import torch
         import torch.distributed as dist
 
         self._ranks = dist.get_process_group_ranks(group) if group is not None else range(layout.world_size)
         self._group, self._device, self._layout = group, device, layout
+        self._exchanged = ControlNumbers(dtype=torch.int64, device=device, group=group)
         self._numbers = numbers or RankNumbers()
         self.has_refused = False  # ranks whose loops or values differ
         self.half_loaded: str | None = None
@@ -198,8 +200,6 @@ class Guard:
         Raises:
             StepError: Ranks differ, or hold a part of a checkpoint; raised on every rank, with their names.
         """
-        import torch
-
         self.refuse_half_loaded("a step" if call is not None else "an evaluation")
         size, numbers = len(self._ranks) if self._compares else 0, self._numbers
         vector = [0] * (3 + (5 + len(numbers.names)) * size)
@@ -214,9 +214,7 @@ class Guard:
             vector[3 + 4 * size + self._slot] = decided.weights
             for place, name in enumerate(numbers.names, start=5):
                 vector[3 + place * size + self._slot] = numbers.own.get(name, 0)
-        tensor = control_numbers.vector(vector, dtype=torch.int64, device=self._device)
-        control_numbers.all_reduce(tensor, group=self._group)
-        total: list[int] = tensor.tolist()
+        total: list[int] = self._exchanged.all_reduce(vector)
         if size and self._is_answered:
             numbers.ranks = tuple(self._ranks)
             for place, name in enumerate(numbers.names, start=5):
@@ -266,11 +264,7 @@ class Guard:
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
         """Return, for each vote, whether any rank cast it. Collectives: one all-reduce."""
-        import torch
-
-        tensor = control_numbers.vector(votes, dtype=torch.int64, device=self._device)
-        control_numbers.all_reduce(tensor, group=self._group, takes_maximum=True)
-        return [bool(vote) for vote in tensor.tolist()]
+        return list(map(bool, self._exchanged.all_reduce(votes, takes_maximum=True)))
 
     # ---- comparison of fingerprints ----------------------------------------------------------------------------------
 

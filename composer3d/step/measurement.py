@@ -16,13 +16,13 @@ from composer3d.errors import HookError, QueryError
 from composer3d.hooks import HooksInTurn
 from composer3d.interfaces import Metric
 from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step import control_numbers
+from composer3d.step.control_numbers import ControlNumbers
 
 if TYPE_CHECKING:
     import torch
 
     from composer3d.context import RunContext
-    from composer3d.hooks.blame import Acting, CheckedHook
+    from composer3d.hooks.blame import CheckedHook, Turns
 
 __all__ = ["Measurement"]
 
@@ -75,9 +75,12 @@ class Measurement:
     """
 
     def __init__(
-        self, context: RunContext, hooks: Sequence[CheckedHook], acting: Acting | None, *, device: torch.device
+        self, context: RunContext, hooks: Sequence[CheckedHook], acting: Turns | None, *, device: torch.device
     ) -> None:
-        self._context, self._device = context, device
+        import torch
+
+        self._context = context
+        self._numbers = ControlNumbers(dtype=torch.float64, device=device, group=None)
         self._hooks = HooksInTurn(hooks, acting, are_known=self._are_known)
         self._known: dict[_Answers, _Metrics] = {}
         self._metrics: _Metrics | None = None  # of this step, where they are known
@@ -108,17 +111,15 @@ class Measurement:
         if not metrics.kinds and self._were_any is False:
             return {}
         self._were_any = bool(self._were_any or metrics.kinds)
-        rows = self._gathered(metrics)
-        if any(row[0] != metrics.checksum for row in rows):
+        values = self._gathered(metrics)
+        if values[0].count(metrics.checksum) < len(values[0]):
             everyone = [tuple(map(tuple, each)) for each in all_gather_json(metrics.kinds)]
             if len({*everyone}) > 1:  # else nobody answers: a rank of a plan
                 _refuse(everyone, self._hooks)
         if len(metrics.kinds) > self._room:
             self._room = len(metrics.kinds)
-            rows = self._gathered(metrics)
-        return {
-            name: reduce([row[place] for row in rows]) for place, (name, reduce) in enumerate(metrics.reductions, 1)
-        }
+            values = self._gathered(metrics)
+        return {name: reduce(values[place]) for place, (name, reduce) in enumerate(metrics.reductions, 1)}
 
     def _are_known(self, measured: Sequence[Any]) -> bool:
         """Note the values; return whether the answers are those of an earlier step but for them.
@@ -158,14 +159,12 @@ class Measurement:
         return metrics
 
     def _gathered(self, metrics: _Metrics) -> list[list[float]]:
-        """Return of every rank the checksum of its metrics, and their values where there is room for all."""
-        import torch
-
+        """Return the ranks' checksums of their metrics, then their values of each metric, where there is room."""
         own = self._values if len(self._values) <= self._room else ()
         numbers = [metrics.checksum, *own, *[0.0] * (self._room - len(own))]
-        vector = control_numbers.vector(numbers, dtype=torch.float64, device=self._device)
         with self._context.span("all_gather", group="metrics", axis="world"):
-            return control_numbers.all_gather(vector, num_ranks=self._context.world_size)
+            everyone = self._numbers.all_gather(numbers, num_ranks=self._context.world_size)
+        return [everyone[place :: len(numbers)] for place in range(len(own) + 1)]
 
 
 def _refuse(everyone: Sequence[Sequence[Any]], hooks: HooksInTurn) -> NoReturn:

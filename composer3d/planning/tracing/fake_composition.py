@@ -242,18 +242,9 @@ class _Alone(Guard):
         decided: Decided | None = None,
         copy: int = 0,
     ) -> Totals:
-        import torch
-        import torch.distributed as dist
-
-        size = len(self._ranks) if self._compares else 0
-        tensor = torch.zeros(3 + 5 * size, dtype=torch.int64, device=self._device)
-        dist.all_reduce(tensor, group=self._group)
+        self._exchanged.all_reduce([0] * (3 + 5 * len(self._ranks) * self._compares))
         return Totals(count=1, num_microbatches=len(counts), equal=True)
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
-        import torch
-        import torch.distributed as dist
-
-        tensor = torch.zeros(len(votes), dtype=torch.int64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        self._exchanged.all_reduce([0] * len(votes), takes_maximum=True)
         return [False] * len(votes)
