@@ -269,15 +269,15 @@ class RunContext:
     def freeze(
         self,
         *,
-        recorders: tuple[Recorder, ...],
+        opener: spans.Opener,
         flight: Flight | None,
         microbatches: Microbatches,
         streams: Streams,
     ) -> None:
         """Set the functions that steps need; the composition calls it once."""
-        self.has_recorders = bool(recorders)
+        self.has_recorders = bool(opener.recorders)
         self.flight = flight
-        self._spans = spans.Opener(recorders if flight is None else (flight, *recorders))
+        self._spans = opener if flight is None else opener.beside(first=(flight,))
         self._microbatches, self._streams = microbatches, streams
 
     @property
@@ -294,7 +294,7 @@ class RunContext:
 
     def watch(self, recorder: Recorder) -> None:
         """Add a recorder to those of plugins, for code that runs a composition in order to observe it."""
-        self._spans = spans.Opener((*self._spans.recorders, recorder))
+        self._spans = self._spans.beside(last=(recorder,))
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:

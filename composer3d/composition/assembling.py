@@ -32,6 +32,7 @@ from composer3d.hooks import Bound, Hooks, HooksInTurn
 from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
+from composer3d.observation import spans
 from composer3d.observation.flight_recorder import Flight
 from composer3d.observation.issuers import sources_of
 from composer3d.observation.torch_errors import TorchErrors
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from composer3d.hooks.blame import Turns
 
 __all__ = ["Assembled", "assemble", "build_mesh", "freeze"]
 
@@ -287,7 +289,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     return flight
 
 
-def _actions(preparation: Preparation, acting: span_hooks.Acting | None) -> tuple[StepAction, ...]:
+def _actions(preparation: Preparation, acting: Turns | None) -> tuple[StepAction, ...]:
     """Collect the actions of every step, in their order."""
     actions = [action for _, action in preparation.hooks.step_actions(preparation.context, acting)]
     if preparation.attachments.hooks:
@@ -354,9 +356,8 @@ def freeze(
         criterion=criterion,
     )
     engine.scaling.scaler, context.loss_fn = hooks.grad_scaler(context), criterion.given
-    recorders = hooks.recorders(context)
     context.freeze(
-        recorders=(acting, *recorders) if recorders else (),
+        opener=spans.Opener(hooks.recorders(context), acting=acting, turns=acting.turns),
         flight=flight,
         microbatches=_microbatches(engine),
         streams=streams,
@@ -384,7 +385,7 @@ def freeze(
         place_batch=functions(hooks.place_batch()),
         observe_batch=functions(hooks.observe_batch()),
         measurement=Measurement(context, [function for _, function in hooks.measure()], acting.noted, device=device),
-        metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied=("metrics",)),
+        metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied="metrics"),
         states=acting.states(states),
         acting=acting,
         setup=f"{plan or 0:x}",

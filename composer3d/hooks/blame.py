@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Protocol
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
 from composer3d.hooks.answers import Fault, fault_finder, mismatch, predicate_of, returned_by
@@ -20,19 +21,31 @@ if TYPE_CHECKING:
     from composer3d.transform import StepAction
 
 __all__ = [
-    "Acting",
     "BlamedAction",
     "CheckedHook",
     "HooksInTurn",
     "Returned",
+    "Turn",
+    "Turns",
     "blamed",
     "blamed_listing",
     "in_turn",
     "running",
 ]
 
+# Names of those that run one after another, None where one is no plugin's, and an iterator that is as far as they are;
+# see `running`.
+Turn: TypeAlias = tuple[Sequence[str | None], Iterator[Any]]
+# The turn in which plugins act now, by the thread's number: empty but while some plugin acts.
+Turns: TypeAlias = dict[int, Turn]
+
 _FROZEN = "; instances of plugins are frozen: what one remembers between steps is kept in context.state[self]"
 _fits_veto = predicate_of(str | None)
+
+
+def _are_nothing(values: Sequence[Any]) -> bool:
+    """Return whether all results are None, which is valid of every hook and action."""
+    return set(map(type, values)) == {type(None)}
 
 
 def blamed(
@@ -79,7 +92,7 @@ class _Blamed:
     """
 
     def __init__(
-        self, registered: Registered, name: str, plain: Callable[[Any], Any], acting: Acting | None = None
+        self, registered: Registered, name: str, plain: Callable[[Any], Any], acting: Turns | None = None
     ) -> None:
         self.registered, self.plain, self.acting, self._name = registered, plain, acting, name
         self._in_turn = in_turn([self])
@@ -107,7 +120,7 @@ class BlamedAction(_Blamed):
         acting: Records the plugin while the action runs; None records nothing.
     """
 
-    def __init__(self, registered: Registered, action: StepAction, acting: Acting | None = None) -> None:
+    def __init__(self, registered: Registered, action: StepAction, acting: Turns | None = None) -> None:
         super().__init__(registered, f'the step action "{action.name}"', action.run, acting)
         self._decides = action.point is StepPoint.DECIDE
 
@@ -130,7 +143,7 @@ class CheckedHook(_Blamed):
         hook: Name of the hook.
         function: Takes the spec's keyword arguments.
         acting: Records the plugin while it runs; None records nothing.
-        copied: Arguments, mappings, of which the implementation has its own copies.
+        copied: An argument, a mapping, of which the implementation has its own copy.
     """
 
     def __init__(
@@ -138,19 +151,18 @@ class CheckedHook(_Blamed):
         registered: Registered,
         hook: str,
         function: Callable[..., Any],
-        acting: Acting | None = None,
-        copied: Sequence[str] = (),
+        acting: Turns | None = None,
+        copied: str | None = None,
     ) -> None:
         def plain(arguments: Mapping[str, Any]) -> Any:
             return function(**arguments)
 
-        def with_copies(arguments: Mapping[str, Any]) -> Any:
-            own = dict(arguments)
-            for name in copied:
-                own[name] = dict(own[name])
-            return function(**own)
+        name = copied or ""
 
-        super().__init__(registered, hook, with_copies if copied else plain, acting)
+        def with_copy(arguments: Mapping[str, Any]) -> Any:
+            return function(**{**arguments, name: dict(arguments[name])})
+
+        super().__init__(registered, hook, with_copy if copied else plain, acting)
         self.hook, self.function, self._find_fault = hook, function, fault_finder(hook)
 
     def __call__(self, **arguments: Any) -> Any:
@@ -167,7 +179,7 @@ def in_turn(
     runs: Sequence[_Blamed | Callable[[Any], Any]],
     *,
     is_heard: bool = True,
-    are_known: Callable[[Sequence[Any]], bool] = lambda values: False,
+    are_known: Callable[[Sequence[Any]], bool] = _are_nothing,
 ) -> Callable[[Any], Sequence[Any]]:
     """Return a function of one value, such as a step's state, that calls several, in order, and returns their results.
 
@@ -185,13 +197,13 @@ def in_turn(
     plains = tuple(run.plain if isinstance(run, _Blamed) else run for run in runs)
     names = tuple(None if owner is None else owner.registered.name for owner in owners)
     acting = next((owner.acting for owner in owners if owner is not None), None)
-    unnoted: dict[str, Any] = {"plugin": None, "turn": None}
+    turns: Turns = {} if acting is None else acting
 
     def call(given: Any) -> Sequence[Any]:
-        own = unnoted if acting is None else vars(acting)  # this thread's, looked up once
-        before, turn = (own["plugin"], own["turn"]), iter(plains)
+        thread, turn = get_ident(), iter(plains)
+        before = turns.get(thread)
         # Which one runs is read off the iterator, where it is asked: a loop of plain calls costs a third.
-        own["plugin"], own["turn"] = None, (names, turn)
+        turns[thread] = names, turn
         try:
             if not is_heard:
                 for run in turn:
@@ -208,7 +220,10 @@ def in_turn(
                 raise
             raise found from error
         finally:
-            own["plugin"], own["turn"] = before
+            if before is None:
+                del turns[thread]
+            else:
+                turns[thread] = before
         return values
 
     return call
@@ -230,7 +245,7 @@ class HooksInTurn:
     Args:
         hooks: In the order of calls.
         acting: Records the plugin of the running one; None records nothing.
-        copied: Arguments, mappings, of which each implementation has its own copies.
+        copied: An argument, a mapping, of which each implementation has its own copy.
         are_known: As for `in_turn`.
 
     Attributes:
@@ -240,10 +255,10 @@ class HooksInTurn:
     def __init__(
         self,
         hooks: Iterable[CheckedHook],
-        acting: Acting | None,
+        acting: Turns | None,
         *,
-        copied: Sequence[str] = (),
-        are_known: Callable[[Sequence[Any]], bool] = lambda values: False,
+        copied: str | None = None,
+        are_known: Callable[[Sequence[Any]], bool] = _are_nothing,
     ) -> None:
         noted = [CheckedHook(each.registered, each.hook, each.function, acting, copied) for each in hooks]
         self.owners = tuple(each.registered for each in noted)
@@ -268,18 +283,6 @@ def blamed_listing(registered: Registered, name: str, function: Callable[..., An
         return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
     return blamed(registered, name, listed, returns=Sequence[str] | None)
-
-
-class Acting(Protocol):
-    """The plugin that acts now: an object with a dictionary of its own for each thread, as `threading.local` has.
-
-    Attributes:
-        plugin: Its name; None while none acts, or one in turn.
-        turn: Names of those that act in turn, and an iterator that is as far as they are; see `running`.
-    """
-
-    plugin: str | None
-    turn: tuple[Sequence[str | None], Iterator[Any]] | None
 
 
 class Returned:

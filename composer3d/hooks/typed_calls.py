@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from composer3d.errors import PluginError, QueryError, did_you_mean
-from composer3d.hooks.blame import Acting, BlamedAction, CheckedHook, Returned
+from composer3d.hooks.blame import BlamedAction, CheckedHook, Returned, Turns
 from composer3d.hookspecs import HookSpecs
 from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
 from composer3d.registry import GROUP, Registered
@@ -95,7 +95,7 @@ class Hooks:
         """Query: the actions of every rank of the pipeline, in order."""
         return self._query("composer3d_actions", context=context, num_microbatches=num_microbatches)
 
-    def step_actions(self, context: RunContext, acting: Acting | None = None) -> list[tuple[Registered, StepAction]]:
+    def step_actions(self, context: RunContext, acting: Turns | None = None) -> list[tuple[Registered, StepAction]]:
         """Return all step actions with their plugins; `acting` records the plugin of the running one."""
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
+    from composer3d.hooks.blame import Turns
     from composer3d.interfaces import Stateful
 
 Span = Callable[..., AbstractContextManager[None]]
@@ -29,53 +30,58 @@ __all__ = ["Acting", "waits", "watch_operators", "watch_own_forward", "watch_sha
 _END = object()
 
 
-class Acting(threading.local):
+class Acting:
     """The plugin whose hook or step action runs now: collectives that it issues are in spans that name it.
 
-    A recorder as well, which knows whether a collective is in a span of the plugin's own already.
+    A recorder as well, which knows whether a collective is in a span of the plugin's own already. What it keeps is kept
+    by thread.
 
     Args:
         is_watched: Whether any plugin records spans.
+
+    Attributes:
+        turns: By thread, who acts: empty while no plugin does, which is what steps ask dozens of times.
     """
 
     def __init__(self, *, is_watched: bool) -> None:
         self.is_watched = is_watched
-        self.plugin: str | None = None
-        self.turn: tuple[Sequence[str | None], Iterator[Any]] | None = None
-        self._open: list[str] = []
+        self.turns: Turns = {}
+        self._open: dict[int, list[str]] = {}
 
     @property
-    def noted(self) -> Acting | None:
-        """This, where a plugin records spans; else nothing has to know who acts."""
-        return self if self.is_watched else None
+    def noted(self) -> Turns | None:
+        """Where it is noted who acts; None where no plugin records spans, and nothing has to know."""
+        return self.turns if self.is_watched else None
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> bool:
         """Note a span that is opened while a plugin acts."""
-        if self.plugin is None and self.turn is None:
+        if (thread := get_ident()) not in self.turns:
             return False
-        self._open.append(name)
+        self._open.setdefault(thread, []).append(name)
         return True
 
     def end(self, token: bool) -> None:
         """Note that it is closed."""
-        if token and self._open:
-            self._open.pop()
+        if token and (spans := self._open.get(get_ident())):
+            spans.pop()
 
     def needs_span(self, op: str) -> bool:
         """Return whether a collective that is issued now is a plugin's, and in no span yet."""
-        is_acting = self.plugin is not None or self.turn is not None
-        return is_acting and (not self._open or self._open[-1] != op) and self._name() is not None
+        if not self.turns or self._name() is None:
+            return False
+        spans = self._open.get(get_ident())
+        return not spans or spans[-1] != op
 
     def attributes(self) -> dict[str, str]:
         """Return what spans of collectives say of who issues them."""
-        name = self._name()
+        name = self._name() if self.turns else None
         return {} if name is None else {"plugin": name}
 
     def _name(self) -> str | None:
-        """Return the name of the plugin that acts, by itself or in turn with others."""
-        if self.plugin is not None or self.turn is None:
-            return self.plugin
-        names, turn = self.turn
+        """Return the name of the plugin that acts on this thread, by itself or in turn with others."""
+        if (found := self.turns.get(get_ident())) is None:
+            return None
+        names, turn = found
         return names[running(turn, len(names))]
 
     def named(self, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,13 +89,19 @@ class Acting(threading.local):
         if not self.is_watched:
             return function
 
+        turns, own = self.turns, ((plugin,), iter(()))
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.plugin = self.plugin, plugin
+            thread = get_ident()
+            before, turns[thread] = turns.get(thread), own
             try:
                 return function(*args, **kwargs)
             finally:
-                self.plugin = before
+                if before is None:
+                    del turns[thread]
+                else:
+                    turns[thread] = before
 
         return call
 
