@@ -60,7 +60,9 @@ FORMATS = {
 
 def dequantised(moment: Any) -> Tensor:
     """Return a moment's values in float32; itself if it is not quantised."""
-    result: Tensor = moment.dequantize() if hasattr(moment, "dequantize") and hasattr(moment, "codes") else moment
+    is_quantised = hasattr(moment, "dequantize") and hasattr(moment, "codes")
+    # torchao's tables of values are of torch's default dtype.
+    result: Tensor = moment.dequantize().float() if is_quantised else moment
     return result
 
 
