@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.context import RunContext
-from composer3d.propagation.captured_forward import repeatable
+from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward, repeatable
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.random_functions import Drawing, eagerly
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
-from composer3d.propagation.shards import SEQUENCE, Marks, copy_mark, restated, spec_of, specs_in, unmark
+from composer3d.propagation.shards import SEQUENCE, TENSOR_AXIS, Marks, copy_mark, restated, spec_of, specs_in, unmark
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["PropagatedModule"]
+
+
+@dataclass
+class _SharedGraphs:
+    """Graphs of a run, in which equal modules share theirs."""
+
+    graphs: Graphs | None = None
 
 
 class PropagatedModule:
@@ -43,9 +52,9 @@ class PropagatedModule:
         self._memory, self._marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
         self._at_work: Propagation | None = None
         for name, inner in module.named_modules():
-            inner.forward = self._inside(inner.forward, f"{fqn}.{name}") if name else self._around(inner.forward)
+            inner.forward = self._inside(inner.forward, f"{fqn}.{name}") if name else self._around(inner, inner.forward)
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def following(*args: Any, **kwargs: Any) -> Any:
             key = None if self._shard_dim is None else activation_of(args, kwargs)
@@ -58,7 +67,22 @@ class PropagatedModule:
                     restated(leaf)
             return output
 
+        setattr(following, CAPTURED, functools.partial(self._captured, module, following))
         return eagerly(repeatable(following))
+
+    def _captured(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        compiled: Callable[[Any], Callable[..., Any]],
+        *,
+        recomputes: bool,
+    ) -> Callable[..., Any]:
+        """Return a forward that runs compiled graphs of what the propagation does."""
+        shared = self._context.stash(_SharedGraphs)
+        if shared.graphs is None:
+            shared.graphs = Graphs(compiled, recomputes=recomputes, axis=TENSOR_AXIS, around=lambda: None)
+        return captured_forward(module, forward, shared.graphs, fqn=self._fqn, alone=contextlib.nullcontext)
 
     def _inside(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""Compiled blocks under tp: what no compiler can follow runs as it is, also with fullgraph."""
+"""Compiled blocks under tp: what is propagated runs as captured graphs, and what no compiler can follow as it is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.family_models import batch_of, class_loss
 from support.models import largest, mine, write_manifest
-from support.tensor_parallel import AUTO, built, steps_of
+from support.tensor_parallel import AUTO, built, errors, reference, steps_of
 
 import composer3d
 from composer3d.models import llama
+from composer3d.propagation import Propagation
 from composer3d.testing import fake_world, full, run_ranks
 
 # Dynamo looks at the .grad of everything that it traces.
@@ -28,11 +29,48 @@ def text(settings="", more=""):
 CASES = [("gpt2", text("", COMPILE)), ("gpt2", text(SP, COMPILE)), ("llama", text(SP, COMPILE))]
 CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC)), ("llama", text("", COMPILE + AC))]
 
+GRAPHS = [("gpt2", "", ""), ("gpt2", SP, ""), ("gpt2", "", AC), ("Alibi", "", ""), ("Alibi", SP, ""), ("Alibi", "", AC)]
+
 
 @pytest.mark.slow
 def test_gradients_equal_one_device():
     for results in run_ranks(steps_of, 2, CASES, timeout_s=600):
         assert max(max(result[:3]) for result in results) < TIGHT
+
+
+def propagated_in_later_steps(cases):
+    """Return the calls of torch that were propagated in the second step of each case, and the largest error there."""
+    torch.set_default_dtype(torch.float64)
+    found, calls = [], []
+    run_one = Propagation.run
+
+    def counted(self, func, args, options):
+        calls.append(func)
+        return run_one(self, func, args, options)
+
+    Propagation.run = counted
+    for family, manifest in cases:
+        torch._dynamo.reset()
+        _, wanted, _ = reference(family, None, 4)
+        run = composer3d.compose(built(family), write_manifest(manifest), loss_fn=class_loss)
+        inputs, targets = (mine(run, tensor) for tensor in batch_of(family, 4))
+        for step in range(2):
+            calls.clear()
+            with run.step(step):
+                run.forward_backward(inputs, target=targets)
+                error = errors(run, wanted)
+                for _, parameter in run.named_parameters():
+                    parameter.grad = None
+        found.append((len(calls), error))
+        run.close()
+    return found
+
+
+@pytest.mark.slow
+def test_what_is_propagated_runs_as_a_graph():
+    cases = [(family, text(settings, COMPILE + more)) for family, settings, more in GRAPHS]
+    for results in run_ranks(propagated_in_later_steps, 2, cases, timeout_s=600):
+        assert all(calls == 0 and error < TIGHT for calls, error in results), results
 
 
 def drawn(cases):

@@ -123,6 +123,9 @@ class Compile:
                 why = _captured(unit, fqn, compiled, context, recomputes=self.backend not in _UNFUSED)
                 left |= {fqn: why} if why else {}
                 continue
+            for name, module in unit.named_modules():
+                if name and _is_eager(module):
+                    _captured(module, f"{fqn}.{name}", compiled, context, recomputes=self.backend not in _UNFUSED)
             held = [_run_eagerly(module) for module in unit.modules()]
             # Units of data parallelism inside gather and reduce in hooks, which torch keeps the compiler out of.
             held.append(any(own.startswith(f"{fqn}.") for own in context.own_units))
