@@ -20,7 +20,7 @@ from composer3d.runner.weights.ema import EMA
 from composer3d.testing import run_ranks
 
 LOW_RANK = '[communication.compression]\ngradients = "powersgd"\nrank = 1\naxes = ["dp_replicate"]\n'
-EXACT = LOW_RANK + f"min_numel = {1 << 20}\n"
+EXACT = LOW_RANK + "start_step = 1\n"
 DDP = "[mesh]\ndp_replicate = 2\n{more}[sharding.ddp]\n"
 TENSOR = DDP.format(more="tp = 2\n") + "[sharding.tensor_parallel]\n" + TP_PLAN
 STAGES = DDP.format(more="pp = 2\n") + "[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from support.models import VOCAB, Block, Net, composed, padded, seeded
 from support.pipeline_models import (
     DIM,
@@ -397,18 +396,3 @@ def test_what_one_stage_refuses_is_the_message_of_all_ranks(loss_fn, message):
 def test_a_refusal_inside_a_stage_arrives_as_it_was_raised():
     with pytest.raises(RankError, match=r"rank 1 of 2 failed: composer3d.errors.StepError: the last block refuses\n"):
         run_ranks(refusing, 2)
-
-
-def test_functions_of_what_is_copied_out_of_another_stages_block_call_the_copy():
-    """The block stands in the memo; a module of it is copied where the model holds it by another name."""
-    model = Net(num_layers=2)
-    left, kept = model.layers
-    left.up.call = lambda x: kept(x)
-    left.down.call = lambda x: left(x)
-    model.held = [left.up]
-    stand_in = nn.Identity()
-    made = copy_model(model, {id(left): stand_in})
-    assert made.layers[0] is stand_in and made.layers[1] is not kept
-    (up,) = made.held
-    assert up is not left.up and up.call.__closure__[0].cell_contents is made.layers[1]
-    assert left.up.call.__closure__[0].cell_contents is kept, "the model is left as it was"
