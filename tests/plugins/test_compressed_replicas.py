@@ -63,7 +63,7 @@ def same(one, other):
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
 def test_what_is_sent_as_it_is_is_the_all_reduce_of_torch_to_the_bit(layout, world_size):
     axes = {"axes": '["dp_replicate"]'} if layout == HYBRID else {}
-    text = layout + table(gradients="int8", min_numel=1 << 20).replace('"[', "[")
+    text = layout + table(gradients="int8", start_step=1).replace('"[', "[")
     text += "".join(f"{key} = {value}\n" for key, value in axes.items())
     native, compressed = (run_ranks(stepped, world_size, each) for each in (layout, text))
     for (one, counted, *_), (other, expected, *_) in zip(compressed, native, strict=True):
