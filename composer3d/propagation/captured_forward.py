@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d.propagation.decision_cache import HASHABLE, NUMBERS
+from composer3d.propagation.python_settings import SETTINGS, Surroundings, settings_in
 from composer3d.propagation.shards import AXES, ShardSpec, attach, spec_of, strip
 from composer3d.torch_compat.compilers.captured_graphs import traced_function_modes
 
@@ -35,8 +35,6 @@ CAPTURED = "composer3d_captured"
 REPEATABLE = "composer3d_repeatable"
 # So many forms of one block are compiled: sizes that change all the time run as they are.
 MOST_FORMS = 16
-# What a module's attributes may be to be a part of the form; tensors are by identity.
-SETTINGS = (*NUMBERS, *HASHABLE)
 # What every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
 STATE = frozenset({"_parameters", "_buffers", "_modules", "forward"})
@@ -155,6 +153,7 @@ class _Captured:
     ) -> None:
         self._forward, self._graphs, self._fqn, self._alone = forward, graphs, fqn, alone
         self._modules = list(module.modules())
+        self._surroundings = Surroundings.of(self._modules)
         self._entries: dict[Any, _Entry | None] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +166,10 @@ class _Captured:
             self._graphs.tell(self._fqn, key)
             return self._forward(*args, **kwargs)
         given = [*(tensor for _, _, tensor in held), *(strip(leaf) for leaf in leaves if isinstance(leaf, Tensor))]
+        if key not in self._entries and len(self._entries) >= MOST_FORMS:
+            why = f"it has had {MOST_FORMS} forms before: sizes, or numbers that its code reads, change all the time"
+            self._graphs.tell(self._fqn, why)
+            return self._forward(*args, **kwargs)
         if key not in self._entries:
             self._entries[key], results = self._captured(leaves, tree, held, given)
         elif (entry := self._entries[key]) is not None:
@@ -187,7 +190,7 @@ class _Captured:
     def _key(self, leaves: Sequence[Any], tree: Any, held: Sequence[tuple[Any, str, Tensor]]) -> Any:
         """Return all that a graph depends on beside values, or why something has no reliable form."""
         modes = tuple(type(mode).__qualname__ for mode in traced_function_modes())
-        key: list[Any] = [tree, torch.is_grad_enabled(), modes, self._graphs.around()]
+        key: list[Any] = [tree, torch.is_grad_enabled(), modes, self._graphs.around(), self._surroundings.settings()]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if any(spec_of(leaf, axis) is not None for axis in AXES if axis != self._graphs.axis):
@@ -217,7 +220,7 @@ class _Captured:
                     key.append(id(value))
                 elif name not in OF_MODULES and id(value) not in seen:  # a configuration is one object for all
                     seen.add(id(value))
-                    key.append(_settings_in(value))
+                    key.append(settings_in(value))
         return tuple(key)
 
     def _captured(
@@ -228,8 +231,6 @@ class _Captured:
         given: Sequence[Tensor],
     ) -> tuple[_Entry | None, Sequence[Any]]:
         """Capture graphs and run them; return them with their results, or None where the forward cannot be captured."""
-        if len(self._entries) >= MOST_FORMS:
-            return None, ()
         specs = [spec_of(leaf, self._graphs.axis) for leaf in leaves]
         form = _Form()
 
@@ -284,17 +285,6 @@ class _Captured:
                     del vars(module)[name]
             written = written or (f"{type(module).__name__}.{changed[0]}" if changed else "")
         return written
-
-
-def _settings_in(value: Any) -> tuple[Any, ...]:
-    """Return the settings that an attribute of a module holds: a configuration, a list or a dict."""
-    if isinstance(value, dict):
-        inner = [*value, *value.values()]
-    elif isinstance(value, list | tuple):
-        inner = [*value]
-    else:
-        inner = [] if callable(value) else [*getattr(value, "__dict__", {}).values()]
-    return tuple((type(each), each) for each in inner if isinstance(each, SETTINGS))
 
 
 def _as_marked(x: Tensor, spec: ShardSpec | None) -> Tensor:

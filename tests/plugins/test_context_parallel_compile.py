@@ -144,6 +144,48 @@ class Configured(Scaling):
         self.config.factor = value
 
 
+class Nested(Configured):
+    """Reads it of a configuration in a configuration."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.config = types.SimpleNamespace(inner=types.SimpleNamespace(factor=1.0))
+
+    @property
+    def factor(self):
+        return self.config.inner.factor
+
+    @factor.setter
+    def factor(self, value):
+        self.config.inner.factor = value
+
+
+GATES, WARM = [1.0], 1.0
+
+
+def warm():
+    return WARM
+
+
+class Surrounded(Scaling):
+    """Reads a list and, through a function, a number of its file."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+
+    def forward(self, x):
+        return x * GATES[0] * warm()
+
+    @property
+    def factor(self):
+        return WARM
+
+    @factor.setter
+    def factor(self, value):
+        global WARM
+        WARM, GATES[0] = value, value / 2
+
+
 class Block(nn.Module):
     def __init__(self, language, inner):
         super().__init__()
@@ -226,7 +268,7 @@ def test_blocks_that_are_given_what_code_may_write_to_run_as_they_are_and_are_na
         ]
 
 
-@pytest.mark.parametrize("inner", [Scaling, Configured])
+@pytest.mark.parametrize("inner", [Scaling, Configured, Nested, Surrounded])
 def test_numbers_that_a_loop_changes_are_a_part_of_a_graphs_form(inner):
     for apart, graphs, logged, _ in run_ranks(stepped, 2, inner, Window, CAPTURED, LENGTH):
         assert apart <= 1e-12 and graphs == 4 and logged == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from composer3d.propagation.captured_forward import Graphs, captured_forward, repeatable
+from composer3d.propagation.captured_forward import MOST_FORMS, Graphs, captured_forward, repeatable
 from composer3d.propagation.shards import Marks, Placed
 
 
@@ -87,3 +87,21 @@ def test_a_graph_holds_what_modes_do_through_which_compiled_code_goes():
         assert torch.equal(negated, -x.exp())
         assert torch.equal(forward(x), x.exp())
     assert len(compiled) == 2
+
+
+class Counted(nn.Module):
+    number = 0
+
+    def forward(self, x):
+        return x + self.number
+
+
+def test_a_module_whose_numbers_change_all_the_time_runs_as_it_is_in_the_end(caplog):
+    module, compiled = Counted(), []
+    forward = captured(module, compiled)
+    with caplog.at_level(logging.WARNING):
+        for module.number in range(2 * MOST_FORMS):
+            assert torch.equal(forward(torch.zeros(2)), torch.full((2,), float(module.number)))
+    assert len(compiled) == MOST_FORMS
+    (said,) = caplog.messages
+    assert said.endswith("it has had 16 forms before: sizes, or numbers that its code reads, change all the time")

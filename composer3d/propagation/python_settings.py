@@ -1,0 +1,114 @@
+"""Python values that a module's code reads beside its tensors: of objects that it holds, and of its surroundings."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from composer3d.propagation.decision_cache import HASHABLE, NUMBERS
+
+__all__ = ["SETTINGS", "Surroundings", "settings_in"]
+
+# What a setting may be; tensors are by identity.
+SETTINGS = (*NUMBERS, *HASHABLE)
+# Configurations hold configurations, and long tables, such as of labels or tokens, are none.
+MOST_LEVELS, MOST_ENTRIES = 4, 256
+# Code of a model calls functions of its own; more than these are of a library.
+MOST_FUNCTIONS = 64
+LIBRARIES = frozenset({"torch", "composer3d", "composer3d_plugins", "numpy", "math"})
+
+
+def settings_in(value: Any, *, levels: int = MOST_LEVELS) -> tuple[Any, ...]:
+    """Return the settings that an object holds: a configuration, a list or a dict, and what lies in these."""
+    if isinstance(value, SETTINGS):
+        return ((type(value), value),)
+    if isinstance(value, Tensor):
+        return (id(value),)
+    if levels == 0 or callable(value) or isinstance(value, nn.Module | types.ModuleType):
+        return ()
+    if isinstance(value, Mapping):
+        inner: Sequence[Any] = [*value, *value.values()] if len(value) <= MOST_ENTRIES else ()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = [*value] if len(value) <= MOST_ENTRIES else ()
+    else:
+        inner = [*getattr(value, "__dict__", {}).values()]
+    return tuple(setting for each in inner for setting in settings_in(each, levels=levels - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What code reads by name outside of its module: globals of its file, of modules that it names, and closures.
+
+    Args:
+        globals: (namespace, name) of each.
+        cells: Of closures.
+    """
+
+    globals: tuple[tuple[Mapping[str, Any], str], ...]
+    cells: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> Surroundings:
+        """Return those of the forwards of modules, and of functions and methods that these name."""
+        found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+        cells: dict[int, Any] = {}
+        for _, function in _functions_of(modules):
+            for cell in function.__closure__ or ():
+                cells.setdefault(id(cell), cell)
+            names = _names_in(function.__code__)
+            for name in names & function.__globals__.keys():
+                value = function.__globals__[name]
+                if isinstance(value, types.ModuleType):
+                    if value.__name__.partition(".")[0] not in LIBRARIES:
+                        space = vars(value)
+                        found |= {(id(space), each): (space, each) for each in names & space.keys()}
+                elif not callable(value) and not isinstance(value, nn.Module):
+                    found[id(function.__globals__), name] = function.__globals__, name
+        return cls(globals=tuple(found.values()), cells=tuple(cells.values()))
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return the settings there now."""
+        held = [space[name] for space, name in self.globals if name in space]
+        held += [cell.cell_contents for cell in self.cells if _is_full(cell)]
+        return tuple(map(settings_in, held))
+
+
+def _functions_of(modules: Sequence[nn.Module]) -> Iterator[tuple[type, types.FunctionType]]:
+    """Yield the functions of Python that the forwards of modules of others' classes call by name."""
+    kinds = dict.fromkeys(type(module) for module in modules)
+    left = [(kind, inspect.unwrap(kind.forward)) for kind in kinds if not _is_library(kind.__module__)]
+    seen: set[Any] = set()
+    while left and len(seen) < MOST_FUNCTIONS:
+        owner, function = left.pop()
+        if not isinstance(function, types.FunctionType) or function in seen or _is_library(function.__module__):
+            continue
+        seen.add(function)
+        yield owner, function
+        names = _names_in(function.__code__)
+        called = [getattr(owner, name, None) for name in names] + [function.__globals__.get(name) for name in names]
+        left += [(owner, inspect.unwrap(each)) for each in called if isinstance(each, types.FunctionType)]
+
+
+def _is_library(name: str | None) -> bool:
+    return (name or "").partition(".")[0] in LIBRARIES
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function, and in functions and comprehensions inside of it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # nothing is in it yet
+        return False
