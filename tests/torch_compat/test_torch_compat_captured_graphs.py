@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d.torch_compat.compilers.captured_graphs import outside_capture
+from composer3d.torch_compat.compilers.captured_graphs import outside_capture, traced_function_modes
 
 
 class Tripled(torch.autograd.Function):
@@ -97,3 +97,14 @@ def test_whoever_looks_at_operators_or_forces_the_eager_mode_sees_no_graph():
     with torch.compiler.set_stance("force_eager"):
         assert torch_compat.is_run_eagerly()
     assert not torch_compat.is_run_eagerly()
+
+
+class Traced(Mode):
+    is_traced = True
+
+
+def test_modes_through_which_compiled_code_goes_say_so():
+    with Mode(), Traced() as traced:
+        assert traced_function_modes() == [traced]
+        with torch_compat.outside_function_modes(but=traced_function_modes()):
+            assert torch_compat.function_modes() == [traced]

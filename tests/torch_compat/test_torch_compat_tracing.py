@@ -10,6 +10,7 @@ from torch import nn
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world
+from composer3d.torch_compat.fakes.shardings import like_other_meshes
 
 
 def test_fake_tensors_have_no_values_and_answer_when_asked():
@@ -336,7 +337,7 @@ def test_shardings_on_a_mesh_are_those_of_another_of_its_form():
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     find, found = propagator.propagate_op_sharding_non_cached, []
-    memory = torch_compat.ResultMemory()
+    memory, known = torch_compat.ResultMemory(), {}
 
     def counted(op_schema):
         found.append(op_schema.op)
@@ -345,7 +346,7 @@ def test_shardings_on_a_mesh_are_those_of_another_of_its_form():
     def product(rank, *, rows=4, dim=1):
         with fake_world(8, rank=rank):
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["tp"]
-            with torch_compat.fake_tensors(memory), memory.shardings():
+            with torch_compat.fake_tensors(memory), like_other_meshes(known):
                 x = DTensor.from_local(torch.ones(rows, 6), mesh, [Replicate()], run_check=False)
                 local = torch.ones(6, 10) if dim else torch.ones(3, 20)
                 result = x @ DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)

@@ -90,7 +90,8 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
         PluginError: None works; with what the first one met.
     """
     failures: list[str] = []
-    for call in _with_values(_examples(model, context, scale), model, failures, is_given=context.example is not None):
+    is_given = context.example is not None
+    for call in _with_values(_examples(model, context, scale), model, failures, context):
         try:
             traced, reads = _traced(model, blocks, call)
             # Blocks may be left out at random: then other numbers leave out others.
@@ -125,9 +126,11 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             hint="write one that calls its modules as the loop does, which may go on to call them one by one, or write "
             "the plan where the plugin has one",
         )
+    with_values = f"; with the example's values: {failures[-1]}" if is_given and failures[-1] != failures[0] else ""
+    example = "" if is_given else "pass compose(example=(args, kwargs)), which it can be run on, or "
     raise PluginError(
-        f"the model could not be run on meta to see how tensors go through it ({failures[0]})",
-        hint="pass compose(example=(args, kwargs)), which it can be run on, or write the plan where the plugin has one",
+        f"the model could not be run on meta to see how tensors go through it ({failures[0]}{with_values})",
+        hint=f"{example}write the plan where the plugin has one",
     )
 
 
@@ -140,15 +143,21 @@ def _traced(model: nn.Module, blocks: Sequence[str], call: Call) -> tuple[Traced
     return traced, reads
 
 
-def _with_values(calls: Iterator[Call], model: nn.Module, failures: Sequence[str], *, is_given: bool) -> Iterator[Call]:
+def _with_values(
+    calls: Iterator[Call], model: nn.Module, failures: Sequence[str], context: RunContext
+) -> Iterator[Call]:
     """Yield each call, and again with values if code looked at some, which nothing on meta has.
 
-    What failed of an example that was given may have, by what stood for a module's result on meta, for any reason.
+    What failed of an example that was given may have, by what stood for a module's result on meta, for any reason. Its
+    own values, such as lengths of which none may be 0, are tried last: those of other ranks may be others.
     """
     for call in calls:
         yield call
-        if is_given or "meta" in failures[-1] or failures[-1].startswith("NotImplementedError"):
+        if context.example is not None or "meta" in failures[-1] or failures[-1].startswith("NotImplementedError"):
             yield call.with_values(device_of(model))
+    if context.example is not None:
+        args, kwargs = context.example
+        yield Call(args=tuple(args), kwargs=dict(kwargs)).with_values(device_of(model))
 
 
 def _on_meta_if_possible(block: nn.Module, call: Call) -> Call:

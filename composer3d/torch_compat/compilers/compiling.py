@@ -29,8 +29,20 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
+def compile_module(
+    module: Any,
+    *,
+    mode: str | None = None,
+    keep_roundings: bool = False,
+    most_forms: int = 8,
+    told: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> None:
     """Compile a module in place, as its `compile` does; what is recomputed inside may write to Python objects.
+
+    Torch compiles one code, of all modules of a class, in eight forms, and then raises an error where `fullgraph` is
+    asked for. Here it is `most_forms`, and a call of one more runs as it is, after `told`. Torch leaves out hooks that
+    are registered later on modules inside; here they are a part of the form (torch 2.11-2.15).
 
     With `keep_roundings`, inductor rounds between the operators that it fuses as these do one after the other. Its
     settings and its modes cannot be given together, so a mode is given as its settings, whose list is torch's alone.
@@ -47,8 +59,23 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
     options |= _rounding_options(mode, keep_roundings=keep_roundings)
     module.compile(**options)
     setting: Any = torch._dynamo.config
-    allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-    module._compiled_call_impl = allowing(module._compiled_call_impl)
+    allowing = setting.patch(
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        skip_nnmodule_hook_guards=False,
+        recompile_limit=most_forms,
+        accumulated_recompile_limit=max(most_forms, setting.accumulated_recompile_limit),
+    )
+    compiled = allowing(module._compiled_call_impl)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # before any of the code has run
+            told()
+            return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def compile_graph(graph: Any, *, backend: str, mode: str | None = None, keep_roundings: bool = False) -> Any:

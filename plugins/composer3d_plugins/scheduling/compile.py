@@ -40,6 +40,8 @@ EAGER = "composer3d_eager"
 CAPTURED = "composer3d_captured"
 # Of one that may be a part of such a graph: with equal arguments it does the same.
 REPEATABLE = "composer3d_repeatable"
+# So many forms of each block are compiled: in training and evaluation, with other sizes, numbers and hooks.
+FORMS = 8
 # Backends that run the graphs they are given, and keep for the backward what eager code keeps (torch 2.13).
 _UNFUSED = frozenset(("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "aot_eager_default_partitioner"))
 
@@ -137,9 +139,20 @@ class Compile:
                 keep_roundings=keep_roundings,
                 fullgraph=fullgraph,
                 dynamic=self.dynamic,
+                most_forms=FORMS * len(fqns),
+                told=functools.cache(functools.partial(_tell_of_forms, fqn, FORMS * len(fqns))),
             )
         _report(left, len(fqns), context)
         return list(fqns)
+
+
+def _tell_of_forms(fqn: str, number: int) -> None:
+    log.warning(
+        'compile: "%s" runs as it is where it is called in another way than before, since its code was compiled %d '
+        "times: sizes, or numbers that it reads, change all the time",
+        fqn,
+        number,
+    )
 
 
 def _report(left: Mapping[str, str], num_units: int, context: RunContext) -> None:
