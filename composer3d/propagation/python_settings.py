@@ -20,7 +20,7 @@ SETTINGS = (*NUMBERS, *HASHABLE)
 MOST_LEVELS, MOST_ENTRIES = 4, 256
 # Code of a model calls functions of its own; more than these are of a library.
 MOST_FUNCTIONS = 64
-LIBRARIES = frozenset({"torch", "composer3d", "composer3d_plugins", "numpy", "math"})
+LIBRARIES = frozenset({"torch", "composer3d", "numpy", "math"})
 
 
 def settings_in(value: Any, *, levels: int = MOST_LEVELS) -> tuple[Any, ...]:
