@@ -174,7 +174,7 @@ class Device:
             `fsdp` for the hooks around gathering and reducing, `dtensor` for what finds an operator's placements.
         fresh_bandwidth: Bytes a second at which the system hands memory out that was given back; 0 where an allocator
             keeps it.
-        power_w: Rated watts, for the energy of a run; 0 where they are not known.
+        power_w: Rated watts of one device, at most 20 kW, for the energy of a run; 0 where they are not known.
     """
 
     name: str
@@ -197,7 +197,7 @@ class Device:
     operators: tuple[TimedOperator, ...] = Field(default=(), validation_alias="operator")
     overheads: Mapping[str, Seconds] = Field(default_factory=dict, validation_alias="overhead")
     fresh_bandwidth: Annotated[float, _quantity(BANDWIDTH)] = 0.0
-    power_w: Watts = Field(default=0.0, ge=0, validation_alias="power")
+    power_w: Watts = Field(default=0.0, ge=0, le=20_000, validation_alias="power")
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)

@@ -137,6 +137,7 @@ def test_a_bandwidth_without_direction_or_owner_is_refused(key):
         (lambda file: file["intra"].update(bandwidth="0 GB/s"), "intra.bandwidth = '0 GB/s'; it is above 0"),
         (lambda file: file["device"].update(context="1e400 GiB"), "device.context = '1e400 GiB' is larger than any"),
         (lambda file: file["device"].update(num_units=-1), "device.num_units = -1: Input should be greater than or"),
+        (lambda file: file["device"].update(power="700 kW"), "device.power = 700000.0: Input should be less than"),
     ],
 )
 def test_what_a_file_must_not_say(change, problem):
