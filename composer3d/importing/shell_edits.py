@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 __all__ = ["edit_of"]
 
-_MOST_CHARACTERS, _MOST_STARS = 20_000, 3  # of a text, and of a pattern, that is looked for
+# Of a text in which a pattern is looked for, which takes its length to the power of one more than the pattern's stars.
+_MOST_CHARACTERS, _MOST_TRIES, _MOST_STARS = 20_000, 1e7, 3
 _PART = re.compile(r"^:\s*(-?\d+|\s-\d+)\s*(?::\s*(-?\d+))?$")
 _PATTERN = re.compile(r"((?:\\.|[^\\/])*)(?:/(.*))?", re.DOTALL)
 _ESCAPED = re.compile(r"\\[*?\[]")
@@ -45,18 +46,20 @@ def _replacing(stated: str, expand: Callable[[str], str]) -> Edit | None:
     found = _PATTERN.match(stated)
     assert found is not None, "anything matches"
     pattern, other = found[1], found[2] or ""
-    searched = None if _ESCAPED.search(pattern) else _regular(expand(pattern))
+    is_known, pattern = not _ESCAPED.search(pattern), expand(pattern)
+    searched = _regular(pattern) if is_known else None
     if searched is None or not pattern:
         return None
     searched = f"\\A{searched}" if anchor == "#" else f"{searched}\\Z" if anchor == "%" else searched
     compiled, text = re.compile(searched, re.DOTALL), expand(other)
-    return _short(lambda value: compiled.sub(lambda _: text, value, count=0 if is_all else 1))
+    return _short(pattern, lambda value: compiled.sub(lambda _: text, value, count=0 if is_all else 1))
 
 
 def _cutting(operator: str, expand: Callable[[str], str]) -> Edit | None:
     kind = operator[0]
     is_longest = operator.startswith(kind * 2)
-    searched = _regular(expand(operator[2 if is_longest else 1 :]))
+    pattern = expand(operator[2 if is_longest else 1 :])
+    searched = _regular(pattern)
     if searched is None:
         return None
     compiled = re.compile(searched, re.DOTALL)
@@ -69,7 +72,7 @@ def _cutting(operator: str, expand: Callable[[str], str]) -> Edit | None:
         begins = [at for at in places if compiled.fullmatch(value, at)]
         return value[: (min if is_longest else max)(begins)] if begins else value
 
-    return lambda value: cut(value) if len(value) <= _MOST_CHARACTERS // 20 else None
+    return _short(f"*{pattern}", cut)  # it is looked for at every place
 
 
 def _part(begin: int, length: int | None) -> Edit:
@@ -81,8 +84,10 @@ def _part(begin: int, length: int | None) -> Edit:
     return part
 
 
-def _short(edit: Callable[[str], str]) -> Edit:
-    return lambda value: edit(value) if len(value) <= _MOST_CHARACTERS else None
+def _short(pattern: str, edit: Callable[[str], str]) -> Edit:
+    """Refuse texts in which a pattern would be looked for without end."""
+    most = min(_MOST_CHARACTERS, _MOST_TRIES ** (1 / (1 + pattern.count("*"))))
+    return lambda value: edit(value) if len(value) <= most else None
 
 
 def _regular(pattern: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ MOST_LEVELS, MOST_ENTRIES = 4, 256
 # Code of a model calls functions of its own; more than these are of a library.
 MOST_FUNCTIONS = 64
 LIBRARIES = frozenset({"torch", "composer3d", "numpy", "math"})
+# Objects of Python itself in which people keep settings.
+NAMESPACES = frozenset({"SimpleNamespace", "Namespace"})
 
 
 def settings_in(value: Any, *, levels: int = MOST_LEVELS) -> tuple[Any, ...]:
@@ -36,8 +39,15 @@ def settings_in(value: Any, *, levels: int = MOST_LEVELS) -> tuple[Any, ...]:
     elif isinstance(value, list | tuple | set | frozenset):
         inner = [*value] if len(value) <= MOST_ENTRIES else ()
     else:
-        inner = [*getattr(value, "__dict__", {}).values()]
+        inner = [*getattr(value, "__dict__", {}).values()] if _is_configuration(value) else ()
     return tuple(setting for each in inner for setting in settings_in(each, levels=levels - 1))
+
+
+def _is_configuration(value: Any) -> bool:
+    """Return whether an object may be one: a logger, or a lock, keeps what changes by itself."""
+    kind = type(value)
+    is_standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__name__ not in NAMESPACES
+    return not is_standard and not _is_library(kind.__module__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,7 @@ class Surroundings:
         """Return those of the forwards of modules, and of functions and methods that these name."""
         found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         cells: dict[int, Any] = {}
-        for _, function in _functions_of(modules):
+        for function in _functions_of(modules):
             for cell in function.__closure__ or ():
                 cells.setdefault(id(cell), cell)
             names = _names_in(function.__code__)
@@ -78,7 +88,7 @@ class Surroundings:
         return tuple(map(settings_in, held))
 
 
-def _functions_of(modules: Sequence[nn.Module]) -> Iterator[tuple[type, types.FunctionType]]:
+def _functions_of(modules: Sequence[nn.Module]) -> Iterator[types.FunctionType]:
     """Yield the functions of Python that the forwards of modules of others' classes call by name."""
     kinds = dict.fromkeys(type(module) for module in modules)
     left = [(kind, inspect.unwrap(kind.forward)) for kind in kinds if not _is_library(kind.__module__)]
@@ -88,7 +98,7 @@ def _functions_of(modules: Sequence[nn.Module]) -> Iterator[tuple[type, types.Fu
         if not isinstance(function, types.FunctionType) or function in seen or _is_library(function.__module__):
             continue
         seen.add(function)
-        yield owner, function
+        yield function
         names = _names_in(function.__code__)
         called = [getattr(owner, name, None) for name in names] + [function.__globals__.get(name) for name in names]
         left += [(owner, inspect.unwrap(each)) for each in called if isinstance(each, types.FunctionType)]

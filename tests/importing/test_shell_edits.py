@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from composer3d.importing.shell_edits import edit_of
 from composer3d.importing.shell_flags import read_script
 from composer3d.importing.shell_scripts import ShellScript
 
@@ -95,3 +96,12 @@ def test_patterns_that_take_long_are_left_open(edit):
     began = time.monotonic()
     read_script(f"V={'a' * 100_000}\npython t.py --x 1 --y 2 ${{{edit}}}\n", "run.sh", {})
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [("/x*y*z/q", "xy" * 10_000), ("/$P/q", "xy" * 10_000), ("##*x*y*z", "xy" * 500), ("%%x*y*z*", "xy" * 500)],
+)
+def test_a_text_in_which_a_pattern_is_looked_for_without_end_is_not_edited(operator, text):
+    edit = edit_of(operator, lambda stated: stated.replace("$P", "x*y*z"))
+    assert edit is not None and edit(text) is None

@@ -105,3 +105,21 @@ def test_a_module_whose_numbers_change_all_the_time_runs_as_it_is_in_the_end(cap
     assert len(compiled) == MOST_FORMS
     (said,) = caplog.messages
     assert said.endswith("it has had 16 forms before: sizes, or numbers that its code reads, change all the time")
+
+
+LOG = logging.getLogger("a.model")
+
+
+class Logging(nn.Module):
+    def forward(self, x):
+        LOG.debug("called")
+        return x + 1
+
+
+def test_what_a_logger_keeps_is_no_setting():
+    module, compiled = Logging(), []
+    forward = captured(module, compiled)
+    for level in (logging.INFO, logging.ERROR):
+        LOG.setLevel(level)
+        forward(torch.zeros(2))
+    assert len(compiled) == 1
