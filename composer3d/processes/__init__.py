@@ -17,6 +17,7 @@ from composer3d.processes.forking import (
     refuse_unsafe_fork,
 )
 from composer3d.processes.garbage import scanning_new_objects_only
+from composer3d.processes.host_memory import keep_freed_memory
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
 from composer3d.processes.launchers import (
@@ -58,6 +59,7 @@ __all__ = [
     "is_at",
     "join_launcher",
     "join_world",
+    "keep_freed_memory",
     "keep_to_loopback",
     "late_imports",
     "launch_id",

@@ -174,8 +174,9 @@ def reference_rank(
     """Run the reference in every arithmetic and write it to files; on a world of one rank."""
     import torch
 
-    from composer3d.processes import join_world
+    from composer3d.processes import join_world, keep_freed_memory
 
+    keep_freed_memory()
     subject = make_subject()
     join_world(subject.device)
     references: dict[str, Reference] = {}
@@ -257,8 +258,9 @@ def composed_rank(
     import torch
     import torch.distributed as dist
 
-    from composer3d.processes import join_world
+    from composer3d.processes import join_world, keep_freed_memory
 
+    keep_freed_memory()
     # Gathering a tensor that is sharded twice along one dim is slow, and torch warns of it on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     subject = make_subject()
