@@ -27,7 +27,7 @@ from composer3d.testing import run_ranks
 
 RUN = 'run.device = "cpu"\n'
 ELASTIC = MANIFEST.replace(RUN, f'{RUN}run.nodes = "1:2"\n') + "[checkpoint]\nevery = 20\n"
-LIMIT_S = 120
+LIMIT_S = 400
 
 
 @contextmanager
