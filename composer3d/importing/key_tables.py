@@ -79,6 +79,8 @@ class KeyTable:
         comments: Beginnings of keys that are comments there.
         unknown_verdict: Of a key that it does not have.
         defaults: Of keys that decide where they are not there.
+        values: Blocks that may be a value as well, as a path or a name.
+        refuses: Blocks in which the system refuses a key that it does not have, "" the top of the file.
     """
 
     name: str
@@ -90,6 +92,18 @@ class KeyTable:
     comments: tuple[str, ...] = ()
     unknown_verdict: Verdict = Verdict.IGNORED_THERE
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    values: frozenset[str] = frozenset()
+    refuses: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def blocks(self) -> frozenset[str]:
+        """The keys that hold others, and no value."""
+        above = {key.rsplit(".", depth)[0] for key in self.entries for depth in range(1, key.count(".") + 1)}
+        return frozenset(above - self.values)
+
+    def verdict_of_unknown(self, key: str) -> Verdict:
+        """Return the verdict of a key that the system does not have."""
+        return Verdict.REFUSED if key.rpartition(".")[0] in self.refuses else self.unknown_verdict
 
     def entry_of(self, key: str) -> Entry | None:
         """Return the entry of a key, or of the nearest block that is decided as a whole."""
@@ -151,6 +165,8 @@ def load_key_table(name: str) -> KeyTable:
         comments=tuple(system.get("comments", ())),
         unknown_verdict=Verdict(system.get("unknown_is", "ignored-there")),
         defaults=content.get("defaults", {}),
+        values=frozenset(system.get("values", ())) | (base.values if base else frozenset()),
+        refuses=frozenset(system.get("refuses", ())),
     )
 
 

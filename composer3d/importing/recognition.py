@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from composer3d.errors import Problem
 from composer3d.importing.argument_log import has_block_of_arguments
+from composer3d.importing.key_tables import load_key_table
 from composer3d.importing.leaves import SourceTree, UnreadableSource
 from composer3d.importing.source_file import parse
 
 __all__ = ["form_of", "keys_of_deepspeed", "recognise"]
 
 _FORMS = {".json": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+_FLAG = re.compile(r"--[A-Za-z]")
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 
 # Keys at the top of a file of which one is enough: no other system has them.
@@ -95,7 +98,23 @@ def form_of(path: Path, text: str) -> str:
         return "flags"
     if start[:1] == "{":
         return "json"
+    if _starts_a_program(text):
+        return "script"
     return "toml" if any(line.strip().startswith("[") for line in text.splitlines()) else "yaml"
+
+
+def _starts_a_program(text: str) -> bool:
+    """Return whether the first line that says anything is a command with flags, and no key of a table."""
+    lines = (line.strip() for line in text.replace("\\\n", " ").splitlines())
+    words = next((line for line in lines if line and not line.startswith("#")), "").split()
+    is_key = not words or words[0].endswith(":") or "=" in words[1:2] or words[0].startswith(("-", "["))
+    return not is_key and any(_FLAG.match(word) for word in words[1:])
+
+
+def _of_flags(tree: SourceTree) -> str:
+    """Return the system whose flags a command line has: most of them, else Megatron-LM."""
+    known = {name: load_key_table(name) for name in ("megatron", "trainer")}
+    return max(known, key=lambda name: sum(known[name].entry_of(key) is not None for key in tree.leaves))
 
 
 def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None) -> tuple[str | None, SourceTree]:
@@ -112,7 +131,7 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
     form = form_of(path, text)
     tree = parse(text, str(path), form=form, values=values)
     if form in _BY_LINES:
-        return "megatron", tree
+        return ("megatron" if form == "log" else _of_flags(tree)), tree
     tops = {leaf.path[0] for leaf in tree.leaves.values()}
     if "composer3d" in tops:
         message = "is a manifest of composer3d already, which check reads and `export --to SYSTEM` writes for others"

@@ -22,7 +22,7 @@ _BARE_KEY = re.compile(r"[^\s,:\[\]{}'\"]+")
 _REST = re.compile(r"[^\n]*")
 _END = r"(?=[ \t\r]*(?:[,\]}\n#]|//|/\*|$))"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?" + _END)
-_WORD = re.compile(r"(true|false|null)" + _END)
+_WORD = re.compile(r"(true|false|null|NaN|-?Infinity)" + _END)  # of numbers that are none, as Python's json has them
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 # Words that a script, sed or a template engine puts a value in place of.
@@ -117,7 +117,8 @@ class _Reader:
             return self._number(match)
         if match := _WORD.match(self._text, self._at):
             self._at = match.end()
-            return {"true": True, "false": False, "null": None}[match[1]]
+            named = {"true": True, "false": False, "null": None}
+            return named[match[1]] if match[1] in named else float(match[1])
         return self._bare()
 
     def _bare(self) -> str:

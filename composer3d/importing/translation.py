@@ -273,7 +273,11 @@ def translate(translation: Translation, rules: Mapping[str, Rule]) -> None:
     table, ruled = translation.table, set()
     for leaf in translation.tree.leaves.values():
         entry = table.entry_of(leaf.key)
-        if entry is None:
+        if leaf.key in table.blocks and not leaf.value and entry is None:
+            translation.judge(leaf.key, Verdict.EQUAL, "empty: all defaults")
+        elif leaf.key in table.blocks and leaf.value:
+            translation.wrong(leaf.key, f"is no table: {table.title} reads keys inside of it")
+        elif entry is None:
             _judge_unknown(translation, leaf)
         elif (verdict := entry.verdict_of(leaf.value)) is not None:
             _apply(translation, leaf, entry, verdict)
@@ -316,8 +320,9 @@ def _judge_unknown(translation: Translation, leaf: Leaf) -> None:
             break
     hint = hint if hint is not None and hint.startswith("did you mean") else _elsewhere(table, leaf)
     note = table.said_of_unknown(leaf.key) + (f"; {hint}" if hint else "")
-    translation.judge(leaf.key, table.unknown_verdict, note)
-    if hint and table.unknown_verdict is Verdict.IGNORED_THERE:
+    verdict = table.verdict_of_unknown(leaf.key)
+    translation.judge(leaf.key, verdict, note)
+    if hint and verdict is Verdict.IGNORED_THERE:
         translation.problems.append(
             Problem(
                 message=f"{leaf.shown}: {table.said_of_unknown(leaf.key)}",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tomli
 from support.imported import manifest_of, translated, verdicts_of
+
+from composer3d.importing.importer import import_config
 
 pytest.importorskip("yaml")
 
@@ -121,7 +124,7 @@ def test_degrees_and_a_bare_no(tmp_path):
         ("distributed_type: XLA\n", "distributed_type", "refused"),
         ("distributed_type: FSPD\n", "distributed_type", "refused"),
         ("distributed_type: MULTI_GPU\nmixed_precision: bf16\n", "mixed_precision", "changed"),
-        ("distributed_type: MULTI_GPU\nmixed_precison: bf16\n", "mixed_precison", "ignored-there"),
+        ("distributed_type: MULTI_GPU\nmixed_precison: bf16\n", "mixed_precison", "refused"),
         ("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: TE}\n", "fp8_config.backend", "refused"),
         ("distributed_type: 'NO'\nmixed_precision: fp8\n", "mixed_precision", "changed"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "compute_environment", "refused"),
@@ -154,3 +157,15 @@ def test_degrees_that_are_not_the_number_of_ranks_are_refused(tmp_path, sizes, r
     entries = translated(tmp_path, "a.yaml", text).verdicts.values()
     notes = [entry.note for entry in entries if entry.verdict == "refused"]
     assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+def test_micro_batches_of_megatron_are_what_its_pipeline_needs(tmp_path):
+    text = """
+distributed_type: MEGATRON_LM
+num_processes: 8
+megatron_lm_config: {megatron_lm_pp_degree: 2, megatron_lm_tp_degree: 2, megatron_lm_num_micro_batches: 2}
+"""
+    (tmp_path / "a.yaml").write_text(text)
+    result = import_config(tmp_path / "a.yaml")
+    assert result.ok, result.problems
+    assert tomli.loads(result.manifest)["train"] == {"microbatch": 1, "global_batch": 4}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composer3d.importing.accelerate.autocast import precision
-from composer3d.importing.accelerate.launched import accumulation, compiled, degrees, layout, megatron
+from composer3d.importing.accelerate.launched import compiled, degrees, layout, megatron
 from composer3d.importing.accelerate.sharding_backends import deepspeed, sharded
 
 __all__ = ["RULES"]
@@ -16,5 +16,4 @@ RULES = {
     "megatron": megatron,
     "precision": precision,
     "compiled": compiled,
-    "accumulation": accumulation,
 }

@@ -6,7 +6,7 @@ import math
 
 from composer3d.importing.translation import Translation
 
-__all__ = ["accumulation", "compiled", "degrees", "kind_of", "layout", "machines_of", "megatron", "world_of"]
+__all__ = ["accumulate", "compiled", "degrees", "kind_of", "layout", "machines_of", "megatron", "world_of"]
 
 _KINDS = ("NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _DATA_PARALLEL = ("MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU")
@@ -76,11 +76,6 @@ def _ranks(t: Translation) -> None:
     nodes = f"--nnodes {machines} " if machines > 1 else ""
     note = f"torchrun {nodes}--nproc-per-node {per_node}; the data-parallel degree is what the ranks leave"
     t.judge("num_processes", "meaningless", note)
-
-
-def accumulation(translation: Translation) -> None:
-    """Carry gradient accumulation, which Accelerate counts in micro-batches."""
-    accumulate(translation, "gradient_accumulation_steps")
 
 
 def accumulate(t: Translation, key: str) -> None:
@@ -166,12 +161,26 @@ def megatron(translation: Translation) -> None:
     else:
         t.put("@replicated", None, f"{block}use_distributed_optimizer", reason="Megatron's data parallelism")
         t.judge(f"{block}use_distributed_optimizer", "carried", to="@replicated")
+    _microbatches(t, f"{block}num_micro_batches")
     t.judge(f"{block}recompute_activations", "equal", "selective: attention keeps no scores here")
     clip = t.number(f"{block}gradient_clipping", 1.0)
     if clip is not None:
         t.put("train.grad_clip", float(clip) or float("inf"), f"{block}gradient_clipping", reason="Megatron's")
         t.judge(f"{block}gradient_clipping", "carried", to="train.grad_clip")
     t.judge_block("megatron_lm_config", "missing", "an option of Megatron-LM's")
+
+
+def _microbatches(t: Translation, key: str) -> None:
+    """Carry the number of micro-batches of a rank: of one sample each, where only the loop knows their size."""
+    count, world = t.integer(key, 1, least=1) or 1, world_of(t)
+    axes = [t.settings[path].value for path in ("mesh.tp", "mesh.pp", "mesh.cp") if path in t.settings]
+    if count > 1 and world is not None and world % math.prod(axes) == 0:
+        t.put("train.microbatch", 1, reason="samples of a micro-batch are the loop's: write them here")
+        t.put("train.global_batch", count * world // math.prod(axes), key, "num_processes")
+        t.judge(key, "derived", "of every data-parallel rank, of one sample each", to="train.global_batch")
+    t.judge(
+        key, "equal" if count == 1 else "missing", "write train.global_batch: micro-batches of all ranks, in samples"
+    )
 
 
 def compiled(translation: Translation) -> None:

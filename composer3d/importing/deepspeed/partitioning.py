@@ -20,6 +20,8 @@ def stage_of(translation: Translation) -> int:
 def zero(translation: Translation) -> None:
     """Carry the stage: 0 replicates, 1 to 3 shard."""
     t, stage = translation, stage_of(translation)
+    if _ZERO in t and not isinstance(t.get(_ZERO), bool):
+        return t.wrong(_ZERO, "is no table: DeepSpeed reads keys inside of it", hint='write {"stage": 3}, say')
     key = _ZERO if _ZERO in t else f"{_ZERO}.stage"
     if stage not in (0, 1, 2, 3):
         t.wrong(key, "is no ZeRO stage", hint="write 0, 1, 2 or 3")

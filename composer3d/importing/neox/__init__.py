@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from composer3d.errors import Problem
 from composer3d.importing.deepspeed import RULES as DEEPSPEED
 from composer3d.importing.documents_inside import documents_inside
-from composer3d.importing.leaves import SourceTree
+from composer3d.importing.leaves import Leaf, SourceTree
 from composer3d.importing.neox.arguments import (
     checkpoints,
     clipping,
@@ -46,9 +47,15 @@ RULES = {
 
 def normalised(tree: SourceTree) -> SourceTree:
     """Return the tree with underscores in the first part of its keys, as GPT-NeoX reads them."""
-    leaves = {}
+    leaves: dict[str, Leaf] = {}
+    problems = [*tree.problems]
     for leaf in tree.leaves.values():
         path = (leaf.path[0].replace("-", "_"), *leaf.path[1:])
         found = replace(leaf, path=path, written=leaf.shown)
+        if found.key in leaves:
+            first = leaves.pop(found.key)
+            message = f"{leaf.shown} stands in line {first.line} too, as {first.shown}: GPT-NeoX has one key for both"
+            hint = "remove one of them"
+            problems.append(Problem(message=message, file=tree.file, line=leaf.line, column=leaf.column, hint=hint))
         leaves[found.key] = found
-    return replace(tree, leaves=leaves)
+    return replace(tree, leaves=leaves, problems=tuple(problems))

@@ -42,11 +42,12 @@ def batch(translation: Translation) -> None:
     reason = None if "training.seq_len" in t else "torchtitan's default"
     t.put("data.seq_len", length, "training.seq_len", reason=reason)
     t.judge("training.seq_len", "carried", to="data.seq_len")
-    norm = t.number("training.max_norm", 1.0) or 0.0
-    t.put(
-        "train.grad_clip", float(norm) if norm > 0 else float("inf"), "training.max_norm", reason="" if norm else None
-    )
-    t.judge("training.max_norm", "carried", to="train.grad_clip")
+    norm, key = t.number("training.max_norm", 1.0), "training.max_norm"
+    if norm is not None and norm <= 0:
+        t.wrong(key, "scales every gradient to 0: torchtitan clips to any norm", hint="write one above 0")
+    elif norm is not None:
+        t.put("train.grad_clip", float(norm), key, reason=None if key in t else "torchtitan's default")
+        t.judge(key, "carried", to="train.grad_clip")
     note = "the loss is a mean over valid tokens here; torchtitan 0.1 took a mean of means"
     t.judge("training.batch_size", "ignored-there", note)
 

@@ -25,6 +25,11 @@ def schedule(translation: Translation) -> None:
         for one in (_KEY, "warmup_steps", "warmup_ratio"):
             t.judge(one, "carried", "the loop's own: transformers.get_scheduler")
     length = _warmup(t, ratio)
+    lowest = [f"{_ARGUMENTS}.{one}" for one in ("min_lr", "min_lr_rate")]
+    if "with_min_lr" in name and not any(key in t for key in lowest):
+        hint = f"state min_lr or min_lr_rate in {_ARGUMENTS}"
+        if _KEY in t:
+            t.wrong(_KEY, "says no lowest rate, without which the Trainer raises", hint=hint)
     formula = _formula(t, name, length)
     if formula is None:
         if t.is_run:

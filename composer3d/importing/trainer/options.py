@@ -32,18 +32,29 @@ def sharded(translation: Translation) -> None:
     words = _words(t)
     if _is_sharded(t):
         names = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in t.tree.leaves if key.startswith("fsdp_")}
-        fully_sharded(t, lambda name: names.get(name, f"fsdp_config.{name}"), machines=1, world=t.options.world_size)
+        least = names.get("min_num_params", "fsdp_config.min_num_params")
+        is_by_size = any("auto_wrap" in word for word in words) and bool(t.integer(least, 0))
+        fully_sharded(
+            t,
+            lambda name: names.get(name, f"fsdp_config.{name}"),
+            machines=1,
+            world=t.options.world_size,
+            wraps="SIZE_BASED_WRAP" if is_by_size else "TRANSFORMER_BASED_WRAP",
+        )
+        is_second = t.get(names.get("version", "fsdp_config.version")) in (2, "2")
         zero = 2 if any("shard_grad_op" in word or "zero2" in word for word in words) else 3
         if "no_shard" in words:
             t.settings.pop(path_of("@sharded.zero"), None)
             t.put("@replicated", None, "fsdp")
-        elif words:
+        elif words and not is_second:  # else reshard_after_forward decides, which is carried
             t.put("@sharded.zero", zero, "fsdp")
         if "offload" in words:
             t.put("@host.mode", "all", "fsdp")
         to = "@replicated" if "no_shard" in words else "@sharded.zero"
         hybrid = any("hybrid" in word for word in words)
         note = "write mesh.dp_shard = ranks of a node, and dp_replicate = nodes" if hybrid else ""
+        if is_second and zero == 2 and not hybrid:
+            note = "it switches version 2 of FSDP on, in which reshard_after_forward decides"
         t.judge("fsdp", "changed" if hybrid else "carried", note, to=to)
     else:
         t.put("@replicated.reducer", "bucketed", reason="the Trainer's default: DistributedDataParallel")
