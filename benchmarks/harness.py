@@ -74,9 +74,9 @@ def with_marked(readme: str, name: str, text: str) -> str:
     return f"{before}{begin}{text}{end}{after}"
 
 
-def child(*command: str, timeout_s: float) -> str:
+def child(*command: str, timeout_s: float, cwd: Path | None = None) -> str:
     """Run a fresh process and return what it writes; where it fails, so does the benchmark."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
     if done.returncode:
         fail(f"{' '.join(command)} ended with exit code {done.returncode}\n{done.stdout[:500]}{done.stderr.rstrip()}")
     return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,12 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import device_of, inspect, open_manifest
+from composer3d.checking import collected_rarely, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
 from composer3d.processes import join_launcher, machine_error, refuse_open_group
 from composer3d.runner.startable import Startable, output_of, resume_problems, startable
 
 if TYPE_CHECKING:
+    from composer3d.manifest import InspectedManifest
     from composer3d.runner.launching.node_place import NodePlace
     from composer3d.runner.reporting.failures import FailureReport
     from composer3d.runner.reporting.outcome import Outcome
@@ -224,7 +226,9 @@ def _join(
     die_with(os.getppid())  # the launcher; a rank of it would go on, or wait, without it
     is_exclusive = True
     try:
-        opened = open_manifest(manifest, overrides).manifest
+        with collected_rarely():  # this imports torch
+            opened = open_manifest(manifest, overrides).manifest
+        gc.freeze()  # what was imported stays: no later collection looks at it
         output = output_of(opened)
         begin_world(opened, report)
     except ManifestError:
@@ -259,22 +263,40 @@ def _train(
 
     inspected = open_manifest(source, overrides)
     if strict is not None:
-        from composer3d.checking import world_size_problems
-        from composer3d.runner.launching.local_ranks import machine_problems
-        from composer3d.runner.launching.local_world import group_problems
-
-        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        device = device_of(inspected.manifest)
-        # Every rank looks, and finds the same; so nobody waits in a group for one that has left.
-        found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
-        if rank == 0 and found.unknown is not None:
-            report(f"the first forward was not tried in full: {found.unknown}")
-        found.problems += machine_problems(inspected.manifest, device, 1) + resume_problems(resume)
-        found.problems += group_problems(inspected.manifest, found.layout)
-        found.problems += world_size_problems(inspected, world_size=world_size, device=device, known=found.problems)
-        if not found.ok(strict=strict):
-            raise ManifestError(found.problems)
+        _check_joined(inspected, resume, strict=strict, report=report)
     return train(inspected.manifest, resume=resume)
+
+
+@collected_rarely()
+def _check_joined(
+    inspected: InspectedManifest, resume: str, *, strict: bool, report: Callable[[str], None] = lambda text: None
+) -> None:
+    """Check the manifest as one rank of a launcher's world.
+
+    Args:
+        inspected: The manifest.
+        resume: As given to `--resume`.
+        strict: Whether a warning stops the run.
+        report: Called on rank 0 with lines for the user.
+
+    Raises:
+        ManifestError: It has problems.
+    """
+    from composer3d.checking import world_size_problems
+    from composer3d.runner.launching.local_ranks import machine_problems
+    from composer3d.runner.launching.local_world import group_problems
+
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    device = device_of(inspected.manifest)
+    # Every rank looks, and finds the same; so nobody waits in a group for one that has left.
+    found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+    if rank == 0 and found.unknown is not None:
+        report(f"the first forward was not tried in full: {found.unknown}")
+    found.problems += machine_problems(inspected.manifest, device, 1) + resume_problems(resume)
+    found.problems += group_problems(inspected.manifest, found.layout)
+    found.problems += world_size_problems(inspected, world_size=world_size, device=device, known=found.problems)
+    if not found.ok(strict=strict):
+        raise ManifestError(found.problems)
 
 
 def _train_to_json(source: str, overrides: Sequence[str], resume: str) -> dict[str, Any]:

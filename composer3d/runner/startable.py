@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import device_of, inspect, open_manifest
+from composer3d.checking import collected_rarely, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Startable:
     unknown: str | None = None
 
 
+@collected_rarely()
 def startable(
     manifest: str,
     overrides: Sequence[str],
@@ -87,6 +88,7 @@ def startable(
     return Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
 
 
+@collected_rarely()
 def _look(
     source: str,
     overrides: Sequence[str],

@@ -61,6 +61,11 @@ def _told_by_nobody(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def test_texts_are_shown_as_they_are(capsys):
+    Display(12).message("training to runs/:rocket:/[red]a[/red]: 12 steps")
+    assert capsys.readouterr().err == "training to runs/:rocket:/[red]a[/red]: 12 steps\n"
+
+
 def steps():
     with Display(12) as display:
         for step in range(1, 13):

@@ -21,6 +21,7 @@ def test_figures_are_those_measured():
     stall = recorded("save_stall")
     telemetry = {row["name"]: row for row in recorded("telemetry")["rows"]}["phase"]
     commands = {row["name"]: row for row in recorded("quickstart")["rows"]}
+    start = recorded("slurm_start")["rows"][-1]
     quickstart, check = commands["quickstart"], commands["check, CPU beyond import torch"]
     *layouts, large = recorded("layout_time")["rows"]
     assert len(layouts) == 4 and large["name"] == "check"
@@ -55,6 +56,9 @@ def test_figures_are_those_measured():
         ),
         "bandwidth of optimizer state on disk, 100 million parameters, over a probe of the disk": (
             f"{offload['ratio']:.2f} ({offload['mib_per_s']} MiB/s and {offload['probe_mib_per_s']})"
+        ),
+        "`sbatch` to the first step of two ranks on two Slurm nodes of this machine, beside other work": (
+            f"{start['seconds']:.1f} s (slowest {max(start['every_s']):.1f} s)"
         ),
         "stall of an asynchronous save of 256 MiB over a synchronous one": (
             f"{stall['stall_over_synchronous']:.4f} (worst {stall['worst']:.4f})"
@@ -144,6 +148,7 @@ def test_what_a_run_of_the_layouts_says():
         "telemetry",
         "offload",
         "quickstart",
+        "slurm_start",
         "layout_time",
         "plan_time",
         "verify_time",

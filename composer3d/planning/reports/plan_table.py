@@ -30,7 +30,7 @@ def show_plans(plans: Mapping[str, Plan]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=_WIDEST, highlight=False, force_jupyter=False)
+    console = Console(width=_WIDEST, highlight=False, emoji=False, force_jupyter=False)
     table = Table(box=None, pad_edge=False)
     rows = [{"manifest": name, **_row(plan)} for name, plan in plans.items()]
     columns = [column for column in rows[0] if any(row.get(column) for row in rows)]

@@ -87,7 +87,7 @@ def show_plan(plan: Plan, *, width: int | None = None) -> str:
     """
     from rich.console import Console, Group
 
-    console = Console(width=width, highlight=False, force_jupyter=False)
+    console = Console(width=width, highlight=False, emoji=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(Group(*_parts(plan)))
     return captured.get().rstrip()

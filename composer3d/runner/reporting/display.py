@@ -29,8 +29,11 @@ class Display:
         from rich.console import Console
 
         self._num_steps, self._log_every = num_steps, log_every
-        # In a notebook rich shows HTML by the kernel's own connection, which a forked rank has not.
-        self._console = Console(stderr=True, quiet=silent, highlight=False, soft_wrap=True, force_jupyter=False)
+        # In a notebook rich shows HTML by the kernel's own connection, which a forked rank has not. A folder ":x:" is
+        # none of rich's emoji, and their table takes as long to import as a tenth of torch.
+        self._console = Console(
+            stderr=True, quiet=silent, highlight=False, emoji=False, soft_wrap=True, force_jupyter=False
+        )
         self._is_bar = self._console.is_terminal and not silent
         self._progress: Progress | None = None
         self._task: Any = None
