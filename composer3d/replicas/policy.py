@@ -16,7 +16,8 @@ class ReplicaPolicy:
     Args:
         minimum: Minimum number of groups for a step; fewer wait for others to join.
         spares: Number of idle groups, each of which replaces a lost one.
-        silent_s: Seconds without a heartbeat of any one rank after which its group is lost.
+        silent_s: Seconds without a heartbeat of any one rank after which its group is lost; of the last group that has
+            the state four times as many, since nobody goes on without it.
         late_s: Seconds that the others wait in a step for a group whose heartbeats arrive.
         join_s: Seconds to wait for groups to join, at the start and while fewer than `minimum` are left.
         replay_every: Steps between two in which each group computes the piece of another one too; None for never.

@@ -28,6 +28,7 @@ _MOST_BYTES = 1 << 16  # maximum of a line, and of the buffer for a peer that do
 _MOST_KEYS = 1 << 14
 _STALL_S = 1.0  # a pause of this process, in which it received no heartbeats
 _GREETING_S = 15.0  # at most, between connecting and the greeting
+_LAST = 4  # times as long may the last group with the state be silent: nobody goes on without it
 _MOST_STRANGERS = 64  # connections without a greeting; the oldest makes room
 
 log = logging.getLogger(__name__)
@@ -344,8 +345,9 @@ class QuorumServer:
                 peer.heard += now - self._looked
         self._looked = now
         for place, peer in list(self._places.items()):
-            if now - peer.heard > self._policy.silent_s and self._places.get(place) is peer:
-                self._expel(place.group, f"rank {place.rank} of it was not heard of for {self._policy.silent_s:g} s")
+            limit = self._policy.silent_s * (_LAST if self.membership.left == (place.group,) else 1)
+            if now - peer.heard > limit and self._places.get(place) is peer:
+                self._expel(place.group, f"rank {place.rank} of it was not heard of for {limit:g} s")
         for peer in list(self._peers.values()):
             if _is_stranger(peer) and now - peer.heard > min(self._policy.silent_s, _GREETING_S):
                 self._end(peer, "it did not say who it is")

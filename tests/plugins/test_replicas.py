@@ -86,7 +86,7 @@ def test_the_one_who_gives_its_state_may_be_killed_when_a_third_has_it(alone, tm
 @pytest.mark.slow
 def test_a_group_that_was_stopped_is_found_by_its_silence(alone, tmp_path):
     ends = [(1, 0, 0, 2, "before", "stop")]
-    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, minimum=2, silent_s=3.0)
+    result, found = run_groups(tmp_path / "groups", DATA.format(1), ends=ends, minimum=2, silent_s=8.0)
     assert result == {"outcome": "finished", "failed": None, "restarts": 1}
     assert_one_run(found, alone)
 

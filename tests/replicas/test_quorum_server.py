@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import pytest
 
@@ -107,6 +108,21 @@ def test_a_group_that_falls_silent_is_lost(server, connect):
         server.serve(0.01)
     assert server.told == [(1, "rank 0 of it was not heard of for 2 s")]
     assert server.membership.left == (0,)
+
+
+@pytest.mark.parametrize("server", [1.0], indirect=True)
+def test_the_last_group_with_the_state_may_be_silent_for_longer(server, connect):
+    first, second = connect(), connect()
+    say(server, first, hello(0))
+    say(server, second, hello(1))
+    for each in (first, second):
+        say(server, each, {"do": "ask", "step": 0, "stop": False, "admits": True})
+    second.close()
+    began = time.monotonic()
+    while not server.told:
+        server.serve(0.1)
+    assert server.told == [(0, "rank 0 of it was not heard of for 4 s")]
+    assert time.monotonic() - began > 3  # that many more than a group beside others has
 
 
 def test_a_line_without_an_end_is_not_kept(server, connect):

@@ -44,8 +44,8 @@ class Replicas:
     Args:
         minimum: Groups without which no step is made: those that are left wait for others to come back.
         spares: Groups that are ready, and take part only in the place of one that is lost.
-        silent_s: Seconds without a sign of life after which a group is lost: its machine is gone, or it was stopped. A
-            process that ends is noticed at once.
+        silent_s: Seconds without a sign of life after which a group is lost: its machine is gone, or it was stopped.
+            The last one that has the state has four times as long; a process that ends is noticed at once.
         late_s: Seconds that the others wait for a group that lives and does not come to a step.
         join_s: Seconds in which groups are to come at the beginning, and where fewer than `minimum` are left.
         replay_every: Steps between two in which each group computes the piece of another one too, and gradients are
