@@ -340,6 +340,12 @@ def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunCo
     strange = [axis for axis in (*transform.uses, *transform.averages) if axis not in axes]
     if strange:
         raise TransformError(f'{transform.name} uses the axis "{strange[0]}", which is no axis of the mesh')
+    apart = [axis for axis in (*transform.uses, *transform.averages) if axis in context.layout.names(Role.INDEPENDENT)]
+    if apart and transform.phase in (Phase.SPLIT, Phase.TENSOR, Phase.DATA):
+        raise TransformError(
+            f'{transform.name} shards parameters, or averages gradients, over "{apart[0]}", along which ranks train '
+            "models of their own: there is no model there that they could hold together"
+        )
     foreign = [fqn for fqn in fqns if fqn not in known]
     if foreign:
         raise TransformError(f'{transform.name} selects "{foreign[0]}", which the model does not have')

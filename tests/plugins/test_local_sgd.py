@@ -337,6 +337,11 @@ def test_an_exchange_in_flight_goes_on_with_another_number_of_islands(tmp_path):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+SPREAD = '[sharding.spread]\nuse = "third_party.island_plugins:Spread"\n'
+OWNED = '[sharding.rival]\nuse = "third_party.island_plugins:Rival"\n'
+CODED = '[communication.compression]\ngradients = "int8"\naxes = ["island"]\n'
+
+
 def refusal(text):
     with pytest.raises(ManifestError) as caught:
         composed(text)
@@ -354,6 +359,10 @@ def refusal(text):
         (table("average", every=2, warmup_steps=2), "post_local is average after a warm-up"),
         (table("streaming_diloco", every=4, fragments=2, overlap=2), "overlap has to be below every / fragments"),
         (table("streaming_diloco", every=8, fragments=4), "fragments = 4, and the model has 3 blocks"),
+        (table("average", every=2, axis='"dp_shard"'), 'unknown key "axis"'),
+        (table("average", every=2) + SPREAD, 'over "island", along which ranks train models of their own'),
+        (table("average", every=2) + OWNED, 'both own the axis "island"; remove one of them'),
+        (table("average", every=2) + CODED, "data parallelism sends nothing over island"),
     ],
 )
 def test_refusals(text, said):

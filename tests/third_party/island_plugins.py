@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from composer3d import Axis, Role, StepAction, StepPoint, hookimpl, plugin
+from composer3d import Axis, Phase, Role, StepAction, StepPoint, Transform, hookimpl, plugin
 
 
 @plugin(family="communication", owns=("island",), axes=(Axis(name="island", role=Role.INDEPENDENT),))
@@ -33,3 +33,29 @@ class Islands:
             with torch.no_grad():
                 dist.all_reduce(held, group=group)
                 held.div_(degree)
+
+
+@plugin(family="sharding")
+class Spread:
+    """Shard parameters over an axis that another plugin owns.
+
+    Args:
+        axis: Its name.
+    """
+
+    axis: str = "island"
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return Transform(
+            name="spread",
+            phase=Phase.DATA,
+            select=lambda model, context: [""],
+            apply=lambda model, fqns, context: list(fqns),
+            uses=(self.axis,),
+        )
+
+
+@plugin(family="sharding", owns=("island",))
+class Rival:
+    """Owns what islands own."""

@@ -47,8 +47,9 @@ class LocalSGD:
     them, from scratch, plain averaging had the lower loss (2.21 beside 2.47, 100,000 parameters, 4 islands).
     An island's outer gradient, before - own, may travel in 8 or 4 bits: it is encoded once, and all islands decode and
     add all of them in the order of islands, in float32. Islands have equal weights, or those of the valid tokens that
-    each has trained on since its last exchange. A mesh gives all islands as many ranks; those that are slower, or have
-    less data, are given fewer samples of a global batch by `samples`, and make fewer micro-batches a step of them.
+    each has trained on since its last exchange. A mesh gives all islands as many ranks: an exchange is between those
+    that hold the same shards, of which islands of other degrees have none. Those that are slower, or have less data,
+    are given fewer samples of a global batch by `samples`, and make fewer micro-batches a step of them.
     Evaluation is of the mean of the islands' weights, moving averages included (the mean of moving averages is the
     moving average of means), and every island evaluates all samples, so that it is the same on all of them. With a step
     count that is no multiple of `every` islands end with parameters of their own; an exported model is the first one's.
