@@ -9,6 +9,7 @@ from composer3d.communication.coded_collectives import (
     CodedCollectives,
     CodedExchange,
     Held,
+    InPlaceCodec,
     ReplicaReduction,
     ReplicaReductions,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "GatheredLinear",
     "GroupOptions",
     "Held",
+    "InPlaceCodec",
     "IntegerBlocks",
     "NCCLOptions",
     "ReplicaReduction",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["AllReduce", "Codec", "CodedCollectives", "CodedExchange", "Held", "ReplicaReduction", "ReplicaReductions"]
+__all__ = [
+    "AllReduce",
+    "Codec",
+    "CodedCollectives",
+    "CodedExchange",
+    "Held",
+    "InPlaceCodec",
+    "ReplicaReduction",
+    "ReplicaReductions",
+]
 
 # A module and the name that it has for one of its parameters: tensors change, while units gather and materialise them.
 Held = tuple["nn.Module", str]
-# Takes a buffer of gradients, N, with parameters and their gradients, views of the buffer that may leave padding out,
-# and the process group of replicas; puts the mean over replicas in the buffer's place.
+# Takes a buffer of gradients, N, with parameters and their gradients, views of it that may leave padding out, in an
+# order that is the same in every run, and the process group of replicas; puts the mean over replicas in its place.
 AllReduce = Callable[["Tensor", Sequence[tuple[Held, "Tensor"]], Any], None]
 
 
@@ -41,6 +50,14 @@ class Codec(Protocol):
 
     def bound(self, x_RN: Tensor, /) -> Tensor:
         """Return the largest error that decoding may leave in each element, RN."""
+
+
+@runtime_checkable
+class InPlaceCodec(Codec, Protocol):
+    """A codec that decodes into memory of its caller's: without it memory is taken for what is decoded, and copied."""
+
+    def decode_into(self, payload_RP: Tensor, out_RN: Tensor, /, *, add: bool = False) -> None:
+        """Write what `decode` returns into float32 RN, or add it to what is there, with the bits of that sum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from composer3d.communication import InPlaceCodec
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,7 +29,8 @@ def assert_codec_conforms(codec: Codec, *, lengths: Sequence[int] = LENGTHS) -> 
     Payloads are bytes, as many as stated, and depend on their own row alone, as what is decoded does; errors are
     within the bound, which is finite; the same elements have the same payload where the codec says so; elements are not
     changed; zeros stay zeros; what is not finite is not lost, so that overflows are seen, and spoils no other row;
-    bfloat16, float16 and float64 are taken as float32 is.
+    bfloat16, float16 and float64 are taken as float32 is; what an `InPlaceCodec` writes, or adds, is what it decodes,
+    to the bit.
 
     Args:
         codec: A `composer3d.Codec`.
@@ -70,6 +73,8 @@ def _judge(codec: Codec, x_RN: Tensor, what: str) -> None:
         f"{what}: decoding returns {decoded_RN.dtype} {tuple(decoded_RN.shape)}, and has to return float32 "
         f"{(rows, length)}"
     )
+    if isinstance(codec, InPlaceCodec):
+        _judge_in_place(codec, payload_RP, decoded_RN, what)
     bound_RN = codec.bound(x_RN)
     assert bound_RN.shape == x_RN.shape and bool((bound_RN.isfinite() & (bound_RN >= 0)).all()), (
         f"{what}: the bound is no finite number for each element"
@@ -83,6 +88,20 @@ def _judge(codec: Codec, x_RN: Tensor, what: str) -> None:
         assert torch.equal(codec.encode(x_RN), payload_RP), f"{what}: the same elements have another payload"
         single = torch.cat([codec.encode(x_1N) for x_1N in x_RN.split(1)])
         assert torch.equal(single, payload_RP), f"{what}: a row's payload depends on other rows"
+
+
+def _judge_in_place(codec: InPlaceCodec, payload_RP: Tensor, decoded_RN: Tensor, what: str) -> None:
+    # In the middle of other memory, which stays as it is; the numbers that are there make sums round.
+    around = torch.full((decoded_RN.numel() + 2,), 0.3)
+    out_RN = around[1:-1].view(decoded_RN.shape)
+    codec.decode_into(payload_RP, out_RN)
+    assert torch.equal(out_RN, decoded_RN), f"{what}: what is written in place is not what is decoded"
+    codec.decode_into(payload_RP, out_RN, add=True)
+    codec.decode_into(payload_RP[:1].clone(), out_RN[:1], add=True)
+    sum_RN = decoded_RN + decoded_RN
+    sum_RN[:1] += decoded_RN[:1]
+    assert torch.equal(out_RN, sum_RN), f"{what}: what is added in place is not the sum with what is decoded"
+    assert float(around[0]) == float(around[-1]) == around.new_tensor(0.3), f"{what}: memory beside it is overwritten"
 
 
 def _judge_what_is_not_finite(codec: Codec, length: int) -> None:

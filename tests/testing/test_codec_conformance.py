@@ -37,6 +37,14 @@ class InPlace(Half):
         return x_RN.abs() * 0.01 + 1e-3
 
 
+class Overwriting(Half):
+    """Writes where it is to add."""
+
+    def decode_into(self, payload_RP, out_RN, *, add=False):
+        del add
+        out_RN.copy_(self.decode(payload_RP, out_RN.shape[1]))
+
+
 @pytest.mark.parametrize("block", [8, 24, 256])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8", "topk", "onebit"])
 def test_built_in_codecs_conform(name, block):
@@ -61,6 +69,7 @@ def test_a_third_partys_codec_conforms():
         (Saturating, "is decoded as finite numbers"),
         (Whole, "depends on other rows"),
         (InPlace, "encoding changes the elements"),
+        (Overwriting, "is not the sum with what is decoded"),
     ],
 )
 def test_what_does_not_conform_is_found(cls, said):

@@ -85,8 +85,8 @@ def test_a_residual_that_is_lost_is_found(monkeypatch):
     """What senders have left over is forgotten after each exchange."""
     exchange = replica_means.mean_of_replicas
 
-    def forgetful(x_N, codec, group, owed=None):  # noqa: N803 - shapes are in names
-        mean = exchange(x_N, codec, group, owed)
+    def forgetful(x_N, codec, group, owed=None, *, out=None):  # noqa: N803 - shapes are in names
+        mean = exchange(x_N, codec, group, owed, out=out)
         if owed is not None:
             owed.sender_N.zero_()
         return mean

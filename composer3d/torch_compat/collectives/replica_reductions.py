@@ -49,8 +49,12 @@ def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[An
         group.post_forward_mesh_info = shards
     shards.replicate_mesh_dim = None  # nothing of the group's own is sent along it any longer
     group.mesh_info = shards
+    memory = _OneBuffer()
+    if not isinstance(both, common.FSDPMeshInfo):
+        module.set_custom_reduce_scatter(memory)
 
     def hook(buffer: Any) -> None:
+        memory.left = None
         pairs, start = [], 0
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param"):
@@ -61,6 +65,35 @@ def replace_all_reduce(module: Any, all_reduce: Callable[[Any, Sequence[tuple[An
         all_reduce(buffer, pairs, both.replicate_process_group)
 
     module.set_all_reduce_hook(hook)
+
+
+class _OneBuffer:
+    """Memory of a unit of whole parameters, of which nothing is reduce-scattered.
+
+    FSDP2 copies gradients to a reduce-scatter's input, and where one rank has all of them that to its output (torch
+    2.11-2.15). On CPU, where a copy to memory that is new costs more than what it copies, both are one: a tensor that
+    is copied to itself stays as it is.
+
+    Attributes:
+        left: The input, until the output has been asked for.
+    """
+
+    left: Any = None
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+        """Return memory, the same for the input and for the output after it."""
+        import torch
+
+        held, self.left = self.left, None
+        if held is not None and (tuple(held.shape), held.dtype, held.device) == (tuple(size), dtype, device):
+            return held
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.left = made if made.device.type == "cpu" else None
+        return made
+
+    def __call__(self, *unused: Any, **options: Any) -> None:
+        """Fail: one rank scatters nothing."""
+        raise AssertionError("a unit of whole parameters has nobody to reduce-scatter to")
 
 
 def bucket_parameters(module: Any) -> dict[Any, tuple[Any, str]]:
@@ -80,18 +113,22 @@ def replace_bucket_reduction(
 
     Args:
         module: Before its first forward.
-        all_reduce: Called with the buffer of a bucket, its parameters with their gradients, and the process group.
+        all_reduce: Called with the buffer of a bucket, its parameters with their gradients, from the module's last one
+            to its first, and the process group: buckets are formed again, in another order, after the first backward of
+            every run, a resumed one's, too.
         group: Process group of replicas.
     """
     import torch
 
     held: dict[Any, tuple[Any, str]] = {}
+    place: dict[Any, int] = {}
 
     def hook(_: Any, bucket: Any) -> Any:
         if not held:
             held.update(bucket_parameters(module))
-        parameters = [held[parameter] for parameter in bucket.parameters()]
-        all_reduce(bucket.buffer(), list(zip(parameters, bucket.gradients(), strict=True)), group)
+            place.update({parameter: -number for number, parameter in enumerate(held)})
+        pairs = sorted(zip(bucket.parameters(), bucket.gradients(), strict=True), key=lambda pair: place[pair[0]])
+        all_reduce(bucket.buffer(), [(held[parameter], gradient) for parameter, gradient in pairs], group)
         reduced: Any = torch.futures.Future()
         reduced.set_result(bucket.buffer())
         return reduced

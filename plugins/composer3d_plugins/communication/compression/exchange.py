@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import InPlaceCodec, torch_compat
 
 if TYPE_CHECKING:
     import torch
@@ -63,18 +63,21 @@ class CodedReduceScatter(_Coded):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Reduce chunk r of every rank's input, WN, into the output, N, of rank r."""
+        import torch
         import torch.distributed as dist
 
         num_ranks, length = group.size(), output_tensor.numel()
         codec = self.codec(num_ranks * length)
         if codec is not None:
             self.note(group, length)
-        total = reduce_rows(input_tensor.view(num_ranks, length), codec, group)
+        out = output_tensor if output_tensor.dtype == torch.float32 and output_tensor.is_contiguous() else None
+        total = reduce_rows(input_tensor.view(num_ranks, length), codec, group, out=out)
         if op == dist.ReduceOp.AVG:
             total /= num_ranks
         elif op != dist.ReduceOp.SUM:
             raise RuntimeError(f"gradients are to be reduced by {op}, which compression does not know")
-        output_tensor.copy_(total)
+        if out is None:
+            output_tensor.copy_(total)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +103,7 @@ class CodedAllGather(_Coded):
         if codec is None:
             return torch_compat.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         self.note(group, length)
-        output_tensor.view(num_ranks, length).copy_(gather_rows(input_tensor, codec, group))
+        gather_rows(input_tensor, codec, group, out=output_tensor.view(num_ranks, length))
         return None
 
 
@@ -109,7 +112,9 @@ def _unspanned(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned) -> Tensor:
+def reduce_rows(
+    x_WN: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned, out: Tensor | None = None
+) -> Tensor:
     """Return the sum of row r of every rank, on rank r of the group: float32 N, or float64.
 
     Args:
@@ -117,6 +122,7 @@ def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any, *, span: Span = _
         codec: Of what travels; None sends the elements as they are.
         group: Process group of W ranks.
         span: Opens one around what is sent.
+        out: Memory of the sum, contiguous, in its dtype, and apart from `x_WN`.
 
     Collectives: one all-to-all.
     """
@@ -131,15 +137,27 @@ def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any, *, span: Span = _
         received = torch.empty_like(sent)
         with span("all_to_all", group, bytes=sent.nbytes):
             dist.all_to_all_single(received, sent, group=group)
-        total = torch.zeros(length, dtype=wide, device=x_WN.device)
+        total = torch.zeros(length, dtype=wide, device=x_WN.device) if out is None else out.zero_()
         for rank in range(num_ranks):  # one row at a time: the order is that of ranks, and memory one shard's
             row = received[rank : rank + 1]
-            total += (row if codec is None else codec.decode(row, length)).view(-1)
+            if codec is None:
+                total += row.view(-1)
+            else:
+                _decode_into(codec, row, total.view(1, -1), add=True)
     return total
 
 
-def gather_rows(x_N: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned) -> Tensor:
-    """Return every rank's row as it was decoded, float32 WN; without a codec as it was. Arguments as `reduce_rows`.
+def gather_rows(
+    x_N: Tensor, codec: Codec | None, group: Any, *, span: Span = _unspanned, out: Tensor | None = None
+) -> Tensor:
+    """Return every rank's row as it was decoded, float32 WN; without a codec as it was.
+
+    Args:
+        x_N: This rank's.
+        codec: Of what travels; None sends the elements as they are.
+        group: Process group of W ranks.
+        span: Opens one around what is sent.
+        out: Takes the rows instead of memory of their own, WN, of any dtype.
 
     Collectives: one all-gather.
     """
@@ -151,7 +169,26 @@ def gather_rows(x_N: Tensor, codec: Codec | None, group: Any, *, span: Span = _u
         with span("all_gather", group, bytes=received.nbytes):
             torch_compat.all_gather_single(received, sent.view(-1), group=group, async_op=False)
         received_WP = received.view(group.size(), -1)
-        return received_WP if codec is None else codec.decode(received_WP, x_N.numel())
+        if out is None:
+            return received_WP if codec is None else codec.decode(received_WP, x_N.numel())
+        if codec is None:
+            return out.copy_(received_WP)
+        _decode_into(codec, received_WP, out)
+        return out
+
+
+def _decode_into(codec: Codec, payload_RP: Tensor, out_RN: Tensor, *, add: bool = False) -> None:
+    """Decode into memory, RN, or add to it: without memory for what is decoded, where the codec knows how."""
+    import torch
+
+    if isinstance(codec, InPlaceCodec) and out_RN.dtype == torch.float32:
+        codec.decode_into(payload_RP, out_RN, add=add)
+        return
+    decoded_RN = codec.decode(payload_RP, out_RN.shape[1])
+    if add:
+        out_RN += decoded_RN
+    else:
+        out_RN.copy_(decoded_RN)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -168,7 +205,9 @@ class Owed:
     owner_N: Tensor
 
 
-def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | None = None) -> Tensor:
+def mean_of_replicas(
+    x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """Return the mean of all ranks' tensors, the same bits on all of them: N, float32, or float64 without a codec.
 
     Each of W chunks goes encoded to its owner, who decodes and adds them in the order of ranks, and sends their mean,
@@ -179,8 +218,11 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
         codec: Of what travels; None sends the elements as they are.
         group: Process group of W ranks.
         owed: Is added, and replaced by what this exchange leaves over; None drops it.
+        out: Memory that the mean may take, contiguous, N, also `x_N`'s own; it is used where the mean has its dtype,
+            and N is a multiple of W.
 
-    Memory: three times the tensor. Collectives: one all-to-all, and one all-gather.
+    Memory: the payloads twice, and a chunk; the tensor once more where `out` is not used, and twice with `owed`.
+    Collectives: one all-to-all, and one all-gather.
     """
     import torch
 
@@ -188,22 +230,26 @@ def mean_of_replicas(x_N: Tensor, codec: Codec | None, group: Any, owed: Owed | 
     length = -(-numel // num_ranks)
     here = slice(group.rank() * length, (group.rank() + 1) * length)
     x_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
-    left_L: Tensor | float = 0.0
+    left_L: Tensor | None = None
     with torch_compat.without_torch_functions():
         if owed is not None:
             left_L = _padded(owed.owner_N[here].clone(), length)  # its place is emptied
             owed.owner_N[here] = 0.0
             x_N = x_N + owed.sender_N + num_ranks * owed.owner_N  # a mean is over ranks
         x_WL = _padded(x_N, num_ranks * length).view(num_ranks, length)
-        mean_L = reduce_rows(x_WL, codec, group, span=torch_compat.operator_span) / num_ranks + left_L
-        gathered_WL = gather_rows(mean_L, codec, group, span=torch_compat.operator_span)
+        mean_L = reduce_rows(x_WL, codec, group, span=torch_compat.operator_span).div_(num_ranks)
+        if left_L is not None:
+            mean_L += left_L
+        fits = out is not None and out.dtype == x_N.dtype and numel == num_ranks * length
+        out_WL = out.view(num_ranks, length) if fits and out is not None else None
+        gathered_WL = gather_rows(mean_L, codec, group, span=torch_compat.operator_span, out=out_WL)
         if owed is not None:
             decoded_WL = x_WL if codec is None else codec.decode(codec.encode(x_WL), length)
             owed.sender_N.copy_(x_N - decoded_WL.reshape(-1)[:numel])
             owed.owner_N.zero_()
             owned = owed.owner_N[here]
             owned.copy_((mean_L - gathered_WL[group.rank()])[: owned.numel()])
-        return gathered_WL.reshape(-1)[:numel]
+        return out if out is not None and out_WL is not None else gathered_WL.reshape(-1)[:numel]
 
 
 def _padded(x_N: Tensor, length: int) -> Tensor:

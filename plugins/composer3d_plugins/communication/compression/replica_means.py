@@ -51,19 +51,40 @@ class ReplicaMeans:
                 dist.all_reduce(buffer_N, op=dist.ReduceOp.AVG, group=group)
             return
         self.note(group, numel)
-        # Buckets are formed again, in another order, after the first backward of every run: a resumed one's, too.
-        gradients = sorted(gradients, key=lambda pair: self.name_of(pair[0]))
         with torch.no_grad():
             named = {self.name_of(held): gradient for held, gradient in gradients}
             owed = None if self.residuals is None else self.residuals.owed(list(named))
-            mean_N = mean_by(method, named, group, owed)
+            flat_N = _all_of(buffer_N, list(named.values()))
+            mean_N = mean_by(method, named, group, owed, flat_N=flat_N)
             if self.residuals is not None and owed is not None:
                 self.residuals.put(list(named), owed)
-            for (_, gradient), piece in zip(gradients, mean_N.split([g.numel() for _, g in gradients]), strict=True):
+            if flat_N is not None:
+                if mean_N is not flat_N:
+                    flat_N.copy_(mean_N)
+                return
+            pieces = mean_N.split([gradient.numel() for gradient in named.values()])
+            for gradient, piece in zip(named.values(), pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
 
-def mean_by(method: Codec | LowRank, gradients: Mapping[str, Tensor], group: Any, owed: Owed | None) -> Tensor:
+def _all_of(buffer_N: Tensor, gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the buffer, if it is its gradients one after the other."""
+    end = buffer_N.storage_offset()
+    for gradient in gradients:
+        if gradient.storage_offset() != end or not gradient.is_contiguous():
+            return None
+        end += gradient.numel()
+    return buffer_N if end - buffer_N.storage_offset() == buffer_N.numel() and buffer_N.is_contiguous() else None
+
+
+def mean_by(
+    method: Codec | LowRank,
+    gradients: Mapping[str, Tensor],
+    group: Any,
+    owed: Owed | None,
+    *,
+    flat_N: Tensor | None = None,
+) -> Tensor:
     """Return the mean over replicas, N, the same bits on all of them.
 
     Args:
@@ -71,13 +92,14 @@ def mean_by(method: Codec | LowRank, gradients: Mapping[str, Tensor], group: Any
         gradients: This rank's, by names that all replicas have.
         group: Process group of the replicas.
         owed: As of `mean_of_replicas`.
+        flat_N: The gradients one after the other, if they are that in memory, which a codec may then write the mean to.
     """
     import torch
 
-    x_N = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+    x_N = torch.cat([gradient.reshape(-1) for gradient in gradients.values()]) if flat_N is None else flat_N
     x_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
     if not isinstance(method, LowRank):
-        return mean_of_replicas(x_N, method, group, owed)
+        return mean_of_replicas(x_N, method, group, owed, out=flat_N)
     if owed is not None:
         x_N = x_N + owed.sender_N + group.size() * owed.owner_N
         owed.owner_N.zero_()
