@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from composer3d.importing.loop_lines import loop_lines
 from composer3d.importing.translation import Setting, Translation
 from composer3d.manifest import FILL_IN, inline
 
@@ -63,7 +63,7 @@ def write_manifest(translation: Translation) -> str:
             if key:
                 lines += _entry(key, setting)
     own = {path: setting for path, setting in translation.settings.items() if path not in kept}
-    return "\n".join([*lines, *_loop(own, translation.loop)]) + "\n"
+    return "\n".join([*lines, *_loop(own, kept, translation.loop)]) + "\n"
 
 
 def _by_table(settings: Mapping[str, Setting]) -> dict[str, dict[str, Setting]]:
@@ -93,37 +93,21 @@ def _commented(line: str, reason: str) -> list[str]:
     return [f"# {reason}", line]
 
 
-def _loop(own: Mapping[str, Setting], code: list[str]) -> list[str]:
+def _loop(own: Mapping[str, Setting], kept: Mapping[str, Setting], code: list[str]) -> list[str]:
     """Return what the loop does itself, as comments: lines of code, then keys of a run."""
     if not own and not code:
         return []
     lines = ["", "# The loop's own lines:"]
-    lines += [f"#   {line}" for line in [*_optimizer_lines(own), *code]]
+    lines += [f"#   {_in_one_line(line)}" for line in loop_lines({**kept, **own}, code)]
     rest = {path: setting for path, setting in own.items() if path.split(".")[0] not in ("optimizer", "lr_schedule")}
     rest.pop("train.grad_clip", None)
     if rest:
         lines.append("# In a manifest of `composer3d run` these would be:")
         for path, setting in rest.items():
-            lines.append(f"#   {path} = {inline(setting.value)}  # {setting.reason}")
+            lines.append(f"#   {path} = {inline(setting.value)}  # {_in_one_line(setting.reason)}")
     return lines
 
 
-_CLASSES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
-
-
-def _optimizer_lines(own: Mapping[str, Setting]) -> list[str]:
-    given: dict[str, Any] = {
-        path.removeprefix("optimizer."): item.value for path, item in own.items() if path.startswith("optimizer.")
-    }
-    lines = []
-    name = given.pop("use", None)
-    if isinstance(name, str):
-        cls = _CLASSES.get(name, name.replace(":", "."))
-        options = {key: value for key, value in given.items() if key not in ("groups", "args", "no_decay")}
-        options |= given.get("args", {})
-        shown = [f"{key}={tuple(value) if isinstance(value, list) else value!r}" for key, value in options.items()]
-        lines.append(f"optimizer = run.optimizer({', '.join([cls, *shown])})")
-    clip = own.get("train.grad_clip")
-    if clip is not None and clip.value != float("inf"):
-        lines.append(f"run.clip_grad_norm_({clip.value})  # {clip.reason}")
-    return lines
+def _in_one_line(text: str) -> str:
+    """Return a text of the source as a comment may hold it."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

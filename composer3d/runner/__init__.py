@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.objective.batch_size import BatchSize
     from composer3d.runner.objective.lr_schedule import LRSchedule, multiplier_of
+    from composer3d.runner.objective.lr_schedule_table import LRScheduleTable
+    from composer3d.runner.objective.muon import Muon, group_matrices, matrices_of
     from composer3d.runner.objective.optimizer_arguments import refused_arguments
     from composer3d.runner.objective.optimizer_groups import (
         in_backward_problems,
@@ -45,6 +47,8 @@ _MODULES = {
     "launching.launcher": ("launch_local", "is_rank"),
     "launching.lock": ("attempts_of",),
     "objective.lr_schedule": ("LRSchedule", "multiplier_of"),
+    "objective.lr_schedule_table": ("LRScheduleTable",),
+    "objective.muon": ("Muon", "group_matrices", "matrices_of"),
     "weights.merged_weights": ("MergedWeights",),
     "local_checkpoints": ("states_folder",),
     "model_factory": ("ModelFactory",),
@@ -70,10 +74,12 @@ __all__ = [
     "Exported",
     "FailureReport",
     "LRSchedule",
+    "LRScheduleTable",
     "LastSeen",
     "MergedWeights",
     "ModelFactory",
     "ModelTable",
+    "Muon",
     "Outcome",
     "TABLES",
     "TrainTable",
@@ -81,9 +87,11 @@ __all__ = [
     "attempts_of",
     "export_checkpoint",
     "find_form",
+    "group_matrices",
     "in_backward_problems",
     "launch_local",
     "make_optimizer",
+    "matrices_of",
     "multiplier_of",
     "node_counts",
     "node_problems",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -18,12 +19,6 @@ def schedule(translation: Translation) -> None:
     t = translation
     name = t.text(_KEY, str(t.table.defaults[_KEY]))
     ratio = "warmup_ratio" if t.number("warmup_steps", 0) in (0, None) and "warmup_ratio" in t else "warmup_steps"
-    if not t.is_run:
-        warmup = t.number(ratio, 0) or 0
-        count = f"num_warmup_steps={int(warmup) if warmup >= 1 else f'int({warmup} * steps)'}"
-        t.loop.append(f'schedule = transformers.get_scheduler("{name}", optimizer, {count}, num_training_steps=steps)')
-        for one in (_KEY, "warmup_steps", "warmup_ratio"):
-            t.judge(one, "carried", "the loop's own: transformers.get_scheduler")
     length = _warmup(t, ratio)
     lowest = [f"{_ARGUMENTS}.{one}" for one in ("min_lr", "min_lr_rate")]
     if "with_min_lr" in name and not any(key in t for key in lowest):
@@ -31,6 +26,8 @@ def schedule(translation: Translation) -> None:
         if _KEY in t:
             t.wrong(_KEY, "says no lowest rate, without which the Trainer raises", hint=hint)
     formula = _formula(t, name, length)
+    if not t.is_run and (formula is None or t.table.name != "axolotl"):  # which has shapes of its own
+        _in_a_loop(t, name, length)
     if formula is None:
         if t.is_run:
             note = f'{name} has no counterpart with these arguments; write lr_schedule.use = "module:callable"'
@@ -41,6 +38,20 @@ def schedule(translation: Translation) -> None:
     for one in ("warmup_steps", "warmup_ratio"):
         t.judge(one, "ignored-there", "this schedule has no warm-up" if name == "constant" else "the other one decides")
     t.judge_block(_ARGUMENTS, "missing", "no argument of this schedule, or one that is not known here")
+
+
+def _in_a_loop(t: Translation, name: str, warmup: int | float) -> None:
+    """Write the line of the Trainer's own function, with its arguments; a fraction of the steps is rounded up."""
+    arguments = t.tree.values().get(_ARGUMENTS)
+    steps = t.integer("max_steps", -1) or -1
+    count = warmup if isinstance(warmup, int) else f"math.ceil({warmup} * steps)"
+    given = f"num_warmup_steps={count}, num_training_steps={steps if steps > 0 else 'steps'}"
+    if isinstance(arguments, dict) and arguments:
+        given += f", scheduler_specific_kwargs={arguments!r}"
+    t.loop.append(f"schedule = transformers.get_scheduler({json.dumps(name)}, optimizer, {given})")
+    for one in (_KEY, "warmup_steps", "warmup_ratio"):
+        t.judge(one, "carried", "the loop's own: transformers.get_scheduler")
+    t.judge_block(_ARGUMENTS, "carried", "the loop's own: transformers.get_scheduler")
 
 
 def _put(t: Translation, name: str, ratio: str, formula: dict[str, Any]) -> None:
