@@ -10,7 +10,9 @@ from support.models import sum_loss, write_manifest
 from support.verification_cases import DDP, assert_named, batch, refuted
 from torch import nn
 
+import composer3d
 from composer3d import Batch, LossError
+from composer3d.models.moe import Output
 from composer3d.step.losses.criterion import Criterion
 from composer3d.testing import assert_parity
 
@@ -167,5 +169,20 @@ def test_logits_and_a_loss_are_no_sum_and_count():
         Criterion(None).loss((torch.zeros(2, 3), torch.zeros(())), None, equal=True)
     assert str(caught.value) == (
         "the loss is a pair whose first is a tensor of shape [2, 3], not a sum; of a model that returns logits and a "
-        "loss, take the loss with compose(loss_fn=lambda output, target: output[1])"
+        "loss, take the loss with compose(loss_fn=lambda output, target: output[1]), and add the cross-entropy of "
+        "output[0] where that is a balance of experts or another part of the loss alone"
     )
+
+
+def test_what_is_advised_of_logits_and_an_auxiliary_loss_is_the_whole_loss():
+    logits, target = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    output = Output(logits=logits, auxiliary=torch.tensor(0.5))
+    with pytest.raises(LossError) as caught:
+        Criterion(None).loss(output, target, equal=True)
+    message = str(caught.value)
+    assert message.startswith("the loss is the model's output, logits of shape [2, 3, 5] and an auxiliary loss")
+    names = {"composer3d": composer3d, "F": F, "output": output, "target": target}
+    advised = eval(message[message.index("composer3d.Loss(") :], names)
+    loss = Criterion(lambda output, target: advised).loss(output, target, equal=True)
+    assert loss.count == 6 and loss.auxiliary == 0.5
+    assert torch.equal(loss.sum, F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"))

@@ -204,6 +204,23 @@ def _plain(loss: Loss) -> Loss:
     return replace(loss, sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
 
 
+def _said_of_output(output: Any) -> str:
+    """Return how a loss is made of a model's output that was taken for one: logits, and a scalar beside them."""
+    shape = list(output[0].shape)
+    if hasattr(output, "auxiliary"):
+        return (
+            f"the loss is the model's output, logits of shape {shape} and an auxiliary loss, which is a part of the "
+            "loss alone; return all of it with compose(loss_fn=...): composer3d.Loss(sum=F.cross_entropy("
+            'output.logits.flatten(0, 1), target.flatten(), reduction="sum"), count=target.numel(), '
+            "auxiliary=output.auxiliary)"
+        )
+    return (
+        f"the loss is a pair whose first is a tensor of shape {shape}, not a sum; of a model that returns logits and "
+        "a loss, take the loss with compose(loss_fn=lambda output, target: output[1]), and add the cross-entropy of "
+        "output[0] where that is a balance of experts or another part of the loss alone"
+    )
+
+
 def _as_loss(
     value: Any,
     *,
@@ -218,10 +235,7 @@ def _as_loss(
         return value
     if isinstance(value, tuple | list) and len(value) == 2:
         if isinstance(value[0], torch.Tensor) and value[0].numel() != 1:
-            raise LossError(
-                f"the loss is a pair whose first is a tensor of shape {list(value[0].shape)}, not a sum; of a model "
-                "that returns logits and a loss, take the loss with compose(loss_fn=lambda output, target: output[1])"
-            )
+            raise LossError(_said_of_output(value))
         return Loss(sum=value[0], count=value[1])
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
