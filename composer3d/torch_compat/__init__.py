@@ -85,7 +85,7 @@ from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.fsdp_units.assigned_data import UnitShard, assign_data, leave_data, take_local, unit_shards
 from composer3d.torch_compat.fsdp_units.early_gathers import confirm_early, drop_early, gather_early
 from composer3d.torch_compat.fsdp_units.failed_backwards import reset_units
-from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
+from composer3d.torch_compat.fsdp_units.gathered_writes import shards_of_gathered, write_back
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
 from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
 from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions
@@ -352,6 +352,7 @@ __all__ = [
     "shard_gradients",
     "shard_integers",
     "shard_of",
+    "shards_of_gathered",
     "silence_redistribution",
     "start_autograd",
     "storage_key",
@@ -373,7 +374,6 @@ __all__ = [
     "unit_shards",
     "untransformed",
     "unviewed",
-    "versions_of",
     "viewing_operators",
     "wait_for_message",
     "watch_buckets",

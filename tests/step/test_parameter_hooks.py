@@ -142,3 +142,52 @@ def test_a_hook_that_changes_a_gradient_on_one_rank_alone_is_named_in_the_next_s
 
 def test_a_hook_that_looks_at_a_gradient_on_one_rank_alone_is_left_alone():
     assert run_ranks(hooked_alone, 2, lambda grad: None, 0) == [None, None]
+
+
+def asking(path, how):
+    """Return the differences of weights to one device's after steps in whose backwards a hook asks for parameters."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(net(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))),
+        *torch.randn(2, 4, 6),
+    )
+    y = y[:, :1]
+    reference = copy.deepcopy(model)
+    run = composer3d.compose(model, path, loss_fn=mse_loss)
+    own, asked = dict(run.named_parameters()), []
+
+    def ask(*unused):
+        found = dict(run.named_parameters())
+        asked.append(found.keys() == own.keys() and all(found[fqn] is own[fqn] for fqn in own))
+
+    inner = run.model[1]
+    if how == "module":
+        inner[2].register_full_backward_hook(ask)
+    elif how == "activation":
+        inner[0].register_forward_hook(lambda module, inputs, output: (output.register_hook(ask), None)[1])
+    else:
+        inner[2].weight.register_post_accumulate_grad_hook(ask)
+    optimizer, plain = run.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    size = 4 // run.context.data_parallel_degree
+    mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
+    for step in range(2):
+        with run.step(step):
+            run.forward_backward(x[mine], target=y[mine])
+            optimizer.step()
+            optimizer.zero_grad()
+        mse_loss(reference(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+    whole = dict(reference.named_parameters())
+    pairs = [(run.full_tensor(fqn, value).detach(), whole[fqn].detach()) for fqn, value in run.named_parameters()]
+    run.close()
+    return asked, max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", ["module", "activation", "gradient"])
+def test_parameters_that_a_hook_asks_for_in_a_backward_are_the_shards(how):
+    path = write_manifest('[mesh]\ndp_shard = 2\n[sharding.fsdp2]\nunits = ["1"]\n')
+    for asked, difference in run_ranks(asking, 2, path, how):
+        assert asked and all(asked)
+        assert difference < TOLERANCE

@@ -10,6 +10,7 @@ from torch.distributed.tensor import zeros
 
 from composer3d import torch_compat
 from composer3d.testing import run_ranks
+from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of
 
 
 def assigned():
@@ -36,11 +37,14 @@ def assigned():
     units = torch_compat.watch_units(model)
     found = []
     units.written = lambda fqn, parameter, whole: found.append((fqn, tuple(whole.shape)))
+    sharded = model.weight
+    assert torch_compat.shards_of_gathered(model) == {}
     model.unshard()
+    assert sharded is not model.weight and torch_compat.shards_of_gathered(model) == {id(model.weight): sharded}
     with torch.no_grad():
         model.weight.mul_(3)
     group = next(torch_compat.fsdp_groups(model))[0]
-    assert torch_compat.versions_of(group).keys() == set(group.fsdp_params)
+    assert versions_of(group).keys() == set(group.fsdp_params)
     model.reshard()
     torch_compat.write_back(group, {}, units.written)  # nothing is known of what was gathered
     return outputs, found, model.weight.full_tensor().tolist(), bool((old.to_local() == 0).all() and old.numel())

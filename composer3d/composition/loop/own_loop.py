@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from composer3d import torch_compat
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.loop.loop_objects import DictState, adopt_optimizer, adopt_scheduler
 from composer3d.composition.loop.sampling import Sampler, sampler_of
@@ -79,11 +80,17 @@ class OwnLoop:
         Args:
             of_all_stages: Of a pipeline yield those of other stages, too, as scratch tensors: for loops that draw.
         """
-        reshard_units(self.parts)
-        if self._assembled.has_schedule:
-            yield from named_parameters(self.context, of_all_stages=of_all_stages)
+        shards: dict[int, nn.Parameter] = {}
+        if torch_compat.in_backward():  # which still needs what is gathered
+            for part in self.parts:
+                shards |= torch_compat.shards_of_gathered(part.module)
         else:
-            yield from self.context.named_parameters()
+            reshard_units(self.parts)
+        found = self.context.named_parameters()
+        if self._assembled.has_schedule:
+            found = named_parameters(self.context, of_all_stages=of_all_stages)
+        for fqn, parameter in found:
+            yield fqn, shards.get(id(parameter), parameter)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of this rank's stages under the FQNs of the whole model, each tensor once.

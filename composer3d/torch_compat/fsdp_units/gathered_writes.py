@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["versions_of", "write_back"]
+from composer3d.torch_compat.layouts import fsdp_groups
+
+__all__ = ["shards_of_gathered", "versions_of", "write_back"]
 
 
 def versions_of(group: Any) -> dict[Any, tuple[int, int]]:
@@ -20,6 +22,19 @@ def versions_of(group: Any) -> dict[Any, tuple[int, int]]:
     records = (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
     pairs = ((p, p._unsharded_param, _local(p._unsharded_param)) for p in records)
     return {p: (t._version, local.data_ptr()) for p, t, local in pairs if _is_plain(local) and not t.is_inference()}
+
+
+def shards_of_gathered(module: Any) -> dict[int, Any]:
+    """Return the sharded parameter of every one that FSDP2 has gathered, by the `id` of what is registered for it now.
+
+    Its records of them are private (torch 2.11-2.15).
+
+    Args:
+        module: With units in it.
+    """
+    groups = [group for each in module.modules() for group, *_ in fsdp_groups(each) if group.is_unsharded]
+    records = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    return {id(p._unsharded_param): p.sharded_param for p in records}
 
 
 def write_back(group: Any, known: dict[Any, tuple[int, int]], written: Callable[[str, Any, Any], None]) -> None:
