@@ -8,7 +8,7 @@ from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
     from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
-    from composer3d.checking.checked import CheckResult
+    from composer3d.checking.checked import CheckResult, check_for_any_model
     from composer3d.checking.foreign_problems import problem_of
     from composer3d.checking.plugin_descriptions import BESIDES, PHASES, describe_plugin
     from composer3d.checking.rules import find_factory
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "check": ("Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"),
-    "checked": ("CheckResult",),
+    "checked": ("CheckResult", "check_for_any_model"),
     "foreign_problems": ("problem_of",),
     "plugin_descriptions": ("BESIDES", "PHASES", "describe_plugin"),
     "rules": ("find_factory",),
@@ -28,6 +28,7 @@ __all__ = [
     "CheckResult",
     "Inspection",
     "PHASES",
+    "check_for_any_model",
     "collected_rarely",
     "describe_plugin",
     "device_of",

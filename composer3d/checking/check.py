@@ -37,14 +37,15 @@ class Inspection:
         layout: The degrees; None where they do not fit, or an axis has no owner.
         preparation: The manifest joined with the model; None where it could not be.
         unknown: Why nothing, or not all, is known of the run's first forward; None where all is.
-        is_embedded: Whether the manifest is one for `compose`, and its model another's, which is not known here.
+        stand_in: The model that stands in for one that is not known here, as that of a manifest for `compose`; "" where
+            none of those that were tried fits, and None where the model is known.
     """
 
     problems: list[Problem] = field(default_factory=list)
     layout: Layout | None = None
     preparation: Preparation | None = None
     unknown: str | None = None
-    is_embedded: bool = False
+    stand_in: str | None = None
 
     def ok(self, *, strict: bool) -> bool:
         """Return whether it can be run; under `strict` a warning counts like an error."""

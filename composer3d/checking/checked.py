@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.checking.fqn_ranges import compress
+from composer3d.checking.stand_ins import inspect_any, stand_ins
 from composer3d.checking.stated_worlds import world_size_problems
 from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.errors import HookError, ManifestError, OrderError, PluginError, Problem
@@ -22,7 +23,7 @@ from composer3d.registry import FAMILIES
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
 
-__all__ = ["CheckResult", "check"]
+__all__ = ["CheckResult", "check", "check_for_any_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +84,43 @@ def check(
         answer = watched(look, source, overrides) if names_foreign_code(source, overrides) else look()
     except ManifestError as error:
         answer = _answer(Inspection(problems=list(error.problems)), (), strict=strict, with_groups=False)
-    problems = tuple(Problem(**problem) for problem in answer["report"]["problems"])
-    return CheckResult(ok=answer["ok"], problems=problems, report=answer["report"], lines=tuple(answer["lines"]))
+    return _result(answer)
 
 
 def _answer(found: Inspection, steps: Sequence[StepRow], *, strict: bool, with_groups: bool) -> dict[str, Any]:
     """Return the answer as JSON values, which leave a child."""
     ok = found.ok(strict=strict)
-    lines = _shown(found, steps, with_groups=with_groups) if ok else []
+    lines = _shown(found, steps, with_groups=with_groups) if ok and found.preparation is not None else []
+    if ok and found.stand_in == "":
+        lines.append("for compose(): the loop has the model; the plan depends on it, and is not known here")
     if ok and found.unknown is not None:
         lines.append(f"the first forward was not tried in full: {found.unknown}")
     return {"ok": ok, "report": _report(found, steps), "lines": lines}
+
+
+def check_for_any_model(manifest: str | Path, *, world_size: int | None, overrides: Sequence[str]) -> CheckResult:
+    """Find the problems of a manifest whose model is not known: those that do not depend on it; see `check`.
+
+    Args:
+        manifest: Path.
+        world_size: Ranks of the run; None is what the degrees multiply to.
+        overrides: `table.key=value`, as given to `--set`.
+    """
+    found = _with_any_model(str(manifest), overrides, world_size, 0)
+    return _result(_answer(found, _steps(found), strict=False, with_groups=False))
+
+
+def _result(answer: Mapping[str, Any]) -> CheckResult:
+    problems = tuple(Problem(**problem) for problem in answer["report"]["problems"])
+    return CheckResult(ok=answer["ok"], problems=problems, report=answer["report"], lines=tuple(answer["lines"]))
+
+
+def _with_any_model(source: str, overrides: Sequence[str], world_size: int | None, rank: int) -> Inspection:
+    try:
+        models = stand_ins(open_manifest(source, overrides).manifest)
+    except ManifestError as error:
+        return Inspection(problems=list(error.problems))
+    return inspect_any(models, lambda more: _inspect(source, [*overrides, *more], world_size, rank))
 
 
 def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank: int) -> Inspection:
@@ -101,16 +128,14 @@ def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank
 
     try:
         inspected = open_manifest(source, overrides)
-        is_embedded = _is_of_a_loop(inspected.manifest.document.tables)
-        if is_embedded:
-            inspected = open_manifest(source, [*overrides, "train.steps=1"])
+        if _is_of_a_loop(inspected.manifest.document.tables):
+            return _with_any_model(source, [*overrides, "train.steps=1"], world_size, rank)
     except ManifestError as error:
         return Inspection(problems=list(error.problems))
     device = device_of(inspected.manifest)
     size = world_size or max(world_sizes(inspected.manifest), default=None)
     found = inspect(inspected, world_size=size, rank=rank, device=device, forward=True)
     found.problems += world_size_problems(inspected, world_size=size, device=device, known=found.problems)
-    found.is_embedded = is_embedded
     return found
 
 
@@ -188,8 +213,8 @@ def _shown(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) ->
         for axis, ranks in _groups(preparation).items():
             if len(ranks) > 1:
                 lines.append(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
-    if found.is_embedded:
-        lines.append("for compose(): the loop has the model; this plan is that of composer3d.models:llama")
+    if found.stand_in:
+        lines.append(f"for compose(): the loop has the model; this plan is that of {found.stand_in}")
     lines += [f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}" for row in preparation.plan]
     if steps:
         lines.append("in every step:")

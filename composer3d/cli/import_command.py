@@ -139,7 +139,8 @@ def execute(arguments: argparse.Namespace) -> int:
         if result.problems:
             print_problems(result.problems)
         if result.manifest and output is not None:
-            say(coloured(f"wrote {output}; next: composer3d check {pasted(output)}", good=result.ok))
+            world = "" if result.world_size is None else f" --world-size {result.world_size}"
+            say(coloured(f"wrote {output}; next: composer3d check {pasted(output)}{world}", good=result.ok))
         elif result.manifest:
             say(result.manifest.rstrip("\n"))
     return 0 if result.ok else 1

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.errors import ManifestError, PatternError, Problem, did_you_mean
+from composer3d.errors import ManifestError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
 from composer3d.importing.key_tables import load_key_table, path_of, systems
 from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
@@ -24,9 +24,8 @@ from composer3d.manifest import FILL_IN, make_importable
 
 __all__ = ["import_config", "read_translation", "translate_tree"]
 
-# What stands in for what is to be filled in, so that the rest of a manifest is checked.
+# What stands in for what is to be filled in, so that the rest of a manifest is checked; check has models for it.
 _STAND_INS = {
-    "model": 'model.use="composer3d.models:llama"',
     "data": 'data.use="synthetic"',
     "steps": "train.steps=100000",
 }
@@ -201,6 +200,7 @@ def _result(translation: Translation, name: str) -> ImportResult:
         keys=keys,
         manifest=manifest,
         problems=tuple(problems),
+        world_size=_world(translation),
     )
 
 
@@ -222,6 +222,7 @@ _CLASSES = "@sharded.unit_classes"
 def _checked(manifest: str, name: str, translation: Translation) -> list[Problem]:
     """Return what `check` finds in the manifest; what is to be filled in is a warning at its line."""
     from composer3d import check
+    from composer3d.checking import check_for_any_model
 
     if not translation.settings:
         return []  # a loop keeps everything: `check` takes a manifest without a table for that of a run
@@ -229,17 +230,13 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     lines = manifest.splitlines()
     places = {
         what: next((number for number, line in enumerate(lines, 1) if f'"{FILL_IN}:{what}"' in line), None)
-        for what in _STAND_INS
+        for what in ("model", *_STAND_INS)
     }
-    overrides = [_STAND_INS[what] for what, line in places.items() if line is not None]
-    if places["model"] is not None:
-        overrides += _experts(translation)
+    overrides = [stated for what, stated in _STAND_INS.items() if places[what] is not None]
     if places["data"] is not None:
         overrides += _without_chats(translation)
     elif places["model"] is not None and "data.chat.packing" in translation.settings:
         overrides += ['data.documents={positions="positions", numbers="documents"}']
-    if places["model"] is not None:
-        overrides += _large_enough(translation)
     if places["model"] is not None or not any(path.startswith("model.") for path in translation.settings):
         # Classes of a model that is not here are no stand-in's.
         overrides += [f"{path}=[]" for path in (path_of(_CLASSES),) if path in translation.settings]
@@ -247,7 +244,8 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
     with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
         file = Path(folder, Path(name).name)
         file.write_text(manifest, encoding="utf-8")
-        found = check(file, world_size=_world(translation), overrides=overrides)
+        look = check if places["model"] is None else check_for_any_model
+        found = look(file, world_size=_world(translation), overrides=overrides)
         problems = [
             replace(
                 problem,
@@ -255,8 +253,6 @@ def _checked(manifest: str, name: str, translation: Translation) -> list[Problem
                 severity="warning" if _is_elsewhere(problem) else problem.severity,
             )
             for problem in found.problems
-            # Patterns are of the model that is to be filled in: of a stand-in they say nothing.
-            if places["model"] is None or PatternError.SAID not in problem.message
         ]
     for what, line in places.items():
         if line is not None:
@@ -286,30 +282,6 @@ def _without_chats(translation: Translation) -> list[str]:
     told = {".".join(path.split(".")[:2]) for path in translation.settings}
     off = {"data.chat": "false", "data.documents": "false", "data.padding": '"none"'}
     return [f"{path}={value}" for path, value in off.items() if path in told]
-
-
-def _large_enough(translation: Translation) -> list[str]:
-    """Return sizes of the model that stands in for the user's: every rank has blocks and heads of it."""
-    settings = translation.settings
-
-    def degree(path: str) -> int:
-        value = settings[path].value if path in settings else 1
-        return value if isinstance(value, int) and value > 0 else 1
-
-    blocks = 2 * degree("mesh.pp") * degree(path_of("@stages.stages_per_rank"))
-    heads = degree("mesh.tp") * degree("mesh.cp")
-    split = settings.get(path_of("@stages.split"))
-    if split is not None or max(blocks, heads) <= 8:
-        return []
-    sizes = {"num_layers": max(blocks, 8), "num_heads": max(heads, 8), "dim": 32 * max(heads, 8)}
-    return [f"model.args.{name}={size}" for name, size in sizes.items()]
-
-
-def _experts(translation: Translation) -> list[str]:
-    """Return what makes the model that stands in a mixture of experts, where experts are shared among ranks."""
-    setting = translation.settings.get("mesh.ep")
-    degree = setting.value if setting is not None and isinstance(setting.value, int) else 1
-    return ['model.use="composer3d.models:moe"', f"model.args.num_experts={8 * degree}"] if degree > 1 else []
 
 
 def _world(translation: Translation) -> int | None:

@@ -77,6 +77,7 @@ class ImportResult:
         keys: One for every key of the source, in the order of the file.
         manifest: TOML with a comment for every key; empty where a key is refused.
         problems: Of the source, and of the manifest as `check` finds them.
+        world_size: Ranks that the manifest was checked for; None for what its degrees multiply to.
     """
 
     ok: bool
@@ -84,6 +85,7 @@ class ImportResult:
     keys: tuple[KeyVerdict, ...]
     manifest: str
     problems: tuple[Problem, ...]
+    world_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what `composer3d import --json` prints."""
