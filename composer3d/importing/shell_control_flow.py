@@ -10,7 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 from composer3d.importing.shell_conditions import arithmetic_holds, joined
-from composer3d.importing.shell_expansion import Environment, Piece, split_pieces
+from composer3d.importing.shell_expansion import Environment
+from composer3d.importing.shell_pieces import Piece, split_pieces
+from composer3d.importing.shell_reading import DOCUMENT, LITERAL
 from composer3d.importing.shell_tokens import Token, tokens_of
 
 __all__ = ["REDIRECTIONS", "ControlFlow", "State"]
@@ -18,7 +20,7 @@ __all__ = ["REDIRECTIONS", "ControlFlow", "State"]
 State: TypeAlias = Literal["live", "open", "dead"]
 
 _CLOSING = ("fi", "done", "esac", "then", "else", "elif", "do", "}")
-REDIRECTIONS = ("&>", ">>", ">&", "<&", "<<<", ">", "<")
+REDIRECTIONS = ("&>", ">>", ">&", "<&", "<<<", ">", "<", DOCUMENT, LITERAL)
 _CHANGED = re.compile(r"([A-Za-z_]\w*)(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
 
 
@@ -48,7 +50,12 @@ class ControlFlow(ABC):
         self._outcome: bool | None = True  # of the last command; None where it is not known
         self._rest: State = "live"  # of what follows: dead behind an exit that is certain
         self._guards: dict[tuple[str, int], int] = {}
+        self._begin()
         self._read(self._tokens, "live")
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set what is known before the first command."""
 
     @abstractmethod
     def _command(self, state: State) -> None:

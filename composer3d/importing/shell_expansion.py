@@ -4,64 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from composer3d.errors import Problem
 from composer3d.importing.leaves import UnreadableSource
+from composer3d.importing.shell_arrays import Arrays
 from composer3d.importing.shell_edits import edit_of
+from composer3d.importing.shell_pieces import Piece, blank, split_pieces
 from composer3d.importing.shell_tokens import Token, balanced_end, tokens_of
 
-__all__ = ["Environment", "Piece", "split_pieces"]
+__all__ = ["Environment"]
 
 _NAME = re.compile(r"\$(\w+|[@*#?$!-])")
 _BRACED = re.compile(r"^(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+?])(.*))?$", re.DOTALL)
-_ITEM = re.compile(r"^(\w+)\[(\d{1,6})\]$")
+_INDIRECT = re.compile(r"^!([A-Za-z_]\w*)$")
 _EDITED = re.compile(r"^(\w+)([/#%^,:].*)$", re.DOTALL)
 _MOST_PIECES = 5_000  # of a word
 _MOST_EXPANDED = 200_000  # of a script
 _OPEN = re.compile(r"^\$\{?(\w+)")
-_FLAGS_AT_ONCE = re.compile(r"\s*--.* ", re.DOTALL)
-_FLAGS = re.compile(r"\s+--", re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Text of a value.
-
-    Args:
-        text: Of the script, without quotes.
-        line: Where it stands.
-        is_split: Whether blanks in it divide words.
-    """
-
-    text: str
-    line: int
-    is_split: bool = False
-
-
-def split_pieces(pieces: Iterable[Piece]) -> list[tuple[str, int]]:
-    """Return the words of a value, each with its line. Flags behind blanks divide words even in quotes."""
-    words: list[tuple[str, int]] = []
-    current, line, is_begun = "", 1, False
-    for piece in pieces:
-        if not piece.is_split and not (_FLAGS if is_begun else _FLAGS_AT_ONCE).match(piece.text):
-            line = line if is_begun else piece.line
-            current, is_begun = current + piece.text, True
-            continue
-        place = piece.line
-        for run in re.split(r"(\s+)", piece.text):
-            if run.isspace():
-                if is_begun:
-                    words.append((current, line))
-                current, is_begun = "", False
-                place += run.count("\n")
-            elif run:
-                line = line if is_begun else place
-                current, is_begun = current + run, True
-    if is_begun:
-        words.append((current, line))
-    return [(word.strip("'\""), place) for word, place in words if word]
+# 0x1f, 2#101, 017 and 17: a zero in front is of octal numbers.
+_NUMBER = re.compile(r"(?<!\w)(?:0[xX](?P<hex>[0-9a-fA-F]+)|(?P<base>\d{1,2})#(?P<digits>\w+)|(?P<plain>\d+))(?!\w)")
+_NUMBER_ALONE = re.compile(rf"-?{_NUMBER.pattern}")
 
 
 @dataclass(kw_only=True)
@@ -71,13 +35,16 @@ class Environment:
     Args:
         given: By the user.
         uncertain: `${NAME:+...}` of a variable that is not known, with its line: taken as the script leaves it.
+        indices: Of elements, of arrays that have holes.
         printed: Returns what the commands of a `$(...)` print; None where that is not known without running them.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
     variables: dict[str, list[Piece]] = field(default_factory=dict)
     uncertain: dict[str, int] = field(default_factory=dict)
+    indices: dict[str, list[int]] = field(default_factory=dict)
     printed: Callable[[str, int], list[Piece] | None] = lambda text, line: None
+    num_shifted: int = field(init=False, default=0)  # arguments of the script that are gone
     num_expanded: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -90,20 +57,27 @@ class Environment:
             pieces: list[Piece] = []
             for token in tokens_of(value.text[1:-1], "", line=value.line):
                 if not token.is_operator:
-                    pieces += [*self.expand(token), Piece(text=" ", line=token.line, is_split=True)]
+                    pieces += [*self.expand(token), blank(token.line)]
         else:
             pieces = self.expand(value)
+        if not is_added:
+            self.indices.pop(name, None)
         before = self.variables.get(name, []) if is_added else []
         self.variables[name] = [*before, *pieces][:_MOST_PIECES]
 
     def open(self, name: str, line: int, *, is_added: bool) -> None:
         """Set a variable to what is not known, or add to it what may be further words."""
         if not is_added:
+            self.indices.pop(name, None)
             self.variables[name] = [Piece(text=f"${name}", line=line, is_split=True)]
             return
-        blank = Piece(text=" ", line=line, is_split=True)
         added = Piece(text=f"${{{name}[@]}}", line=line, is_split=True)
-        self.variables[name] = [*self.variables.get(name, []), blank, added, blank]
+        self.variables[name] = [*self.variables.get(name, []), blank(line), added, blank(line)]
+
+    @property
+    def arrays(self) -> Arrays:
+        """Elements of the arrays among the variables."""
+        return Arrays(variables=self.variables, number=self.whole_number, text=self._unsplit, indices=self.indices)
 
     def argument_behind(self, name: str) -> str:
         """Return the variable of the outside, or the argument, that another is set from; else its own name."""
@@ -169,7 +143,7 @@ class Environment:
         inner = reference[2:-1] if reference.startswith("${") else reference[1:]
         found = _BRACED.match(inner)
         if found is None:
-            edited = self._edited(inner, is_quoted=is_quoted)
+            edited = self._edited(inner, line, is_quoted=is_quoted)
             return itself if edited is None else edited
         name, operator, other = found[1], found[2] or "", found[3] or ""
         if name in "@*" and name not in self.variables:
@@ -182,8 +156,10 @@ class Environment:
             if value is None or any(piece.text[:1] in ("$", "`") for piece in value):
                 self.uncertain[reference] = line
             return self._pieces(other, line, is_quoted=is_quoted) if is_set else []
+        if value is None and name.isdecimal() and self.num_shifted:  # by its number before `shift`
+            itself = [Piece(text=f"${int(name) + self.num_shifted}", line=line)]
         if operator and value is None and not other:
-            return [Piece(text=f"${name}", line=line)]
+            return [Piece(text=f"${name}", line=line)] if not name.isdecimal() else itself
         if operator and not is_set:
             return self._pieces(other, line, is_quoted=is_quoted)
         if value is None:
@@ -194,19 +170,29 @@ class Environment:
         as_list = "[" in inner
         return value if is_quoted and as_list else [replace(piece, is_split=not is_quoted) for piece in value]
 
-    def _edited(self, inner: str, *, is_quoted: bool) -> list[Piece] | None:
+    def _unsplit(self, text: str) -> str:
+        return "".join(piece.text for piece in self._pieces(text, 1, is_quoted=False))
+
+    def _edited(self, inner: str, line: int, *, is_quoted: bool) -> list[Piece] | None:
         """Return a variable's value as `${NAME/a/b}` and its like edit it; None where that is not known."""
+        if inner == "#":
+            return self.variables.get("#")
         if inner[:2] in ("@:", "*:") and inner[0] not in self.variables:
             return []  # arguments of the script, of which there are none
-        item = _ITEM.match(inner)
-        if item is not None and item[1] in self.variables:
-            words = split_pieces(self.variables[item[1]])
-            return [Piece(text=word, line=line) for word, line in words[int(item[2]) :][:1]]
+        if (named := _INDIRECT.match(inner)) is not None:
+            name = "".join(piece.text for piece in self.variables.get(named[1], []))
+            is_known = name.isidentifier() and name in self.variables
+            return self._value(f"${{{name}}}", line, is_quoted=is_quoted) if is_known else None
+        looked_up = self.arrays.looked_up(inner, line)
+        if looked_up is not None:
+            self.num_expanded += len(looked_up)
+            is_list = "[@]" in inner or "[*]" in inner or inner[0] in "@*"
+            return looked_up if is_list and is_quoted else [replace(p, is_split=not is_quoted) for p in looked_up]
         found = _EDITED.match(inner)
         value = self.variables.get(found[1]) if found is not None else None
         if found is None or value is None:
             return None
-        edit = edit_of(found[2], lambda text: "".join(piece.text for piece in self._pieces(text, 1, is_quoted=False)))
+        edit = edit_of(found[2], self._unsplit)
         whole = edit("".join(piece.text for piece in value)) if edit is not None else None
         if edit is None or whole is None:
             return None
@@ -224,22 +210,38 @@ class Environment:
         """Return the value of an arithmetic expression: sums, products and quotients of numbers and variables."""
         words = split_pieces(self._pieces(text, 1, is_quoted=False))
         expression = " ".join(word for word, _ in words)
-        for name in set(re.findall(r"[A-Za-z_]\w*", expression)):
-            value = "".join(piece.text for piece in self.variables.get(name, [])).strip()
-            if not re.fullmatch(r"-?\d{1,18}", value):
-                return None
-            expression = re.sub(rf"\b{name}\b", f"({value})", expression)
         try:
+            expression = _NUMBER.sub(_decimal, expression)
+            for name in set(re.findall(r"[A-Za-z_]\w*", expression)):
+                value = "".join(piece.text for piece in self.variables.get(name, [])).strip()
+                if len(value) > 20 or not _NUMBER_ALONE.fullmatch(value):
+                    return None
+                expression = re.sub(rf"\b{name}\b", f"({_NUMBER.sub(_decimal, value)})", expression)
             return _whole(ast.parse(expression.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return None
 
 
+def _decimal(number: re.Match[str]) -> str:
+    """Return a number of a script as Python writes it.
+
+    Raises:
+        ValueError: It has a digit that its base has not.
+    """
+    if number["hex"]:
+        return str(int(number["hex"], 16))
+    if number["base"]:
+        return str(int(number["digits"], int(number["base"])))
+    plain = number["plain"]
+    return str(int(plain, 8 if plain.startswith("0") else 10))
+
+
 def _whole(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_whole(node.operand)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _whole(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
         left, right = _whole(node.left), _whole(node.right)
         if max(abs(left), abs(right)) > 1 << 62:
@@ -250,10 +252,13 @@ def _whole(node: ast.expr) -> int:
             return left - right
         if isinstance(node.op, ast.Mult):
             return left * right
+        if isinstance(node.op, ast.Pow | ast.LShift) and 0 <= right < 63 and abs(left) <= 1 << 20:
+            return left**right if isinstance(node.op, ast.Pow) else left << right
+        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards zero
         if isinstance(node.op, ast.Div | ast.FloorDiv):
-            return int(left / right)
+            return quotient
         if isinstance(node.op, ast.Mod):
-            return left % right
+            return left - right * quotient
     raise ValueError
 
 

@@ -16,6 +16,8 @@ __all__ = ["read_command_line", "read_script", "read_words"]
 
 # A variable by itself: its name, and behind that what edits its text, as /a/b.
 _ALONE = re.compile(r"^\$(?:(?P<plain>\w+)|\{[!#]?(?P<name>\w+)(?:\[[^\]]*\])?(?P<edit>[^\w\[][^}]*)?\})$")
+_LIST = re.compile(r"^\$\{!?\w+\[[@*]\][^}]*\}$")  # all elements of an array, or some
+_BLANK = re.compile(r"\s")
 _GROUP = re.compile(r"ARGS|OPTIONS?|OPTS|FLAGS", re.IGNORECASE)
 _SUBSTITUTED = re.compile(r"^(\$\(|`)")
 _PROGRAM = re.compile(r"(?:^|/)(?:torchrun|python[\d.]*)$")
@@ -104,8 +106,11 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
             continue
         if word.startswith("--") and len(word) > 2:
             name, stated, value = word[2:].partition("=")
+            if _BLANK.search(name):
+                _refuse_joined(builder, word, place)
+                continue
             found.append((name, place, [value] if stated else []))
-        elif word.endswith("[@]}") or (_ALONE.match(word) and (not found or given or _GROUP.search(word))):
+        elif _LIST.match(word) or (_ALONE.match(word) and (not found or given or _GROUP.search(word))):
             _open_group(builder, word, place, script)
         elif (not found or given) and _SUBSTITUTED.match(word):
             message, hint = f"{word} is not run, so the flags that it prints are not known", "import the flags after --"
@@ -120,12 +125,19 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
         builder.add((name.replace("-", "_"),), one_or_all, line, severity="warning", written=name)
 
 
+def _refuse_joined(builder: TreeBuilder, word: str, line: int) -> None:
+    shown = f"{word[:57]}..." if len(word) > 60 else word
+    message = f'"{shown}" is one word there, because of its quotes: Megatron-LM has no flag of that name, and raises'
+    hint = "leave the quotes out, or expand an array"
+    builder.problems.append(Problem(message=message, file=builder.file, line=line, hint=hint))
+
+
 def _open_group(builder: TreeBuilder, word: str, line: int, script: ShellScript | None) -> None:
     found = _ALONE.match(word)
     if script is None or found is None:
         return
     name = found["plain"] or found["name"]
-    if found["edit"] and name in script.variables:
+    if (found["edit"] or word.startswith("${!")) and name in script.variables:
         message, hint = f"{word} is not followed, so the flags in it are not known", "import the flags after --"
         builder.problems.append(Problem(message=message, file=builder.file, line=line, hint=hint))
         return

@@ -1,7 +1,8 @@
 """Launch scripts in shell, read without running them: what their variables hold, and the commands they would start.
 
 Assignments, arrays, arithmetic, defaults (`${X:-1}`), conditions on known values (`if`, `case`, `&&`, `||`), calls of
-the script's own functions, `eval`, `bash -c` and `$(...)` of these and of `echo` are followed. Loops, other substituted
+the script's own functions, `eval`, `bash -c` and `$(...)` of these and of `echo`, `shift`, and `read` of a
+document in the script are followed. Loops, other substituted
 commands, other files and conditions on files or on variables set outside are not: what depends on them is open, and
 keeps its text (`$NAME`).
 """
@@ -9,20 +10,21 @@ keeps its text (`$NAME`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from composer3d.importing.shell_conditions import holds
-from composer3d.importing.shell_control_flow import ControlFlow, State
-from composer3d.importing.shell_expansion import Piece, split_pieces
+from composer3d.importing.shell_control_flow import State
+from composer3d.importing.shell_pieces import Piece, blank, split_pieces
+from composer3d.importing.shell_reading import DOCUMENT, LITERAL
 from composer3d.importing.shell_tokens import Token, tokens_of
+from composer3d.importing.shell_variables import PARAMETER, ScriptVariables, is_assignment
 
 __all__ = ["LineWord", "ShellScript"]
 
 LineWord: TypeAlias = tuple[str, int]
 
-_ASSIGNED = re.compile(r"^([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _OWN = ("local", "declare", "typeset")  # to a function's call
 _TESTS = ("[", "[[", "test", "true", "false", ":")
@@ -35,11 +37,11 @@ _MOST_SUBSTITUTED = 1_000  # of a script
 _DOCUMENT = re.compile(r"^\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*?)\n[ \t]*\2\s*$", re.DOTALL)
 _FORMAT = re.compile(r"(?:%s|\\n|\s)*")  # of `printf`
 _SILENT = ("set", "unset", "shift", "return", "exit", "cd")
-_PARAMETER = re.compile(r"\d+|[@*#]")
+_PROGRAM = re.compile(r"(?:^|/)(?:torchrun|python[\d.]*)$|\.py$")
 
 
 @dataclass(kw_only=True)
-class ShellScript(ControlFlow):
+class ShellScript(ScriptVariables):
     """A script's commands and variables, as far as they are known.
 
     Attributes:
@@ -52,12 +54,12 @@ class ShellScript(ControlFlow):
 
     def __post_init__(self) -> None:
         self._functions: dict[str, list[Token]] = {}
-        self._own: dict[str, list[Piece] | None] = {}
         self._result: bool | None = True  # of the last `return`
-        self._num_calls = self._num_substituted = 0
+        self._num_substituted = 0
         self._printed: list[Piece] | None = None  # by the commands of a `$(...)`, while these are read
         self._is_known = True  # whether they print nothing else
         self._targets: list[str] = []  # of a command's redirections
+        self._read_from: tuple[str, Token] | None = None  # the last of these that is a text of the script
         super().__post_init__()
 
     @property
@@ -94,7 +96,7 @@ class ShellScript(ControlFlow):
     def _words(self) -> list[Token]:
         """Return the words of a simple command, or all that `[[` encloses."""
         words: list[Token] = []
-        self._targets = []
+        self._targets, self._read_from = [], None
         is_extended = self._tokens[self._at].text == "[["
         while self._at < len(self._tokens):
             token = self._tokens[self._at]
@@ -107,7 +109,10 @@ class ShellScript(ControlFlow):
                 break
             self._at += 1
             if token.is_operator:  # a redirection, whose target follows
-                self._targets += [token.text + target.text for target in self._tokens[self._at : self._at + 1]]
+                for target in self._tokens[self._at : self._at + 1]:
+                    self._targets.append(token.text + target.text)
+                    if token.text in (DOCUMENT, LITERAL, "<<<"):
+                        self._read_from = token.text, target
                 self._at += 1
             else:
                 words.append(token)
@@ -126,14 +131,17 @@ class ShellScript(ControlFlow):
             self._outcome = True
             if head in _OWN:
                 self._keep(word.text.partition("=")[0] for word in words[1:])
-            words = [word for word in words if _ASSIGNED.match(word.text)]
-        num_assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word.text)), len(words))
+            words = [word for word in words if is_assignment(word.text)]
+        num_assigned = next((n for n, word in enumerate(words) if not is_assignment(word.text)), len(words))
         if num_assigned == len(words):  # before a command they are that command's alone
             self._outcome = self._outcome or (None if any("$(" in w.text or "`" in w.text for w in words) else True)
             for word in words:
                 self._assign(word, state)
             return
+        separators = next((word for word in words[:num_assigned] if word.text.startswith("IFS=")), None)
         words = words[num_assigned:]
+        if words[0].text in _READING:
+            self._reads(words, state, source=self._read_from, separators=separators)
         self._builtin(words, state)
         if words[0].text in self._functions:
             if self._printed is None:
@@ -152,13 +160,13 @@ class ShellScript(ControlFlow):
             self._printed += printed
 
     def _expanded(self, words: Sequence[Token]) -> list[LineWord]:
-        pieces: list[Piece] = []
+        """Return a command's words: those behind the name of a program exactly as the shell passes them."""
+        found: list[LineWord] = []
+        is_behind = False
         for word in words:
-            pieces += [*self._environment.expand(word), _blank(word.line)]
-        return split_pieces(pieces)
-
-    def _text(self, word: Token) -> str:
-        return "".join(piece.text for piece in self._environment.expand(word))
+            found += split_pieces(self._environment.expand(word), is_exact=is_behind)
+            is_behind = is_behind or any(_PROGRAM.search(text) for text, _ in found)
+        return found
 
     # ---- substituted commands ----------------------------------------------------------------------------------------
 
@@ -193,8 +201,8 @@ class ShellScript(ControlFlow):
         else:
             return None
         line = words[0].line
-        return [piece for word in given for piece in (*self._environment.expand(word), _blank(word.line))] + [
-            _blank(line)
+        return [piece for word in given for piece in (*self._environment.expand(word), blank(word.line))] + [
+            blank(line)
         ]
 
     def _builtin(self, words: Sequence[Token], state: State) -> None:
@@ -211,17 +219,12 @@ class ShellScript(ControlFlow):
         if head in ("source", ".") and len(words) > 1:
             self.sourced.setdefault(words[1].text, line)
         if head == "shift":
-            self._shift(state)
-        if head in _READING or (head == "printf" and len(words) > 1 and words[1].text == "-v"):
-            for word in words[1:]:
-                if found := re.match(r"[A-Za-z_]\w*", word.text):
-                    self._open(found[0], line, state)
+            self._shift(words, state)
+        if head == "printf" and len(words) > 1 and words[1].text == "-v":
+            self._open_all(words, state)
         if head == "unset":
             for word in words[1:]:
-                if state == "live" and word.text not in self.values:
-                    self._environment.variables[word.text] = []
-                else:
-                    self._open(word.text, line, state)
+                self._unset(word, state)
 
     # ---- functions and scripts in the script -------------------------------------------------------------------------
 
@@ -247,43 +250,22 @@ class ShellScript(ControlFlow):
             return
         before = self._environment.variables
         own, self._own, rest = self._own, {}, self._rest
+        shifted, self._environment.num_shifted = self._environment.num_shifted, 0
         self._result = True
-        parameters = {name: value for name, value in before.items() if _PARAMETER.fullmatch(name)}
+        parameters = {name: value for name, value in before.items() if PARAMETER.fullmatch(name)}
         self._set_parameters([self._environment.expand(word) for word in words[1:]])
         self._read(self._functions[words[0].text], state)
         for name, value in self._own.items():
             before[name] = value or []
             if value is None:
                 del before[name]
-        for name in [name for name in before if _PARAMETER.fullmatch(name)]:
+        for name in [name for name in before if PARAMETER.fullmatch(name)]:
             del before[name]
         before.update(parameters)
+        self._environment.num_shifted = shifted
         self._outcome = self._result if self._rest == "dead" else None if self._rest == "open" else self._outcome
         self._own, self._rest = own, rest
         self._num_calls -= 1
-
-    def _keep(self, names: Iterable[str]) -> None:
-        """Note what variables hold that are a call's own from here on."""
-        for name in names:
-            if self._num_calls:
-                self._own.setdefault(name, self._environment.variables.get(name))
-
-    def _set_parameters(self, values: Sequence[list[Piece]]) -> None:
-        """Set `$1` and the others, and `$@`."""
-        variables = self._environment.variables
-        for name in [name for name in variables if _PARAMETER.fullmatch(name)]:
-            del variables[name]
-        variables.update({str(number): value for number, value in enumerate(values, start=1)})
-        variables["@"] = variables["*"] = [piece for value in values for piece in (*value, _blank(1))]
-
-    def _shift(self, state: State) -> None:
-        variables = self._environment.variables
-        numbers = sorted(int(name) for name in variables if name.isdecimal())
-        if self._num_calls and state == "live":
-            self._set_parameters([variables[str(number)] for number in numbers[1:]])
-        else:
-            for number in numbers:
-                variables[str(number)] = [Piece(text=f"${number}", line=1, is_split=True)]
 
     def _inner_script(self, words: Sequence[Token], state: State) -> bool:
         """Read what `eval` and `bash -c` are given; return whether the command is one of these."""
@@ -298,33 +280,8 @@ class ShellScript(ControlFlow):
         self._read(tokens_of(text, self.file, line=words[0].line), state)
         return True
 
-    def _assign(self, word: Token, state: State) -> None:
-        found = _ASSIGNED.match(word.text)
-        assert found is not None
-        name = found[1]
-        if name in self.values:
-            return
-        text = word.text[found.end() :]
-        if state == "open":
-            self._open(name, word.line, state, is_added=_is_added(found))
-            return
-        value = Token(text=text, line=word.line + word.text[: found.end()].count("\n"))
-        self._environment.assign(name, value, is_added=bool(found[2]))
-        if not found[2] and f"${name}" not in text and f"${{{name}" not in text:
-            self.conditional.pop(name, None)
-
-
-def _blank(line: int) -> Piece:
-    return Piece(text=" ", line=line, is_split=True)
-
 
 def _success(words: Sequence[Token]) -> bool | None:
     """Return whether the outcome that `return` gives is success; None where it is not known."""
     given = words[1].text if len(words) > 1 else ""
     return int(given) == 0 if given.isdecimal() else None
-
-
-def _is_added(assigned: re.Match[str]) -> bool:
-    """Return whether an assignment keeps what the variable holds, in front: `A+=...` and `A="$A ..."`."""
-    text = assigned.string[assigned.end() :]
-    return bool(assigned[2]) or re.match(rf"\(?\s*\"?\$\{{?{assigned[1]}\b", text) is not None

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from composer3d.errors import Problem
 from composer3d.importing.leaves import UnreadableSource
+from composer3d.importing.shell_reading import DOCUMENT, LITERAL
 
 __all__ = ["Token", "balanced_end", "tokens_of"]
 
 _OPERATORS = (";;", "&&", "||", "&>", ">>", ">&", "<&", "<<<", ";", "&", "|", "(", ")", "\n", ">", "<")
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ARRAY = re.compile(r"^[A-Za-z_]\w*\+?=$")
 _CLOSING = {"(": ")", "{": "}"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """A word as it stands in the script, or an operator.
+    """A word as it stands in the script, or an operator. Behind that of a document stand its lines, as one word.
 
     Args:
         text: With its quotes.
@@ -44,7 +45,7 @@ def tokens_of(text: str, file: str, *, line: int = 1) -> list[Token]:
     """
     found: list[Token] = []
     at, end = 0, len(text)
-    awaited: list[str] = []  # ends of documents that begin behind this line
+    awaited: list[tuple[str, int]] = []  # ends of documents that begin behind this line, and where their lines go
     while at < end:
         char = text[at]
         if text.startswith("\\\n", at):
@@ -54,15 +55,20 @@ def tokens_of(text: str, file: str, *, line: int = 1) -> list[Token]:
         elif char == "#":
             at = _line_end(text, at)
         elif char == "<" and (document := _HEREDOC.match(text, at)) and not text.startswith("<<<", at):
-            awaited.append(document[2])
+            operator = LITERAL if document[1] else DOCUMENT
+            found += [Token(text=operator, line=line, is_operator=True), Token(text="", line=line)]
+            awaited.append((document[2], len(found) - 1))
             at = document.end()
         elif (operator := next((one for one in _OPERATORS if text.startswith(one, at)), None)) is not None:
             found.append(Token(text=operator, line=line, is_operator=True))
             at += len(operator)
             if operator == "\n":
                 line += 1
-                for name in awaited:
+                for name, place in awaited:
+                    begun, first = at, line
                     at, line = _behind_document(text, at, line, name, file)
+                    lines = text[begun:at].splitlines(keepends=True)[:-1]
+                    found[place] = Token(text="".join(lines), line=first)
                 awaited = []
         else:
             stop = _word_end(text, at, file, line)

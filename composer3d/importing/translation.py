@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ __all__ = ["AUTO", "Options", "Rule", "Setting", "Translation", "translate"]
 _SECRET_NAMES = re.compile(r"(?:token|secret|password|api_key)$")
 # Pieces of text that a tokenizer has.
 _TOKENS_OF_TEXT = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|eot|eod|image|start|end|stop)_token$")
+_GUESSED = (Verdict.MEANINGLESS, Verdict.IGNORED_THERE, Verdict.EQUAL)
 AUTO = "auto"  # of a value that a trainer fills in
 
 
@@ -71,6 +72,9 @@ class Translation:
         tree: The file.
         table: What becomes of its keys.
         options: The user's.
+
+    Attributes:
+        unknown: Keys whose values only running a script tells.
     """
 
     tree: SourceTree
@@ -80,6 +84,7 @@ class Translation:
     loop: list[str] = field(default_factory=list)
     verdicts: dict[str, KeyVerdict] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
     @property
     def is_run(self) -> bool:
@@ -222,6 +227,7 @@ class Translation:
         if verdict is not None and verdict.verdict is Verdict.REFUSED:
             return
         if (name := _open_name(leaf.value)) is not None:
+            self.unknown.append(key)
             message, hint = "is not known without running the script", f"--arg {name}=VALUE"
             if not name:
                 hint = f"import the file with -- --{leaf.shown} VALUE behind it"
@@ -237,6 +243,19 @@ class Translation:
             )
         )
         self.judge(key, Verdict.REFUSED, message)
+
+    def unsettle(self, decider: str, keys: Iterable[str]) -> None:
+        """Say of keys that another one decides about that they are as little known as that one's value.
+
+        Args:
+            decider: The key; nothing happens where its value is known.
+            keys: Of which a verdict would be a guess.
+        """
+        if decider in self.unknown:
+            for key in keys:
+                if key != decider and key in self.verdicts and self.verdicts[key].verdict in _GUESSED:
+                    del self.verdicts[key]
+                    self.judge(key, Verdict.MISSING, f"{self.tree.leaves[decider].shown} decides, and is not known")
 
     def refuse(self, key: str, note: str) -> None:
         """Refuse a key, whatever its verdict was before."""
@@ -360,19 +379,24 @@ def _shown(leaf: Leaf) -> Any:
     return hidden
 
 
+# What a script's value holds of which nothing is known without running it.
+_OPEN = re.compile(r"\$(?:[\w({@*#?!-])|`[^`]*`")
+_HEXADECIMAL = re.compile(r"\b0[xX][0-9a-fA-F]+")
+_OPEN_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?![\w\[!])|\$\(\([^A-Za-z_)]*([A-Za-z_]\w*)")
+
+
 def _open_name(value: Any) -> str | None:
     """Return the variable of a script that a value is, or is computed from, where it is not known.
 
-    Of what a command prints the name is empty; None of a value that is known.
+    It is empty where several are, or another thing than a variable's value; None of a value that is known.
     """
-    if not isinstance(value, str):
+    texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+    if not any(_OPEN.search(text) for text in texts):
         return None
-    found = re.match(r"^\$\{?(\w+)(?:\}?$|[^\w\s}][^}]*\}$)", value) or re.match(
-        r"^\$\(\(.*?([A-Za-z_]\w*).*\)\)$", value
-    )
-    if found is not None:
-        return found[1]
-    return "" if re.match(r"^(?:\$\(.*\)|`.*`)$", value, re.DOTALL) else None
+    texts = [_HEXADECIMAL.sub("0", text) for text in texts]
+    names = {first or second for text in texts for first, second in _OPEN_NAMES.findall(text)}
+    is_more = any(_OPEN.search(_OPEN_NAMES.sub("", text)) for text in texts)
+    return names.pop() if len(names) == 1 and not is_more else ""
 
 
 def _written(value: Any) -> str:
