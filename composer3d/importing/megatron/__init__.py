@@ -8,6 +8,7 @@ from composer3d.importing.documents_inside import documents_inside
 from composer3d.importing.leaves import Leaf, SourceTree
 from composer3d.importing.megatron.annealing import schedule
 from composer3d.importing.megatron.degrees import layout
+from composer3d.importing.megatron.dependents import dependents
 from composer3d.importing.megatron.iterations import batch
 from composer3d.importing.megatron.memory import offload, recomputation
 from composer3d.importing.megatron.shapes import data, model
@@ -28,6 +29,7 @@ RULES = {
     "optimizer": optimizer,
     "schedule": schedule,
     "saving": saving,
+    "dependents": dependents,
 }
 _BLOCKS = ("language_model", "model_parallel")
 

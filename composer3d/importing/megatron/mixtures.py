@@ -7,7 +7,15 @@ from typing import Any
 
 from composer3d.importing.translation import Translation
 
-__all__ = ["EXPERTS", "FACTORY", "has_experts", "judge_without_experts", "mixture_arguments", "unlike_a_mixture"]
+__all__ = [
+    "EXPERTS",
+    "FACTORY",
+    "feed_forward_width",
+    "has_experts",
+    "judge_without_experts",
+    "mixture_arguments",
+    "unlike_a_mixture",
+]
 
 FACTORY = "composer3d.models:moe"
 _WIDE, _SHARED, _FREQUENCY = "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq"
@@ -16,6 +24,7 @@ _GROUPS, _TOP_GROUPS, _DEVICES = "moe_router_num_groups", "moe_router_group_topk
 _BALANCING, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 _BIASED, _RATE = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
 _CAPACITY = "moe_expert_capacity_factor"
+_ASSIGNED = "sinkhorn"  # routing that has scores of its own
 # Of which an expert or the choice of experts is another one than that of the factory.
 _OTHERS = {
     "moe_shared_expert_gate": "a gate of the shared experts",
@@ -78,10 +87,10 @@ def unlike_a_mixture(t: Translation) -> dict[str, str]:
     scores, top = t.text(_SCORES, "softmax"), _top(t)
     if scores not in ("softmax", "sigmoid"):
         found[_SCORES] = f"scores by {scores}"
-    elif scores == "softmax" and top == 1 and not t.flag(_BEFORE):
+    elif scores == "softmax" and top == 1 and not t.flag(_BEFORE) and _ASSIGNED not in dict(_kinds(t)):
         found[_TOP] = "one expert a token by softmax, which Megatron-LM trains with --moe-router-pre-softmax alone"
     shared, wide = t.integer(_SHARED) or 0, _width(t)
-    if shared and (not wide or shared % wide):
+    if shared and wide and shared % wide:
         found[_SHARED] = f"shared experts of {shared}, which is no multiple of an expert's {wide}"
     groups, top_groups = _groups(t)
     if top_groups and not groups:
@@ -108,7 +117,7 @@ def mixture_arguments(t: Translation) -> dict[str, Any]:
         "num_experts": t.integer("num_experts"),
         "top_k": top,
         "expert_dim": wide,
-        "num_shared_experts": shared // wide if wide else 0,
+        "num_shared_experts": shared // wide,
         "num_dense_layers": _dense_layers(t) or 0,
         "scores": scores,
         "normalise": top > 1 if scores == "sigmoid" else not t.flag(_BEFORE),
@@ -171,8 +180,17 @@ def _top(t: Translation) -> int:
     return t.integer(_TOP, 2, least=1) or 2
 
 
-def _width(t: Translation) -> int | None:
-    return t.integer(_WIDE) or t.integer("ffn_hidden_size")
+def feed_forward_width(t: Translation) -> int:
+    """Return the width of a dense feed-forward: Megatron-LM's default is four times the model's, as two thirds of it
+    under SwiGLU in whole multiples of 64.
+    """
+    wide = t.integer("hidden_size") or 0
+    return t.integer("ffn_hidden_size") or (int(4 * wide * 2 / 3 / 64) * 64 if t.flag("swiglu") else 4 * wide)
+
+
+def _width(t: Translation) -> int:
+    """Return the width of an expert, by default that of a dense feed-forward."""
+    return t.integer(_WIDE) or feed_forward_width(t)
 
 
 def _groups(t: Translation) -> tuple[int | None, int | None]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from composer3d.errors import Problem
 from composer3d.importing.documents_inside import asks_for_end
 from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
 from composer3d.importing.megatron.mixtures import (
     EXPERTS,
     FACTORY,
+    feed_forward_width,
     has_experts,
     judge_without_experts,
     mixture_arguments,
@@ -21,6 +23,7 @@ __all__ = ["data", "model"]
 
 _FACTORY = "composer3d.models:llama"
 _NOT_HERE = "a model that is not here; name it with --model"
+_UNPLACED = "no_position_embedding"
 _CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _KEYS = (
     "num_layers",
@@ -68,9 +71,18 @@ def model(translation: Translation) -> None:
         _llama(t, mixture_arguments(t) if is_mixture else {})
     if not is_mixture:
         judge_without_experts(t)
+    if t.options.model is not None:
+        t.judge(_UNPLACED, verdict, note)
+    has_learned = not _is_rotary(t) and t.flag(_UNPLACED)
+    said = f"no positions: {_NOT_HERE}" if has_learned else "no learned positions, and rotary ones are none"
+    t.judge(_UNPLACED, "missing" if has_learned else "equal" if t.flag(_UNPLACED) else "meaningless", said)
     for key in (*_KEYS, *EXPERTS):
         stated = t.get(key) not in (None, False, "none")
         t.judge(key, verdict if stated else "meaningless", note if stated else "no value, or off")
+
+
+def _is_rotary(t: Translation) -> bool:
+    return t.get("position_embedding_type") == "rope" or t.flag("use_rotary_position_embeddings")
 
 
 def _unlike_a_llama(t: Translation) -> dict[str, str]:
@@ -79,7 +91,7 @@ def _unlike_a_llama(t: Translation) -> dict[str, str]:
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if not t.integer(key):
             found[key] = f"no --{key.replace('_', '-')}"
-    if t.get("position_embedding_type") != "rope" and not t.flag("use_rotary_position_embeddings"):
+    if not _is_rotary(t):
         found["position_embedding_type"] = f"{t.get('position_embedding_type', 'learned absolute')} positions"
     if t.get("rotary_percent", 1.0) not in (1, 1.0, None):
         found["rotary_percent"] = "rotary positions of a part of each head"
@@ -87,6 +99,8 @@ def _unlike_a_llama(t: Translation) -> dict[str, str]:
         found["normalization"] = str(t.get("normalization", "LayerNorm"))
     if not t.flag("swiglu"):
         found["swiglu"] = "feed-forwards without SwiGLU"
+    elif wide and not feed_forward_width(t):
+        found["swiglu"] = f"feed-forwards of width 0, the default beside --hidden-size {wide}"
     if not (t.flag("disable_bias_linear") or ("add_bias_linear" in t and not t.flag("add_bias_linear"))):
         found["add_bias_linear"] = "biases in linear layers"
     if heads and wide and wide % heads:
@@ -101,13 +115,12 @@ def _llama(t: Translation, experts: Mapping[str, Any]) -> None:
     grouped = t.flag("group_query_attention")
     groups = (t.integer("num_query_groups") or heads) if grouped else heads
     width = t.integer("hidden_size") or 1
-    hidden = t.integer("ffn_hidden_size") or (int(4 * width * 2 / 3) // 64) * 64
     arguments: dict[str, Any] = {
         "dim": width,
         "num_layers": t.integer("num_layers") or 1,
         "num_heads": heads,
         "num_kv_heads": groups,
-        "ffn_dim": hidden,
+        "ffn_dim": feed_forward_width(t),
         "max_seq_len": t.integer("max_position_embeddings") or t.integer("seq_length") or 2048,
         "rope_theta": float(t.number("rotary_base", 10000) or 10000),
         "norm_eps": float(t.number("norm_epsilon", t.number("layernorm_epsilon", 1e-5)) or 1e-5),
@@ -123,8 +136,7 @@ def _llama(t: Translation, experts: Mapping[str, Any]) -> None:
     t.put("model.args", arguments, reason="the shape's flags, and Megatron-LM's defaults where they are silent")
     note = "initial weights are other draws: start from a checkpoint for the same curve"
     t.judge("num_layers", "changed", note, to="model.args")
-    dropped = t.number("attention_dropout", 0.1) or 0.0
-    t.judge("attention_dropout", "missing" if dropped else "equal", "dropout of attention's weights")
+    _dropped(t)
     unused = "" if grouped else "group-query-attention is off"
     t.judge("num_query_groups", "carried" if grouped else "ignored-there", unused, to="model.args")
     for key in _CENTRED:
@@ -133,6 +145,17 @@ def _llama(t: Translation, experts: Mapping[str, Any]) -> None:
     t.judge("make_vocab_size_divisible_by", "derived", "the vocabulary is padded", to="model.args")
     for key in _KEYS:
         t.judge(key, "carried" if t.get(key) is not None else "meaningless", to="model.args")
+
+
+def _dropped(t: Translation) -> None:
+    """Say that attention's weights are not dropped out, also where no flag asks for what is the default."""
+    key = "attention_dropout"
+    dropped, said = t.number(key, 0.1) or 0.0, "dropout of attention's weights"
+    t.judge(key, "missing" if dropped else "equal", said)
+    if dropped and key not in t:
+        message = f"--attention-dropout is {dropped:g} in Megatron-LM by default, and {said} is not here"
+        hint = "--attention-dropout 0 behind -- says that there is none"
+        t.problems.append(Problem(message=message, file=t.tree.file, severity="warning", hint=hint))
 
 
 def _vocabulary(t: Translation) -> int | None:
