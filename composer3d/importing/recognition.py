@@ -32,6 +32,9 @@ _MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
+# Keys of NeMo 1's training files and of its launcher's, of which these together are no other system's.
+_NEMO = (frozenset({"exp_manager", "model"}), frozenset({"exp_manager", "trainer"}))
+
 # Keys of GPT-NeoX that mark YAML alone, where it shares many with DeepSpeed; a JSON file of a model has some, too.
 _NEOX_YAML = frozenset(
     "num_layers hidden_size num_attention_heads max_position_embeddings lr_decay_style lr_decay_iters"
@@ -126,7 +129,7 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
         values: Of a script's variables, as the user gives them.
 
     Raises:
-        UnreadableSource: It cannot be parsed in its form, or is a manifest already.
+        UnreadableSource: It cannot be parsed in its form, is a manifest already, or one of NeMo 1.
     """
     form = form_of(path, text)
     tree = parse(text, str(path), form=form, values=values)
@@ -136,6 +139,12 @@ def recognise(path: Path, text: str, *, values: Mapping[str, str] | None = None)
     if "composer3d" in tops:
         message = "is a manifest of composer3d already, which check reads and `export --to SYSTEM` writes for others"
         raise UnreadableSource(Problem(message=message, file=str(path)))
+    if form == "yaml" and any(marks <= tops for marks in _NEMO):
+        message = "is a file of NeMo 1, by its exp_manager, which is not translated"
+        hint = (
+            "write its numbers as Megatron-LM's flags behind --, or import the block of arguments that its log prints"
+        )
+        raise UnreadableSource(Problem(message=message, file=str(path), hint=hint))
     for name, marks in _MARKS.items():
         if marks & {top.replace("-", "_") if name == "neox" else top for top in tops}:
             return name, tree

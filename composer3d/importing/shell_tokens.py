@@ -55,8 +55,8 @@ def tokens_of(text: str, file: str, *, line: int = 1) -> list[Token]:
         elif char == "#":
             at = _line_end(text, at)
         elif char == "<" and (document := _HEREDOC.match(text, at)) and not text.startswith("<<<", at):
-            operator = LITERAL if document[1] else DOCUMENT
-            found += [Token(text=operator, line=line, is_operator=True), Token(text="", line=line)]
+            kind = LITERAL if document[1] else DOCUMENT
+            found += [Token(text=kind, line=line, is_operator=True), Token(text="", line=line)]
             awaited.append((document[2], len(found) - 1))
             at = document.end()
         elif (operator := next((one for one in _OPERATORS if text.startswith(one, at)), None)) is not None:

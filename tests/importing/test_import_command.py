@@ -97,6 +97,7 @@ def test_secrets_are_not_copied(folder):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
+        ("nemo.yaml", b"trainer: {devices: 8}\nexp_manager: {name: a}\nmodel: {seed: 1}\n", "is a file of NeMo 1"),
         ("missing.json", None, 'there is no file "missing.json"'),
         (".", None, "cannot be read: it is a folder"),
         ("nul.json", b'{"a":\n "\0"}', "nul.json:2: holds a NUL, so it is no text"),

@@ -168,3 +168,24 @@ def test_of_a_model_that_is_to_be_filled_in_nothing_is_told(tmp_path, more):
         '"FILL_IN:model" is to be filled in before check passes'
     ]
     assert result.ok
+
+
+def test_what_no_flag_says_and_megatron_has_no_default_of_is_told(tmp_path):
+    for name, message in (("lr", "there is no --lr"), ("vocab-size", "no flag says how many tokens there are")):
+        (problem,) = imported(tmp_path, {key: value for key, value in SHAPE.items() if key != name}).problems
+        assert problem.severity == "warning" and problem.message.startswith(message)
+    without = {name: value for name, value in SHAPE.items() if name != "vocab-size"}
+    flags = f"{written(without)} --tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size 2"
+    translation = imported(tmp_path, flags)
+    assert translation.problems == [] and manifest_of(translation)["model"]["args"]["vocab_size"] == 50432
+    assert verdicts_of(translation)["tokenizer_type"] == "meaningless"
+
+
+@pytest.mark.parametrize("more", ["", "--qk-layernorm"])
+def test_names_of_blocks_are_those_of_a_model_that_is_here(tmp_path, more):
+    flags = {**SHAPE, "pipeline-model-parallel-size": "2", "decoder-first-pipeline-num-layers": "1"}
+    translation = imported(tmp_path, f"{written(flags)} {more}", target="run")
+    split = manifest_of(translation)["scheduling"]["pipeline"].get("split")
+    assert split == (None if more else ["layers.1"])
+    verdict = verdicts_of(translation)["decoder_first_pipeline_num_layers"]
+    assert verdict == ("changed" if more else "derived")

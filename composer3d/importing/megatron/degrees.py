@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from composer3d.importing.key_tables import path_of
 from composer3d.importing.translation import Translation
 
-__all__ = ["layout", "world_of"]
+__all__ = ["forget_split", "layout", "world_of"]
 
 _TENSOR, _STAGES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _CONTEXT, _EXPERTS = "context_parallel_size", "expert_model_parallel_size"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_BALANCED = "stages are balanced by composer3d's own split"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _METHODS = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses", "a2a+p2p": "usp"}
 
@@ -173,10 +176,17 @@ def _virtual_stages(t: Translation, degree: int, names: tuple[str, str, str]) ->
     return 1, None
 
 
+def forget_split(t: Translation) -> None:
+    """Take back the blocks that begin stages of different length: their names are composer3d's own models'."""
+    if t.settings.pop(path_of("@stages.split"), None) is not None:
+        for key in _ENDS:
+            t.verdicts.pop(key, None)
+            t.judge(key, "changed", _BALANCED, to="@stages.split")
+
+
 def _uneven(t: Translation, degree: int) -> None:
     """Carry stages of different length as the blocks that begin them."""
-    layers = t.integer("num_layers") or 0
-    keys = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    layers, keys = t.integer("num_layers") or 0, _ENDS
     first, last = (t.integer(key) or 0 for key in keys)
     if (first or last) and layers:
         ends = (1 if first else 0) + (1 if last else 0)
@@ -187,8 +197,7 @@ def _uneven(t: Translation, degree: int) -> None:
             t.put("@stages.split", [f"layers.{begin}" for begin in begins], *keys)
             for key in keys:
                 t.judge(key, "derived", "the blocks that begin the stages, of composer3d's Llama", to="@stages.split")
-    note = "stages are balanced by composer3d's own split"
     for key in (*keys, "pipeline_model_parallel_layout"):
-        t.judge(key, "changed" if t.get(key) not in (None, False) else "meaningless", note, to="@stages.split")
+        t.judge(key, "changed" if t.get(key) not in (None, False) else "meaningless", _BALANCED, to="@stages.split")
     for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         t.judge(key, "equal" if t.flag(key) else "meaningless", "embedding and head count in the split")

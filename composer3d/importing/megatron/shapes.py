@@ -8,6 +8,7 @@ from typing import Any
 from composer3d.errors import Problem
 from composer3d.importing.documents_inside import asks_for_end
 from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
+from composer3d.importing.megatron.degrees import forget_split
 from composer3d.importing.megatron.mixtures import (
     EXPERTS,
     FACTORY,
@@ -23,6 +24,7 @@ __all__ = ["data", "model"]
 
 _FACTORY = "composer3d.models:llama"
 _NOT_HERE = "a model that is not here; name it with --model"
+_GPT2_TOKENS = 50257
 _UNPLACED = "no_position_embedding"
 _CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _KEYS = (
@@ -71,6 +73,8 @@ def model(translation: Translation) -> None:
         _llama(t, mixture_arguments(t) if is_mixture else {})
     if not is_mixture:
         judge_without_experts(t)
+    if "model.use" not in t.settings:
+        forget_split(t)
     if t.options.model is not None:
         t.judge(_UNPLACED, verdict, note)
     has_learned = not _is_rotary(t) and t.flag(_UNPLACED)
@@ -159,8 +163,15 @@ def _dropped(t: Translation) -> None:
 
 
 def _vocabulary(t: Translation) -> int | None:
+    """Return the rows of the embedding: padded tokens; None, which is told, where no flag says how many there are."""
     padded, stated = t.integer("padded_vocab_size"), t.integer("vocab_size")
+    if not stated and t.text("tokenizer_type") in ("GPT2BPETokenizer", "HFGPT2Tokenizer"):
+        stated = _GPT2_TOKENS
     if padded or not stated:
+        if not padded:
+            message = "no flag says how many tokens there are, which Megatron-LM's tokenizer does: the model's rows"
+            hint = "-- --vocab-size N behind the file, or vocab_size in model.args"
+            t.problems.append(Problem(message=message, file=t.tree.file, severity="warning", hint=hint))
         return padded
     multiple = (t.integer("make_vocab_size_divisible_by") or 128) * (t.integer("tensor_model_parallel_size") or 1)
     return -(-stated // multiple) * multiple
@@ -193,7 +204,8 @@ def data(translation: Translation) -> None:
         t.judge(name, "missing" if t.get(name) else "meaningless", "evaluation on sets of its own")
     t.judge("split", "ignored-there" if t.get("split") else "meaningless", "it divides data_path alone")
     is_tokens = t.options.data is None and bool(items) and key in t.verdicts and t.verdicts[key].verdict == "carried"
+    is_made_up = "data.use" in t.settings and t.settings["data.use"].value == "synthetic"
     for key in () if asks_for_end(t) else ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):
-        if is_tokens:
-            t.judge(key, "meaningless", "the data is tokens")
+        if is_tokens or is_made_up:
+            t.judge(key, "meaningless", "the data is tokens" if is_tokens else "the tokens are made up")
         t.judge(key, "missing" if t.get(key) else "meaningless", "write data.tokenizer where the data is text")

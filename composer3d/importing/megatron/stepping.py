@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer3d.errors import Problem
 from composer3d.importing.translation import Translation
 
 __all__ = ["optimizer", "precision"]
@@ -103,6 +104,10 @@ def optimizer(translation: Translation) -> None:
     rate = t.number("lr")
     if rate is not None:
         t.carry("lr", "optimizer.lr", float(rate))
+    elif "lr" not in t.unknown:
+        message = "there is no --lr, of which Megatron-LM has no default: optimizer.lr is composer3d's"
+        hint = "-- --lr RATE behind the file"
+        t.problems.append(Problem(message=message, file=t.tree.file, severity="warning", hint=hint))
     t.state("weight_decay", "optimizer.weight_decay", float(t.number("weight_decay", 0.01) or 0.0))
     if use == "adamw":
         betas = [float(t.number(key, at) or 0.0) for key, at in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
