@@ -50,7 +50,8 @@ class Node:
 
 def num_nodes():
     """Return how many of the machines that are there the run takes."""
-    fitting = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get("GPU", 0) >= GPUS]
+    there = [each["Resources"] for each in ray.nodes() if each["Alive"]]
+    fitting = [each for each in there if all(each.get(kind, 0) >= count for kind, count in BUNDLE.items())]
     return max(LEAST, min(MOST, len(fitting)))
 
 
