@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +10,11 @@ from typing import Any, Literal
 from composer3d.errors import Problem, did_you_mean
 from composer3d.importing.key_tables import Entry, KeyTable, path_of, plugin_words
 from composer3d.importing.leaves import Leaf, SourceTree
+from composer3d.importing.source_values import open_name, shown_value, written
 from composer3d.importing.verdicts import KeyVerdict, Verdict
-from composer3d.manifest import HIDDEN, hide
 
 __all__ = ["AUTO", "Options", "Rule", "Setting", "Translation", "translate"]
 
-_SECRET_NAMES = re.compile(r"(?:token|secret|password|api_key)$")
-# Pieces of text that a tokenizer has.
-_TOKENS_OF_TEXT = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|eot|eod|image|start|end|stop)_token$")
 _GUESSED = (Verdict.MEANINGLESS, Verdict.IGNORED_THERE, Verdict.EQUAL)
 AUTO = "auto"  # of a value that a trainer fills in
 
@@ -173,7 +169,7 @@ class Translation:
         self.verdicts[key] = KeyVerdict(
             key=leaf.shown,
             line=leaf.line,
-            value=_shown(leaf),
+            value=shown_value(leaf),
             verdict=Verdict(verdict),
             to=path,
             note=note,
@@ -195,7 +191,7 @@ class Translation:
             reason: Instead of them, or where there is none: whose default it is.
         """
         leaves = [self.tree.leaves[key] for key in sources if key in self]
-        stated = [f"{leaf.shown} = {_written(_shown(leaf))}" for leaf in leaves]
+        stated = [f"{leaf.shown} = {written(shown_value(leaf))}" for leaf in leaves]
         text = "from " + ", ".join(stated) if stated else ""
         self.settings[path_of(to)] = Setting(value=value, reason="; ".join(filter(None, (text, reason))))
 
@@ -226,14 +222,14 @@ class Translation:
         verdict = self.verdicts.get(key)
         if verdict is not None and verdict.verdict is Verdict.REFUSED:
             return
-        if (name := _open_name(leaf.value)) is not None:
+        if (name := open_name(leaf.value)) is not None:
             self.unknown.append(key)
             message, hint = "is not known without running the script", f"--arg {name}=VALUE"
             if not name:
                 hint = f"import the file with -- --{leaf.shown} VALUE behind it"
         self.problems.append(
             Problem(
-                message=f"{leaf.shown} = {_written(_shown(leaf))} {message}",
+                message=f"{leaf.shown} = {written(shown_value(leaf))} {message}",
                 file=self.tree.file,
                 line=leaf.line,
                 column=leaf.column,
@@ -361,44 +357,3 @@ def _elsewhere(table: KeyTable, leaf: Leaf) -> str | None:
     name = leaf.path[-1]
     homes = [key for key in table.entries if key.rpartition(".")[2] == name and len(name) > 2]
     return f"{table.title} reads {homes[0]}" if len(homes) == 1 else None
-
-
-def _shown(leaf: Leaf) -> Any:
-    """Return a value without secrets in it."""
-    name = leaf.path[-1].lower()
-    if _TOKENS_OF_TEXT.search(name):
-        return leaf.value
-    if isinstance(leaf.value, str) and _SECRET_NAMES.search(name):
-        return HIDDEN if leaf.value else ""
-    hidden: Any = {leaf.path[-1]: leaf.value}
-    for part in reversed(leaf.path[:-1]):
-        hidden = {part: hidden}
-    hidden = hide(hidden)
-    for part in leaf.path:
-        hidden = hidden[part]
-    return hidden
-
-
-# What a script's value holds of which nothing is known without running it.
-_OPEN = re.compile(r"\$(?:[\w({@*#?!-])|`[^`]*`")
-_HEXADECIMAL = re.compile(r"\b0[xX][0-9a-fA-F]+")
-_OPEN_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?![\w\[!])|\$\(\([^A-Za-z_)]*([A-Za-z_]\w*)")
-
-
-def _open_name(value: Any) -> str | None:
-    """Return the variable of a script that a value is, or is computed from, where it is not known.
-
-    It is empty where several are, or another thing than a variable's value; None of a value that is known.
-    """
-    texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
-    if not any(_OPEN.search(text) for text in texts):
-        return None
-    texts = [_HEXADECIMAL.sub("0", text) for text in texts]
-    names = {first or second for text in texts for first, second in _OPEN_NAMES.findall(text)}
-    is_more = any(_OPEN.search(_OPEN_NAMES.sub("", text)) for text in texts)
-    return names.pop() if len(names) == 1 and not is_more else ""
-
-
-def _written(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
