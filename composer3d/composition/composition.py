@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
 from composer3d.composition.composed_model import span_hooks
+from composer3d.composition.composed_model.changed_models import composed_modules
 from composer3d.composition.composed_model.model_hooks import watch_model
 from composer3d.composition.composed_model.unsaved_shards import refuse_saving
 from composer3d.composition.loop.own_loop import OwnLoop, refused_after_close
@@ -54,7 +55,8 @@ class Composition(SavedRun, OwnLoop):
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
         self.replicas = steps_of_replicas(assembled, self._persistence, lambda: self._optimizer)
-        self._unwatch = refuse_other_optimizers(self._engine, self.context)
+        self._composed = composed_modules(self.parts)
+        self._unwatch = refuse_other_optimizers(self._engine, self.context, self._composed)
         if assembled.has_schedule:
             refuse_norms_of_stages(self.context)
         else:
@@ -252,7 +254,12 @@ class Composition(SavedRun, OwnLoop):
             PatternError: A group matches nothing in the whole model.
         """
         if self._optimizer is not None:
-            raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
+            name = type(self._optimizer).__name__
+            raise StepError(
+                f"this composition has its optimizer already, {name}: run.optimizer(...), and run.prepare(...) of an "
+                "optimizer, are for the first and only one; give it groups, change these, add some by "
+                "optimizer.add_param_group, or close this run, and compose anew for another optimizer"
+            )
         reshard_units(self.parts)
         hooks = self._assembled.hooks
         plugin, optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=hooks)

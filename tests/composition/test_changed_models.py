@@ -46,6 +46,29 @@ def test_parameters_put_in_after_compose(change, name, text):
         assert said.startswith(f'the parameter "{name}" was put into the model after compose: no plugin has sharded it')
 
 
+def grown(text):
+    """Return what is said to a loop that puts another head in after two steps, and adds it to the optimizer."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text, seeded())
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        tokens, targets = (mine(run, tensor) for tensor in unpadded(seed=step))
+        run.backward(torch.nn.functional.cross_entropy(run.model(tokens).flatten(0, 1), targets.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    put_in_another_head(run)
+    with pytest.raises(StepError) as caught:
+        optimizer.add_param_group({"params": list(run.model.out.parameters())})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
+def test_parameters_put_in_after_steps(text):
+    """They would be taken for the model's own, of which plugins reduce the gradients."""
+    for said in run_ranks(grown, 2, text):
+        assert said.startswith('the parameter "out.weight" was put into the model after compose')
+
+
 def freeze(model):
     model.tok.weight.requires_grad_(False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 
     from composer3d.interfaces import Part
 
-__all__ = ["composed_modules", "refuse_added", "refuse_passed_parameters", "refuse_unfrozen"]
+__all__ = ["ComposedModules", "composed_modules", "refuse_added", "refuse_passed_parameters", "refuse_unfrozen"]
 
 
-def composed_modules(parts: Sequence[Part]) -> list[tuple[nn.Module, frozenset[str]]]:
+# Each with the names of its own parameters.
+ComposedModules: TypeAlias = "Sequence[tuple[nn.Module, frozenset[str]]]"
+
+
+def composed_modules(parts: Sequence[Part]) -> ComposedModules:
     """Return the modules of all parts, each with the names of its own parameters."""
     return [(module, frozenset(module._parameters)) for part in parts for module in part.module.modules()]
 
 
-def refuse_added(parts: Sequence[Part], known: Sequence[tuple[nn.Module, frozenset[str]]]) -> None:
+def refuse_added(parts: Sequence[Part], known: ComposedModules) -> None:
     """Refuse parameters that were put into the model after it was composed.
 
     Args:
@@ -42,7 +46,8 @@ def refuse_added(parts: Sequence[Part], known: Sequence[tuple[nn.Module, frozens
                     raise StepError(
                         f'the parameter "{whole}" was put into the model after compose: no plugin has sharded it, and '
                         "none reduces its gradient, so ranks would train different ones; change the model before "
-                        "compose, for example in the factory that compose is given"
+                        "compose, for example in the factory that compose is given; gradients of a module that is no "
+                        "part of the model are averaged, where optimizer.add_param_group is given its parameters"
                     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from composer3d import torch_compat
 from composer3d.composition.assembling import Assembled
+from composer3d.composition.composed_model.changed_models import ComposedModules, refuse_added
 from composer3d.composition.loop.loop_objects import DictState, adopt_optimizer, adopt_scheduler
 from composer3d.composition.loop.sampling import Sampler, sampler_of
 from composer3d.composition.loop.shared_loader import shared_loader
@@ -44,6 +45,7 @@ class OwnLoop:
     _persistence: Persistence
     replicas: ReplicaSteps | None
     _optimizer: torch.optim.Optimizer | None
+    _composed: ComposedModules
 
     if TYPE_CHECKING:
         optimizer: Callable[..., torch.optim.Optimizer]
@@ -265,6 +267,7 @@ class OwnLoop:
 
     def _added(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take what the loop adds to the optimizer, of other modules than the model."""
+        refuse_added(self.parts, self._composed)
         stages = "a pipeline computes the loss on one stage; put them into the model" * self._assembled.has_schedule
         in_backward = "in_backward=True steps the model's alone" * (self._engine.stepper is not None)
         engine = self._engine

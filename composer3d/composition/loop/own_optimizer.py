@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d.composition.composed_model.changed_models import composed_modules, refuse_added, refuse_unfrozen
+from composer3d.composition.composed_model.changed_models import ComposedModules, refuse_added, refuse_unfrozen
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["refuse_other_optimizers"]
 
 
-def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable[[], None]:
+def refuse_other_optimizers(engine: StepEngine, context: RunContext, composed: ComposedModules) -> Callable[[], None]:
     """Raise before an optimizer that the composition did not make steps on its parameters inside a step.
 
     Its step would run on gradients that are not final, without the plugins' actions, and end no step. The composition's
@@ -27,6 +27,7 @@ def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable
     Args:
         engine: Runs the steps.
         context: Frozen.
+        composed: The modules that were composed.
 
     Returns:
         What ends the watch.
@@ -36,7 +37,7 @@ def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable
     if context.purpose != "run":
         return lambda: None
     watched, own = weakref.ref(engine), {id(parameter) for _, parameter in context.named_parameters()}
-    composed, checks = composed_modules(context.parts), dict[int, Callable[[], None]]()
+    checks: dict[int, Callable[[], None]] = {}
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = watched()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,34 +32,54 @@ class _Part:
         self._generator, self._context, self._epoch, self._is_told = loader.generator, context, 0, False
 
     def __iter__(self) -> Iterator[list[int]]:
-        import torch
-
-        context, pieces = self._context, pieces_of(self._context)
-        # A sampler without a generator draws from torch's default one, which differs between ranks.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(context.manifest.train.seed, "loader", self._epoch))
-            if self._generator is not None:  # the loader of one device draws its workers' seed of it first
-                torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            batches = [list(batch) for batch in self._batches]
+        pieces = pieces_of(self._context)
+        batches, sizes = self._drawn()
         self._epoch += 1
-        reasons = {
-            number: reason for number, batch in enumerate(batches) if (reason := _refusal(len(batch), pieces.total))
-        }
-        if reasons and not self._is_told:
-            self._is_told = True
-            number, reason = next(iter(reasons.items()))
-            warnings.warn(
-                f"batch {number + 1} of the {len(batches)} of an epoch will be refused: {reason}", stacklevel=2
-            )
-        for number, batch in enumerate(batches):
-            if number in reasons:
-                raise BatchError(reasons[number])
+        self._tell(sizes, pieces.total)
+        for batch in batches:
+            if (reason := _refusal(len(batch), pieces.total)) is not None:
+                raise BatchError(reason)
             size, more = divmod(len(batch), pieces.total)
             ends = (at * size + min(at, more) for at in (pieces.first, pieces.first + pieces.num))
             yield batch[slice(*ends)]
 
+    def _drawn(self) -> tuple[Iterable[list[int]], Sequence[int]]:
+        """Return the batches of an epoch, and how many samples each has."""
+        import torch
+
+        batches, generator = self._batches, self._generator
+        # A sampler without a generator draws from torch's default one, which differs between ranks.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self._context.manifest.train.seed, "loader", self._epoch))
+            if generator is not None:  # the loader of one device draws its workers' seed of it first
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            if not _draws_of_its_own(batches):
+                drawn = [list(batch) for batch in batches]
+                return drawn, [len(batch) for batch in drawn]
+        # Batch by batch, as on one device: at the end of an epoch it draws once more, which one that a loop leaves does
+        # not reach.
+        whole, rest = divmod(len(batches.sampler), batches.batch_size)
+        return batches, [batches.batch_size] * whole + [rest] * (rest > 0 and not batches.drop_last)
+
+    def _tell(self, sizes: Sequence[int], num_ranks: int) -> None:
+        """Warn of a batch that will be refused, once."""
+        found = ((number, _refusal(size, num_ranks)) for number, size in enumerate(sizes, 1))
+        number, reason = next(((number, reason) for number, reason in found if reason is not None), (0, ""))
+        if reason and not self._is_told:
+            self._is_told = True
+            message = f"batch {number} of the {len(sizes)} of an epoch will be refused: {reason}"
+            warnings.warn(message, stacklevel=3)
+
     def __len__(self) -> int:
         return len(self._batches)
+
+
+def _draws_of_its_own(batches: Any) -> bool:
+    """Return whether torch's own samplers shuffle, by a generator that the loop has given them."""
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    sampler = getattr(batches, "sampler", None)
+    return type(batches) is BatchSampler and type(sampler) is RandomSampler and sampler.generator is not None
 
 
 def _refusal(num_samples: int, num_ranks: int) -> str | None:
@@ -72,14 +92,22 @@ def _refusal(num_samples: int, num_ranks: int) -> str | None:
     )
 
 
+def _with_ends(batches: Iterator[Any], num: int | None) -> Iterator[tuple[Any, bool]]:
+    """Yield batches, and whether each is the last one: of an unknown number the following is read before it."""
+    if num is None:
+        yield from ((batch, following is _END) for batch, following in pairwise(chain(batches, (_END,))))
+    else:
+        yield from ((batch, number == num) for number, batch in enumerate(batches, 1))
+
+
 def _saying_the_last(
-    batches: Iterator[Any], accumulated: AccumulatedSteps, detached: DetachedStatistics, loop: LoopState
+    batches: Iterator[tuple[Any, bool]], accumulated: AccumulatedSteps, detached: DetachedStatistics, loop: LoopState
 ) -> Iterator[Any]:
     """Yield batches; a loop that evaluates on another loader meanwhile finds what it was told before."""
     before = accumulated.has_ended
     try:
-        for batch, following in pairwise(chain(batches, (_END,))):
-            accumulated.has_ended = following is _END
+        for batch, is_last in batches:
+            accumulated.has_ended = is_last
             detached.over_batch(batch)
             loop.num_read += 1
             yield batch
@@ -123,6 +151,8 @@ def shared_loader(
 
     class Shared(DataLoader[Any]):
         def __iter__(self) -> Any:
-            return _saying_the_last(super().__iter__(), accumulated, detached, loop)
+            # A sampler that draws at its end, too, is not read to it before the loop is.
+            num = len(self) if _draws_of_its_own(loader.batch_sampler) else None
+            return _saying_the_last(_with_ends(super().__iter__(), num), accumulated, detached, loop)
 
     return Shared(loader.dataset, batch_sampler=_Part(loader, context), **options)

@@ -21,7 +21,8 @@ def refuse_passed(fqn: str) -> NoReturn:
     owner = fqn.rpartition(".")[0]
     inside = f'; what a forward makes of the weights of "{owner}" is computed in its own forward' if owner else ""
     raise StepError(
-        f'the forward is given a tensor for "{fqn}" (torch.func.functional_call), and would compute with the composed '
-        "parameter; to evaluate other weights load them with run.model.load_state_dict, or use "
+        f'the forward is given a tensor for "{fqn}" (torch.func.functional_call, or one that was put in its place), '
+        "and would compute with the composed parameter; to write to that use copy_ under torch.no_grad(), to evaluate "
+        "other weights load them with run.model.load_state_dict, or use "
         f"composer3d.runner.EMA{inside}"
     )
