@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class _Kept:
-    """What inspections have in common: the model of one factory, and what was found."""
+    """The model of one factory, and what was found of it: what inspections have in common."""
 
     def __init__(self) -> None:
         self.factory: object = None

@@ -14,7 +14,7 @@ _VALUED = "dinNptu"  # options that take a value
 
 
 class Reading:
-    """What a `read` takes, and into which variables.
+    """The text that a `read` takes, and the variables that it fills.
 
     Args:
         words: Of the command, behind its name, without quotes.

@@ -1,4 +1,4 @@
-"""What a shell script's commands do to its variables: assignments, elements of arrays, arguments, `read`, `unset`."""
+"""Variables of a shell script as commands change them: assignments, elements of arrays, arguments, `read`, `unset`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Stash = TypeVar("Stash")
 
 
 class _Context(Protocol):
-    """What is asked of a `RunContext`."""
+    """The part of a `RunContext` that is asked."""
 
     rank: int
     layout: Layout
@@ -56,17 +56,17 @@ class BatchPieces:
 
     @property
     def name(self) -> str:
-        """What pieces are, in words."""
+        """The pieces in words."""
         return "data-parallel ranks" if self.most == 1 else "equal parts, of which ranks have different numbers"
 
     @property
     def slice(self) -> dict[str, Any]:
-        """Where the rank's slice is, as samplers take it."""
+        """The rank's slice, as samplers take it."""
         return {"rank": self.first, "degree": self.total, "num": self.num}
 
     @property
     def read(self) -> dict[str, Any]:
-        """What the rank reads in steps and in evaluations, as a run's loader takes it."""
+        """The samples of the rank in steps and in evaluations, as a run's loader takes them."""
         return {**self.slice, "evaluated": self.evaluated}
 
 

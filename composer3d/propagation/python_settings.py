@@ -52,7 +52,7 @@ def _is_configuration(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What code reads by name outside of its module: globals of its file, of modules that it names, and closures.
+    """Values that code reads by name outside of its module: globals of its file and of modules it names, and closures.
 
     Args:
         globals: (namespace, name) of each.

@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
 
 
 class Visitor(Protocol):
-    """Who handles the messages of a connection that is no rank's."""
+    """A handler of messages of a connection that is no rank's."""
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Handle a message; a KeyError, TypeError or ValueError ends the connection."""
@@ -378,7 +378,7 @@ class QuorumServer:
 
 
 class _Connection:
-    """What a visitor's handler sees of the server."""
+    """The server as a visitor's handler sees it."""
 
     def __init__(self, server: QuorumServer, peer: _Peer) -> None:
         self._server, self._peer = server, peer

@@ -97,23 +97,17 @@ def run(
         ForkError: This process has computed with tensors, so forked ranks would hang; or a composition of it is open.
         ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
-    from composer3d.runner.launching.node_place import node_place, token_of
+    from composer3d.runner.launching.node_place import node_place
 
     place = node_place(nodes, node_rank, endpoint)
     if nodes is None and join_launcher() is not None:
         if nproc_per_node is not None:
-            raise ComposerError(
-                "--nproc-per-node: a launcher has started this process as a rank, and says how many there are"
-            )
-        outcome = _join(str(manifest), overrides, resume, strict=strict, report=report)
-        return RunResult(
-            status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
-        )
+            message = "--nproc-per-node: a launcher has started this process as a rank, and says how many there are"
+            raise ComposerError(message)
+        told = _join(str(manifest), overrides, resume, strict=strict, report=report)
+        return RunResult(status=told.status, exit_code=0, outcome=told, failure=None, problems=(), output=told.output)
     refuse_open_group()
-    if place is not None:
-        token_of()  # a machine without it is told so before the manifest is checked
-    if place is None or place.rank == 0:
-        _refuse_running(str(manifest), overrides)
+    _refuse_at_once(str(manifest), overrides, place)
     checked = startable(
         str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, num_nodes=nodes, strict=strict
     )
@@ -129,11 +123,16 @@ def run(
     return _start(checked, place)
 
 
-def _refuse_running(source: str, overrides: Sequence[str]) -> None:
-    """Refuse a folder that another run is in before the manifest is checked, which takes longer than to see this."""
+def _refuse_at_once(source: str, overrides: Sequence[str], place: NodePlace | None) -> None:
+    """Refuse a machine without its secret, and a folder that another run is in, before the manifest is checked."""
     from composer3d.manifest import read
     from composer3d.runner.launching.lock import refuse_held
+    from composer3d.runner.launching.node_place import token_of
 
+    if place is not None:
+        token_of()
+    if place is not None and place.rank > 0:
+        return
     try:
         document = read(source, overrides)
     except ManifestError:

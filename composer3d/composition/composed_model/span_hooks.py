@@ -50,7 +50,7 @@ class Acting:
 
     @property
     def noted(self) -> Turns | None:
-        """Where it is noted who acts; None where no plugin records spans, and nothing has to know."""
+        """The notes of who acts; None where no plugin records spans, and nothing has to know."""
         return self.turns if self.is_watched else None
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> bool:

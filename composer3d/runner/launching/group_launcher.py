@@ -1,4 +1,14 @@
-"""The world of several groups of ranks, on one machine or on several: each group is started again where it is lost."""
+"""The world of several groups of ranks, on one machine or on several: each group is started again where it is lost.
+
+One process knows who takes part in a step; for each group it forks one that starts the group's ranks as `launch_local`
+does. A group of which a rank is lost is started again while the others go on. Where none is left, all are started again
+from the last checkpoint, as often as is allowed. Nothing listens but a socket in a folder that this user alone can
+enter, and the ranks' backends on loopback.
+
+Of several machines the first one does that for all, and listens on the one address of its endpoint; the others have a
+connection to it and start their share of the groups. Where one is lost, its groups are, and it may come again. Ranks
+then listen for those of other groups on the address by which they reach that endpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +35,12 @@ _MARK = ".nodes-"
 
 
 def launch_groups(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
-    *,
-    policy: ReplicaPolicy,
-    num_groups: int,
-    num_ranks: int,
-    device: Literal["cpu", "cuda"],
-    output: Path,
-    max_restarts: int = 0,
-    grace_s: float = 30.0,
-    place: NodePlace | None = None,
+    function: Callable[..., Any], args: Sequence[Any] = (),
+    *, policy: ReplicaPolicy, num_groups: int, num_ranks: int, device: Literal["cpu", "cuda"], output: Path,
+    max_restarts: int = 0, grace_s: float = 30.0, place: NodePlace | None = None,
     fingerprint: Mapping[str, str] = MappingProxyType({}),
-) -> LaunchResult:
+) -> LaunchResult:  # fmt: skip
     """Run a function on several groups of ranks, and wait until one group has come to the end.
-
-    This process knows who takes part in a step; for each group it forks one that starts the group's ranks as
-    `launch_local` does. A group of which a rank is lost is started again while the others go on. Where none is left,
-    all are started again from the last checkpoint, `max_restarts` times. Nothing listens but a socket in a folder that
-    this user alone can enter, and the ranks' backends on loopback.
-
-    Of several machines the first one does that for all, and listens on the one address of its endpoint; the others
-    have a connection to it and start their share of the groups. Where one is lost, its groups are, and it may come
-    again. Ranks then listen for those of other groups on the address by which they reach that endpoint.
 
     Args:
         function: What each rank runs; see `launch_local`. On several machines it returns JSON.
@@ -83,47 +76,69 @@ def launch_groups(
         private = stack.enter_context(temporary_folder("launch"))
         is_first = place is None or place.rank == 0
         lock = stack.enter_context(RunLock(output, attempts=private)) if is_first else None
-        work = GroupWork(
-            function=function,
-            args=tuple(args),
-            output=output,
-            num_ranks=num_ranks,
-            device=device,
-            private=private,
-            lock=lock,
-            grace_s=grace_s,
-        )
+        world: dict[str, Any] = {"num_ranks": num_ranks, "device": device, "grace_s": grace_s}
+        work = GroupWork(function=function, args=tuple(args), output=output, private=private, lock=lock, **world)
         if place is not None and not is_first:
-            node = JoinedNode(
-                place,
-                policy=policy,
-                token=token,
-                fingerprint=fingerprint,
-                output=output,
-                private=private,
-                grace_s=grace_s,
-            )
-            groups = place.groups(num_groups)
-            return node.run(_local(work, groups, token, address=place.endpoint, close=node.close))
-        (output / "error.json").unlink(missing_ok=True)
-        address = str(private / "quorum") if place is None else place.endpoint
-        coordinator = Coordinator(
-            _listener(address, backlog=num_groups * (num_ranks + 1)),
-            policy,
-            token=token,
-            num_groups=num_groups,
-            num_ranks=num_ranks,
-            private=private,
-            max_restarts=max_restarts,
-            grace_s=grace_s,
-            meeting=None if place is None else stack.enter_context(_meeting(place, fingerprint, output)),
-        )
-        stack.callback(coordinator.close)
+            return _joined(work, place, policy, token=token, num_groups=num_groups, fingerprint=fingerprint)
+        meeting = None if place is None else stack.enter_context(_meeting(place, fingerprint, output))
+        return _coordinated(work, policy, place, meeting, token=token, num_groups=num_groups, times=max_restarts)
+
+
+def _coordinated(
+    work: GroupWork,
+    policy: ReplicaPolicy,
+    place: NodePlace | None,
+    meeting: NodeMeeting | None,
+    *,
+    token: str,
+    num_groups: int,
+    times: int,
+) -> LaunchResult:
+    """Run all groups of the only machine, or of the first one, that knows who takes part."""
+    (work.output / "error.json").unlink(missing_ok=True)
+    address = str(work.private / "quorum") if place is None else place.endpoint
+    coordinator = Coordinator(
+        _listener(address, backlog=num_groups * (work.num_ranks + 1)),
+        policy,
+        token=token,
+        num_groups=num_groups,
+        num_ranks=work.num_ranks,
+        private=work.private,
+        max_restarts=times,
+        grace_s=work.grace_s,
+        meeting=meeting,
+    )
+    try:
         groups = range(num_groups) if place is None else place.groups(num_groups)
         result = coordinator.run(_local(work, groups, token, address=address, close=coordinator.close_in_child))
         if result.report is not None:
-            result.report.write_error_json(output)
+            result.report.write_error_json(work.output)
         return result
+    finally:
+        coordinator.close()
+
+
+def _joined(
+    work: GroupWork,
+    place: NodePlace,
+    policy: ReplicaPolicy,
+    *,
+    token: str,
+    num_groups: int,
+    fingerprint: Mapping[str, str],
+) -> LaunchResult:
+    """Run the groups of a machine that is not the first."""
+    node = JoinedNode(
+        place,
+        policy=policy,
+        token=token,
+        fingerprint=fingerprint,
+        output=work.output,
+        private=work.private,
+        grace_s=work.grace_s,
+    )
+    groups = place.groups(num_groups)
+    return node.run(_local(work, groups, token, address=place.endpoint, close=node.close))
 
 
 def _local(

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupWork:
-    """What the groups of one machine run, and with what.
+    """The work of the groups of one machine, and what it is done with.
 
     Args:
         function: What each rank runs; see `launch_local`.

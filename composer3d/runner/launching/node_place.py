@@ -56,7 +56,7 @@ class NodePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMeeting:
-    """What machines of a run must have alike.
+    """The values that machines of a run must have alike.
 
     Args:
         count: Number of machines.

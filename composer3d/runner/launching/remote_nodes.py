@@ -14,7 +14,7 @@ __all__ = ["RemoteNode", "WatchesNodes"]
 
 
 class WatchesNodes(Protocol):
-    """What a coordinator does with what a machine sends."""
+    """A coordinator, as it takes what a machine sends."""
 
     def node_came(self, node: RemoteNode) -> None:
         """Start its groups."""

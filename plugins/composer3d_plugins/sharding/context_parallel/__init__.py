@@ -235,7 +235,7 @@ class ContextParallel:
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
         from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
         from composer3d_plugins.sharding.context_parallel.position_tables import explained
-        from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
+        from composer3d_plugins.sharding.context_parallel.sequence_groups import sequence_group
         from composer3d_plugins.sharding.context_parallel.sequence_outputs import Outputs
         from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
@@ -243,12 +243,8 @@ class ContextParallel:
             return fqns
         found: Found = context.state[self]
         mesh = context.mesh["cp"]
-        if found.inner_degree > 1:
-            group = divided_group(context.mesh, axis="cp", inner_degree=found.inner_degree)
-        else:
-            group = SequenceGroup.of(mesh.get_group())
         rules = EngineRules(
-            group=group,
+            group=sequence_group(context.mesh, axis="cp", inner_degree=found.inner_degree),
             method=Method(self.method),
             balanced=self.balanced,
             tokens=lambda length: found.sequences.tokens(length),

@@ -16,7 +16,7 @@ __all__ = ["DrawnDims"]
 
 @dataclass(kw_only=True)
 class DrawnDims:
-    """Which dims of tensors of random numbers are of positions: those that differ between two runs.
+    """The dims of tensors of random numbers that are of positions: those that differ between two runs.
 
     Attributes:
         runs: Of each, the shapes in order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -139,14 +139,13 @@ def dry_run(
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
     traced = trace(model, context, blocks=blocks, scale=degree)
-    whole_call = traced.call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[ShardSpec | None] = []
     found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
-    call, sequences = _narrowed(_divisible(whole_call.fresh(), found, dim, unit), found, placement)
+    call, sequences = _narrowed(_divisible(traced.call.fresh(), found, dim, unit), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -170,13 +169,9 @@ def dry_run(
     output = _run(model, call, sequence, forwards, rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
-    # Code may leave out blocks at random: what they take is what others of their form take.
-    for group in traced.forms.values():
-        given = [found.blocks[fqn] for fqn in group if fqn in found.blocks and fqn not in found.given_whole]
-        found.blocks = dict.fromkeys(group if given else (), next(iter(given), ())) | found.blocks
-    _summarise(found, rules)
+    _summarise(found, rules, traced.forms.values())
     _refuse(found, rules, context, Method(method), inner_degree)
-    found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, whole_call, found, dim, unit)
+    found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, traced.call, found, dim, unit)
     return found
 
 
@@ -198,8 +193,12 @@ def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: i
     return where or ("it draws from generators of its own, one number after another" if found.drawn.is_seeded else "")
 
 
-def _summarise(found: Found, rules: DryRules) -> None:
-    """Take over what was noted of functions and blocks."""
+def _summarise(found: Found, rules: DryRules, forms: Iterable[Sequence[str]]) -> None:
+    """Take over what was noted of functions and blocks, which are of several forms."""
+    # Code may leave out blocks at random: what they take is what others of their form take.
+    for group in forms:
+        given = [found.blocks[fqn] for fqn in group if fqn in found.blocks and fqn not in found.given_whole]
+        found.blocks = dict.fromkeys(group if given else (), next(iter(given), ())) | found.blocks
     for what, fqn, name in rules.notes:
         if what not in UNLISTED:
             found.rows.setdefault(what, []).append(fqn)

@@ -12,7 +12,7 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SequenceGroup", "divided_group"]
+__all__ = ["SequenceGroup", "divided_group", "sequence_group"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +68,10 @@ def divided_group(mesh: DeviceMesh, *, axis: str, inner_degree: int) -> Sequence
         torch_compat.inherit_timeouts(group)
         groups.append(group)
     return SequenceGroup.of(mesh.get_group(axis), inner=groups[0], outer=groups[1])
+
+
+def sequence_group(mesh: DeviceMesh, *, axis: str, inner_degree: int) -> SequenceGroup:
+    """Return the ranks along an axis, divided where neighbours exchange heads; arguments as of `divided_group`."""
+    if inner_degree > 1:
+        return divided_group(mesh, axis=axis, inner_degree=inner_degree)
+    return SequenceGroup.of(mesh.get_group(axis))

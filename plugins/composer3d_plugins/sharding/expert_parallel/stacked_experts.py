@@ -56,38 +56,19 @@ def shard_stacked(
     Memory: experts / ep. Collectives: as `token_exchange.send_tokens`, `send_sorted` and `gather_tokens`; over the
     ranks of tensor 1 all-gather forward (results), 2 backward.
     """
-    form, total, counts = expert_form(module, is_stated=True), stacked_number(module), expert_counts(module)
-    degree, inner, counts = mesh.size(), module.forward, counts or _unnamed_counts(module, total)
-    signature, divisor = inspect.signature(inner), degree // (1 if tensor is None else tensor.size())
-    shared = shared_by_experts(module)
+    total, shared, inner = stacked_number(module), shared_by_experts(module), module.forward
+    form, counts = expert_form(module, is_stated=True), expert_counts(module) or _unnamed_counts(module, total)
+    signature, degree = inspect.signature(inner), mesh.size()
+    divisor = degree // (1 if tensor is None else tensor.size())
     _shard_weights(module, mesh, shared)
-    local = functools.partial(
-        _local,
-        module,
-        dict.fromkeys(counts, total // degree),
-        shared=shared,
-        divisor=divisor,
-        first=mesh.get_local_rank() * (total // degree),
-    )
+    held, first = dict.fromkeys(counts, total // degree), mesh.get_local_rank() * (total // degree)
+    local = functools.partial(_local, module, held, shared=shared, divisor=divisor, first=first)
     more = any(held.ndim > 2 for name, held in module.named_parameters() if name in shared)
-    options: dict[str, Any] = {
-        "num_experts": total,
-        "group": mesh.get_group(),
-        "degree": divisor,
-        "note": note,
-        "skew": skew,
-    }
+    group = mesh.get_group()
+    options: dict[str, Any] = {"num_experts": total, "group": group, "degree": divisor, "note": note, "skew": skew}
     if form == "chosen":
-        run = functools.partial(
-            _exchange_chosen,
-            inner,
-            fqn=fqn,
-            dispatch=dispatch,
-            degree=degree,
-            tensor=tensor,
-            more=more,
-            options=options,
-        )
+        of_tokens: dict[str, Any] = {"dispatch": dispatch, "degree": degree, "tensor": tensor, "more": more}
+        run = functools.partial(_exchange_chosen, inner, fqn=fqn, options=options, **of_tokens)
     else:
         are_ends = states_ends([*signature.parameters][-1])
         run = functools.partial(exchange_sorted, inner, fqn=fqn, are_ends=are_ends, **options)
