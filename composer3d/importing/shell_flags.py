@@ -110,15 +110,17 @@ def _add(builder: TreeBuilder, words: Iterable[LineWord], script: ShellScript | 
                 _refuse_joined(builder, word, place)
                 continue
             found.append((name, place, [value] if stated else []))
+        elif word.endswith(
+            ".py"
+        ):  # before a program stand the flags of its launcher; its folder may be what is not run
+            has_program = True
         elif _LIST.match(word) or (_ALONE.match(word) and (not found or given or _GROUP.search(word))):
             _open_group(builder, word, place, script)
         elif (not found or given) and _SUBSTITUTED.match(word):
             message, hint = f"{word} is not run, so the flags that it prints are not known", "import the flags after --"
             builder.problems.append(Problem(message=message, file=builder.file, line=place, hint=hint))
-        elif not word.endswith(".py"):  # before a program stand the flags of its launcher
-            given.append(word)
         else:
-            has_program = True
+            given.append(word)
     for name, line, given in found:
         values = [value_of(word) for word in given] or [True]
         one_or_all = values[0] if len(values) == 1 else values

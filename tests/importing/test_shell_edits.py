@@ -83,6 +83,16 @@ def test_flags_that_are_not_followed_are_not_lost(command):
     assert problem.message.endswith("is not followed, so the flags in it are not known")
 
 
+@pytest.mark.parametrize("folder", ['$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "`pwd`", "$HOME"])
+@pytest.mark.parametrize(
+    "command", ['torchrun --standalone "$ROOT/t.py" {}', 'srun -l sh -c "python -u ${{ROOT}}/t.py {}"']
+)
+def test_a_program_in_a_folder_that_is_not_known_is_no_flags(folder, command):
+    script = f"ROOT={folder}\n{command.format('--lr 1 --bf16 --seed 4')}\n"
+    tree = read_script(script, "run.sh", {})
+    assert not tree.problems and {"lr", "bf16", "seed"} <= tree.leaves.keys() <= {"lr", "bf16", "seed", "standalone"}
+
+
 def test_paths_behind_a_variable_are_values():
     script = "torchrun t.py --data-path 0.5 $DATA/a 0.5 ${DATA}/b --load $HOME/x ${HOME}/y\n"
     tree = read_script(script, "run.sh", {})
