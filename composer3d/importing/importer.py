@@ -285,14 +285,17 @@ def _without_chats(translation: Translation) -> list[str]:
 
 
 def _world(translation: Translation) -> int | None:
-    """Return the world that is checked: the user's, else the least that can share; None is what degrees say."""
+    """Return the world that is checked: the user's, the source's, or the least that can share; None is by degrees."""
     settings, stated = translation.settings, translation.options.world_size
     mesh = {path[5:]: setting.value for path, setting in settings.items() if path.startswith("mesh.")}
     kept = settings.get(path_of("@sharded.reshard_after_forward"))
     shards = kept.value if kept is not None and type(kept.value) is int else 1
     if shards == 1 and any(path.startswith(path_of("@coded")) for path in settings):
         shards = 2  # between which something is sent
-    if stated is not None or mesh.get("dp_shard", -1) != -1 or mesh.get("ep", 1) == shards == 1:
+    if stated is not None or mesh.get("dp_shard", -1) != -1:
         return stated
     others = math.prod(mesh.get(axis, 1) for axis in ("pp", "dp_replicate", "tp", "cp") if mesh.get(axis, 1) > 0)
-    return others * math.lcm(shards, mesh.get("ep", 1))
+    least = others * math.lcm(shards, mesh.get("ep", 1))
+    if translation.ranks not in (None, 1) and translation.ranks % least == 0:
+        return translation.ranks
+    return None if mesh.get("ep", 1) == shards == 1 else least

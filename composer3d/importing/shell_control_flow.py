@@ -21,6 +21,8 @@ State: TypeAlias = Literal["live", "open", "dead"]
 
 _CLOSING = ("fi", "done", "esac", "then", "else", "elif", "do", "}")
 REDIRECTIONS = ("&>", ">>", ">&", "<&", "<<<", ">", "<", DOCUMENT, LITERAL)
+_UNKNOWN = re.compile(r"[$`*?\[{]")  # a value of the outside, files of the machine, or what braces stand for
+_MOST_READ = 20_000  # words, of all rounds of a loop
 _CHANGED = re.compile(r"([A-Za-z_]\w*)(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
 
 
@@ -202,7 +204,9 @@ class ControlFlow(ABC):
             return
 
     def _loop(self, state: State, at: Token) -> None:
-        """Read a loop: how often it runs is not known, nor what its variable holds."""
+        """Read a loop: but for known words, how often it runs is not known, nor what its variable holds."""
+        if at.text == "for" and state == "live" and self._over_words():
+            return
         nested = self._nested(state, None, at)
         self._at += 1
         if at.text in ("for", "select"):
@@ -213,6 +217,42 @@ class ControlFlow(ABC):
             self._block(("do",), nested)
         self._block(("done",), nested)
         self._outcome = None
+
+    def _over_words(self) -> bool:
+        """Read a `for` once for each of its words; return whether all is known of it, else nothing is read.
+
+        Not where it starts a program, of which one call alone is read, or may end before its words do.
+        """
+        begun, rest = self._at, self._rest
+        self._at += 1
+        head = [token for token in self._until("do") if not token.is_operator]
+        body_at = self._at
+        self._block(("done",), "dead")
+        body, behind = self._tokens[body_at : self._at - 1], self._at
+        self._at, self._rest = begun, rest
+        words = self._words_in(head)
+        texts = [token.text for token in body if not token.is_operator]
+        if words is None or len(words) * len(body) > _MOST_READ or any(map(self._leaves, texts)):
+            return False
+        for text, line in words:
+            self.conditional.pop(head[0].text, None)
+            self._environment.variables[head[0].text] = [Piece(text=text, line=line)]
+            self._read(body, "live")
+        self._at, self._outcome = behind, None
+        return True
+
+    def _words_in(self, head: Sequence[Token]) -> list[tuple[str, int]] | None:
+        """Return the words that a loop's variable takes, each with its line; None where one is not known."""
+        if len(head) < 2 or head[1].text != "in" or not head[0].text.isidentifier() or head[0].text in self.values:
+            return None
+        words: list[tuple[str, int]] = []
+        for token in head[2:]:
+            words += split_pieces(self._environment.expand(token), is_exact=True)
+        return None if any(_UNKNOWN.search(word) for word, _ in words) else words
+
+    @abstractmethod
+    def _leaves(self, word: str) -> bool:
+        """Return whether a word in a loop may end it, or starts what is read once."""
 
     def _nested(self, state: State, known: bool | None, at: Token, condition: Sequence[Token] = ()) -> State:
         if state == "dead" or known is False:

@@ -37,6 +37,11 @@ _MOST_SUBSTITUTED = 1_000  # of a script
 _DOCUMENT = re.compile(r"^\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*?)\n[ \t]*\2\s*$", re.DOTALL)
 _FORMAT = re.compile(r"(?:%s|\\n|\s)*")  # of `printf`
 _SILENT = ("set", "unset", "shift", "return", "exit", "cd")
+_ENDING = ("break", "continue", "return", "exit", "eval", "exec", "read", "source", ".")
+_STARTING = re.compile(
+    r"(?:^|/)(?:torchrun|python[\d.]*|srun|sbatch|mpirun|mpiexec|deepspeed|accelerate|ssh|docker|singularity|apptainer"
+    r"|(?:ba|z|da)?sh)$|\.(?:py|sh)$"
+)
 _PROGRAM = re.compile(r"(?:^|/)(?:torchrun|python[\d.]*)$|\.py$")
 
 
@@ -241,6 +246,9 @@ class ShellScript(ScriptVariables):
         self._outcome = True
         self._functions[name] = self._tokens[begun : self._at - 1]
         return True
+
+    def _leaves(self, word: str) -> bool:
+        return word in self._functions or word in _ENDING or _STARTING.search(word) is not None
 
     def _call(self, words: Sequence[Token], state: State) -> None:
         """Read a function's commands with the arguments of a call; what is its own ends with it."""

@@ -70,12 +70,14 @@ class Translation:
         options: The user's.
 
     Attributes:
+        ranks: Of the run, where the source says how many its launcher starts.
         unknown: Keys whose values only running a script tells.
     """
 
     tree: SourceTree
     table: KeyTable
     options: Options
+    ranks: int | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
     loop: list[str] = field(default_factory=list)
     verdicts: dict[str, KeyVerdict] = field(default_factory=dict)

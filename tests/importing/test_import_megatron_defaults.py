@@ -189,3 +189,8 @@ def test_names_of_blocks_are_those_of_a_model_that_is_here(tmp_path, more):
     assert split == (None if more else ["layers.1"])
     verdict = verdicts_of(translation)["decoder_first_pipeline_num_layers"]
     assert verdict == ("changed" if more else "derived")
+
+
+def test_the_null_tokenizer_has_one_token_more(tmp_path):
+    flags = {**SHAPE, "tokenizer-type": "NullTokenizer", "vocab-size": 256}
+    assert manifest_of(imported(tmp_path, flags))["model"]["args"]["vocab_size"] == 384

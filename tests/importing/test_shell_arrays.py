@@ -26,6 +26,9 @@ SCRIPTS = {
     "bases": "N=010; H=0x1F; echo $((0x10)) $((010)) $((10#08)) $((2#101)) $((N + H))",
     "towards zero": "echo $((-7 / 2)) $((-7 % 3)) $((2**5)) $((1 << 4))",
     "shifted": 'f() { A=$1; shift 2; echo $A $1 $# "$@"; shift; echo $# $1; }; f 1 2 3 "4 5"',
+    "loops": 'for kv in a:1 "b c:2"; do A+=("--${kv%%:*}" "${kv#*:}"); done; echo "${A[@]}" $kv',
+    "loops over arrays": 'S=; L=(1 2 4)\nfor n in "${L[@]}"; do\n  if [ $n = 2 ]; then S="$S --x $n"; fi\ndone\necho $S $n',
+    "loops in loops": 'for a in 1 2; do for b in x "$a"; do S+=" $a$b"; done; done; for n in; do S=0; done; echo $S',
     "read": 'IFS=, read -r A B C <<< "0.1,0.2,0.3,4"; read X Y <<< "1  2 3"; echo $A $B $C $X $Y',
     "read an array": 'IFS=: read -ra L <<< "a:b c:d"; echo ${#L[@]} ${L[1]}',
     "read a document": "N=3\nread -r -d '' A <<EOF\n--a $N\n  --b x\nEOF\necho $A",
@@ -40,6 +43,21 @@ def test_words_are_those_of_bash(name: str) -> None:
     said = subprocess.run([bash, "-c", SCRIPTS[name]], capture_output=True, text=True, check=True).stdout
     echoed = [command[1:] for command in ShellScript(text=SCRIPTS[name]).commands if command[0][0] == "echo"]
     assert " ".join(word for command in echoed for word, _ in command).split() == said.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "body"),
+    [
+        ("1 2", "A=$n; [ $n = 1 ] && break"),
+        ("1 2", "A=$n; torchrun t.py --lr $n --seed 4"),
+        ("$LIST", "A=$n"),
+        ("*.json", "A=$n"),
+        ("{1..3}", "A=$n"),
+    ],
+)
+def test_a_loop_of_which_not_all_is_known_leaves_its_variables_open(words: str, body: str) -> None:
+    leaves = read_script(f"for n in {words}; do {body}; done\npython t.py --x $A --y 1 --z 2\n", "r.sh", {}).leaves
+    assert "$" in str(leaves["x"].value)
 
 
 def test_arguments_of_the_script_are_shifted() -> None:
@@ -61,7 +79,7 @@ def test_arguments_of_the_script_are_shifted() -> None:
         ("[ -f x ] && shift", "$1", "--arg 1=VALUE"),
         ("f() { [ -f x ] && shift; N=$1; }; f 4", "$N", None),
         ("declare -A L=([a]=4)", "${L[a]}", None),
-        ("L=(1 2); for i in 1; do L+=($i); done", "${#L[@]}", None),
+        ("L=(1 2); for i in $MORE; do L+=($i); done", "${#L[@]}", None),
         ("", "${!OUTSIDE}", None),
         ("", "$((0x10 * N))", "--arg N=VALUE"),
         ("", "${N}0", "--arg N=VALUE"),

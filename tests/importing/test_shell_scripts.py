@@ -111,7 +111,7 @@ def test_a_number_that_is_not_known_says_what_gives_it(tmp_path, value, hint):
 
 
 def test_what_is_not_known_keeps_its_name():
-    text = "A=$(date)\nif [ -f x ]; then B=1; fi\nfor i in 1 2; do C=$i; done\necho --a $A --b $B --c $C --d $OUTSIDE"
+    text = "A=$(date)\nif [ -f x ]; then B=1; fi\nfor i in $MORE; do C=$i; done\necho --a $A --b $B --c $C --d $OUTSIDE"
     script = ShellScript(text=text)
     (*_, command) = script.commands
     assert command == [
@@ -142,7 +142,7 @@ GUARDED = [  # that a flag is there depends on what only a run knows
     "if grep -q x y; then :; else {}; fi",
     "case $X in 1) {};; esac",
     "while read X; do {}; done",
-    "for i in 1 2; do {}; done",
+    "for i in $MORE; do {}; done",
     "X=$(nproc); [ $X -gt 1 ] && {{ {}; }}",
 ]
 

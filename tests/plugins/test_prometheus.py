@@ -105,7 +105,7 @@ def test_a_real_prometheus_scrapes_shows_and_alerts(tmp_path):
     rules = tmp_path / "rules.yml"
     rules.write_text(printed("rules"))
     alerts, found, health = run_ranks(scraped_by_prometheus, 1, tmp_path, rules)[0]
-    assert "Composer3dLossNotFinite" in alerts and set(health) == {"ok"} and len(health) == 4
+    assert "Composer3dLossNotFinite" in alerts and set(health) == {"ok"} and len(health) == 5
     values = {query: [float(row["value"][1]) for row in rows] for query, rows in found.items()}
     assert len(values) == 8 and all(values.values())
     assert values["composer3d_grad_norm"] == [2.0] and values["{__name__=~'composer3d_(tokens|samples)_per_s'}"] == [
@@ -128,7 +128,7 @@ def test_prometheus_accepts_the_rules(tmp_path):
     path = tmp_path / "rules.yml"
     path.write_text(printed("rules"))
     done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0 and "4 rules found" in done.stdout + done.stderr
+    assert done.returncode == 0 and "5 rules found" in done.stdout + done.stderr
 
 
 HEALTHY = {

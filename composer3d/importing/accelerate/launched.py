@@ -34,7 +34,7 @@ def world_of(t: Translation) -> int | None:
 def layout(translation: Translation) -> None:
     """Carry the distributed type, the device and the number of ranks."""
     t, kind = translation, kind_of(translation)
-    key = "distributed_type"
+    key, t.ranks = "distributed_type", world_of(translation)
     if kind in ("XLA", "TPU"):
         t.judge(key, "refused", "there is no XLA here")
     elif kind == "NO":

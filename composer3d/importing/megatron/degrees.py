@@ -23,7 +23,7 @@ def world_of(translation: Translation) -> int | None:
     stated = t.get("world_size")
     if isinstance(stated, int):
         return stated
-    ranks, nodes = t.get("nproc_per_node"), t.get("nnodes", 1)
+    ranks, nodes = t.get("nproc_per_node", t.get("num_gpus")), t.get("nnodes", t.get("num_nodes", 1))
     return ranks * nodes if isinstance(ranks, int) and isinstance(nodes, int) else None
 
 
@@ -37,6 +37,7 @@ def layout(translation: Translation) -> None:
     t.judge("model_parallel_size", "refused", f"an old name of {_TENSOR.replace('_', '-')}")
     t.judge("transformer_pipeline_model_parallel_size", "derived", f"as {_STAGES}")
     world, others = world_of(t), degrees["pp"] * degrees["cp"] * degrees["tp"]
+    t.ranks = world
     ranks = None if world is None else max(world // others, 1)
     _launcher(t, world)
     _tensor(t, degrees["tp"])
@@ -58,7 +59,7 @@ def _degree(t: Translation, key: str, axis: str) -> int:
 
 def _launcher(t: Translation, world: int | None) -> None:
     note = "the launcher's" if world is None else f"{world} ranks: composer3d run --nproc-per-node, or torchrun"
-    for key in ("nproc_per_node", "nnodes", "world_size", "data_parallel_size"):
+    for key in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "world_size", "data_parallel_size"):
         t.judge(key, "derived", note)
 
 

@@ -54,6 +54,8 @@ def _ramp(t: Translation, total: int | None) -> None:
             t.judge(
                 key, "equal" if start == total else "refused", f"the global batch is {total} from the first step on"
             )
+        elif t.integer("train_iters"):
+            t.wrong(key, "stands beside train-iters: Megatron-LM refuses a ramp but by train-samples")
         elif not step or (total - start) % step:
             t.wrong(key, f"does not grow from {start} to {total} in whole steps, which Megatron-LM refuses")
         elif samples:

@@ -173,6 +173,8 @@ def _vocabulary(t: Translation) -> int | None:
             hint = "-- --vocab-size N behind the file, or vocab_size in model.args"
             t.problems.append(Problem(message=message, file=t.tree.file, severity="warning", hint=hint))
         return padded
+    if t.text("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer"):
+        stated += 1  # the end of a document, behind all others
     multiple = (t.integer("make_vocab_size_divisible_by") or 128) * (t.integer("tensor_model_parallel_size") or 1)
     return -(-stated // multiple) * multiple
 

@@ -136,12 +136,11 @@ def _groups(t: Translation) -> None:
         note = "another rate of embedding and head: write it in optimizer.groups, which have one min_ratio"
         t.judge(key, "missing" if t.get(key) is not None else "meaningless", note)
     decay = t.settings["optimizer.weight_decay"].value
-    for key in ("start_weight_decay", "end_weight_decay"):
-        stated = t.number(key)
-        same = stated is None or stated == decay
-        t.judge(key, "meaningless" if same else "missing", _CHANGING_DECAY)
-    style = t.get("weight_decay_incr_style", "constant")
-    t.judge("weight_decay_incr_style", "equal" if style == "constant" else "missing", _CHANGING_DECAY)
+    ends, style = ("start_weight_decay", "end_weight_decay"), t.get("weight_decay_incr_style", "constant")
+    changes = style != "constant" or any(t.number(key) not in (None, decay) for key in ends)
+    for key in ends:
+        t.judge(key, "missing" if changes else "meaningless", _CHANGING_DECAY if changes else "as weight-decay")
+    t.judge("weight_decay_incr_style", "missing" if changes else "equal", _CHANGING_DECAY)
     t.judge(
         "apply_wd_to_qk_layernorm", "missing" if t.flag("apply_wd_to_qk_layernorm") else "equal", "a group of its own"
     )
