@@ -97,7 +97,7 @@ def _end(t: Translation) -> int | None:
     if kind == "TiktokenTokenizer":
         return _TIKTOKEN_ENDS.get(t.text("vocab_file"))
     if kind in _SENTENCEPIECE and not t.flag("tokenizer_sentencepiece_legacy"):
-        adds = kind == _SENTENCEPIECE[0] and (t.flag("legacy_tokenizer") or _is_before(t, 15))
+        adds = kind == _SENTENCEPIECE[0] and (t.flag("legacy_tokenizer") or is_before(t, 15))
         read = added_end_in_sentencepiece if adds else end_in_sentencepiece
         return next((end for file in _places(t, "tokenizer_model") if (end := read(file)) is not None), None)
     if kind == "HuggingFaceTokenizer":
@@ -117,10 +117,10 @@ def _end_of_numbers(t: Translation) -> int | None:
     size = t.integer("vocab_size") if t.get("vocab_size") is not None else None
     if size is None:
         return None
-    return size if _is_before(t, 18) else size - 1
+    return size if is_before(t, 18) else size - 1
 
 
-def _is_before(t: Translation, minor: int) -> bool:
+def is_before(t: Translation, minor: int) -> bool:
     """Return whether the source's version is stated, and below Megatron-LM's core 0.`minor`."""
     parts = (t.options.version or t.table.version).removeprefix("core_v").split(".")
     numbers = tuple(int(part) for part in parts[:2] if part.isdecimal())

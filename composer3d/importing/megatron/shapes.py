@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer3d.errors import Problem
-from composer3d.importing.documents_inside import asks_for_end
+from composer3d.importing.documents_inside import asks_for_end, is_before
 from composer3d.importing.indexed_sets import held_out, indexed, weights_and_prefixes
 from composer3d.importing.megatron.degrees import forget_split
 from composer3d.importing.megatron.mixtures import (
@@ -173,8 +173,8 @@ def _vocabulary(t: Translation) -> int | None:
             hint = "-- --vocab-size N behind the file, or vocab_size in model.args"
             t.problems.append(Problem(message=message, file=t.tree.file, severity="warning", hint=hint))
         return padded
-    if t.text("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer"):
-        stated += 1  # the end of a document, behind all others
+    if t.text("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer") and is_before(t, 18):
+        stated += 1  # the end of a document, behind all others; the last of them since core 0.18
     multiple = (t.integer("make_vocab_size_divisible_by") or 128) * (t.integer("tensor_model_parallel_size") or 1)
     return -(-stated // multiple) * multiple
 

@@ -155,8 +155,10 @@ def _state(t: Translation) -> None:
         small = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if str(t.get(key, "fp32")).lower() != "fp32"]
         if any("8" in str(t.get(key)) for key in small):
             t.put("@small_state.format", "fp8", *small)
+            for key in small:
+                t.judge(key, "changed", "8-bit moments in blocks here", to="@small_state.format")
         for key in small:
-            t.judge(key, "changed", "8-bit moments in blocks here", to="@small_state.format")
+            t.judge(key, "changed", "moments are float32 here, and take twice the memory")
         for key in ("main_grads_dtype", "main_params_dtype"):
             t.judge(
                 key, "equal" if str(t.get(key, "fp32")).lower() == "fp32" else "missing", "float32 in the optimizer"
