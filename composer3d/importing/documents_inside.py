@@ -13,7 +13,7 @@ from composer3d.importing.end_tokens import (
 )
 from composer3d.importing.translation import Translation
 
-__all__ = ["asks_for_end", "documents_inside"]
+__all__ = ["asks_for_end", "documents_inside", "is_before"]
 
 _POSITIONS, _ATTENTION, _LOSS = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

@@ -27,7 +27,7 @@ SCRIPTS = {
     "towards zero": "echo $((-7 / 2)) $((-7 % 3)) $((2**5)) $((1 << 4))",
     "shifted": 'f() { A=$1; shift 2; echo $A $1 $# "$@"; shift; echo $# $1; }; f 1 2 3 "4 5"',
     "loops": 'for kv in a:1 "b c:2"; do A+=("--${kv%%:*}" "${kv#*:}"); done; echo "${A[@]}" $kv',
-    "loops over arrays": 'S=; L=(1 2)\nfor n in "${L[@]}"; do\n  if [ $n = 2 ]; then S="$S --x $n"; fi\ndone; echo $S $n',
+    "over arrays": 'S=; L=(1 2)\nfor n in "${L[@]}"; do\n  if [ $n = 2 ]; then S="$S --x $n"; fi\ndone; echo $S $n',
     "loops in loops": 'for a in 1 2; do for b in x "$a"; do S+=" $a$b"; done; done; for n in; do S=0; done; echo $S',
     "read": 'IFS=, read -r A B C <<< "0.1,0.2,0.3,4"; read X Y <<< "1  2 3"; echo $A $B $C $X $Y',
     "read an array": 'IFS=: read -ra L <<< "a:b c:d"; echo ${#L[@]} ${L[1]}',
