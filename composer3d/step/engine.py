@@ -280,6 +280,7 @@ class StepEngine:
         if not last:
             return None
         mean = self._settle(state, self.loss_totals.pending) * own.handed()
+        state.divided = own.divided(self.loss_totals.count)
         if self.stepper is None and not self._moves_gradients:
             self._dropped.complete(state)
         return mean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ class StepState:
         optimizer: None before it is made.
         metrics: Numbers to report with this step; actions may add some.
         vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
-        count: Valid tokens of the global batch so far.
+        count: Valid tokens of the global batch so far; 1 a rank where the loop has announced no target.
+        divided: Returns what such a loop's means were divided by; see `num_targets`.
     """
 
     step: int
@@ -45,6 +46,15 @@ class StepState:
     metrics: dict[str, float] = field(default_factory=dict)
     vetoes: tuple[str, ...] = ()
     count: int = 0
+    divided: Callable[[], float | None] | None = None
+
+    def num_targets(self) -> float | None:
+        """Return how many valid targets the step's losses have, over all ranks of this model.
+
+        Without an announced target it is what the means were divided by: valid targets, class weights, a mask. None
+        where the losses do not say it. It waits for the device then.
+        """
+        return self.count if self.divided is None else self.divided()
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return this rank's parameters, each once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class OwnForward:
         self._padded = self.is_told and any(count != t.numel() for t in tensors(target))
         self._is_scaled = self._is_parted = self._has_counts = False
         self._factors = 0.0
+        self._divided: list[Callable[[], float | None]] = []  # of each backward without a target
 
     @classmethod
     def announced(cls, target: Any, *, criterion: Criterion, context: RunContext) -> OwnForward:
@@ -88,6 +90,24 @@ class OwnForward:
         """Return the factor between the mean of the losses since the last call and the sum that the loop passed."""
         factors, self._factors = self._factors, 0.0
         return factors if self._is_scaled else 1.0
+
+    def divided(self, counted: float) -> Callable[[], float | None] | None:
+        """Return what tells by what the means so far were divided, over all ranks; None where a target was announced.
+
+        Args:
+            counted: Targets that losses have reported, of all ranks.
+        """
+        if self.is_told:
+            return None
+        if self._has_counts:
+            return lambda: counted
+        each = tuple(self._divided)
+
+        def added() -> float | None:
+            found = [divided() for divided in each]
+            return None if None in found else sum(number for number in found if number is not None)
+
+        return added
 
     def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None, num_samples: int) -> Loss:
         """Return the loss of the next backward with its count.
@@ -143,6 +163,7 @@ class OwnForward:
 
     def _weighted(self, value: Tensor, reduction: Reduction | None, known: Reduction | None, factor: float) -> Loss:
         weighted = self._weights.weighted(value, reduction=reduction, known=known, factor=factor)
+        self._divided.append(self._weights.divided(value))
         # Its count is not to be read from its graph, by which ranks are weighed already.
         count = self.total / self._num_ranks
         return self._scaled(Loss(sum=weighted.loss.reshape(()) * count, count=count), weighted.factor)

@@ -167,6 +167,22 @@ class RankWeights:
         """Return the losses that were weighed last, by rank; none where nothing was. Waits for the device."""
         return [] if self._told_RS is None else [RankLoss(*rank) for rank in self._told_RS.tolist()]
 
+    def divided(self, value: Tensor) -> Callable[[], float | None]:
+        """Return what tells by what the mean that was weighed last is divided, over all ranks; None if no mean's is.
+
+        Args:
+            value: This rank's.
+        """
+        told_RS, own = self._told_RS, divisor_of_mean(value) if self._told_RS is None else None
+        if told_RS is None:
+            return lambda: None if own is None else float(own)
+
+        def added() -> float | None:
+            there = [rank for rank in (RankLoss(*each) for each in told_RS.tolist()) if rank.kind != _Kind.NOTHING]
+            return sum(rank.divisor for rank in there) if all(rank.kind == _Kind.MEAN for rank in there) else None
+
+        return added
+
     def weigh(self, value: Tensor, *, reduction: Reduction | None) -> Tensor:
         """Return a rank's loss times its weight, as it is scaled; see `weighted`."""
         factor, known = without_factors(value)

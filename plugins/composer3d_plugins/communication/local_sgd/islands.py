@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import CodedCollectives, RunContext, StepState, block_codec, torch_compat
+from composer3d import CodedCollectives, RunContext, StepError, StepState, block_codec, torch_compat
 from composer3d_plugins.communication.local_sgd.fragments import Fragment, divided
 from composer3d_plugins.communication.local_sgd.island_means import IslandSums, Total
 
@@ -77,9 +77,9 @@ class Islands:
             if step + 1 == options.warmup_steps and options.method in OUTER:
                 self._take_up()  # the islands are one until here
             return
-        is_tried = state.context.purpose == "verify"
+        is_tried, weight = state.context.purpose == "verify", self._weight(state)
         for fragment in self._parts():
-            fragment.tokens += float(state.count)
+            fragment.tokens += weight
             if fragment.started is not None and step - fragment.started >= options.overlap:
                 self._finish(fragment)
             since = step + 1 - options.warmup_steps - fragment.offset
@@ -88,9 +88,20 @@ class Islands:
                 if options.overlap == 0 or is_tried:
                     self._finish(fragment)
 
+    def _weight(self, state: StepState) -> float:
+        """Return the island's valid targets in a step, if islands are weighed by them."""
+        targets = state.num_targets() if self._options.weigh == "tokens" else 0.0
+        if targets is None:
+            raise StepError(
+                f'weigh = "tokens": how many valid targets the loss of step {state.step} has is not known; announce '
+                'them by run.step(number, target=...), give run.backward (sum, count), or write weigh = "equal"'
+            )
+        return float(targets)
+
     def average_gradients(self, state: StepState) -> None:
         """Average gradients over islands in a warm-up step, weighted by the islands' valid tokens.
 
+        Losses that do not say how many they have weigh the same, as ranks' do.
         Collectives: one all-reduce of all gradients and a count, for each dtype.
         """
         import torch
@@ -98,14 +109,17 @@ class Islands:
 
         if state.step >= self._options.warmup_steps or not self._is_run():
             return
+        targets = state.num_targets()
+        weight = 1.0 if targets is None else float(targets)
         grads = [_local(p.grad) for _, p in self._trained() if p.grad is not None]
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             held = [grad for grad in grads if grad.dtype == dtype and grad.numel()]
             wide = torch.promote_types(dtype, torch.float32)
-            flat = [grad.flatten().to(wide) * max(state.count, 1) for grad in held]
-            count = torch.full((1,), max(state.count, 1), dtype=wide, device=self._context.device)
+            flat = [grad.flatten().to(wide) * weight for grad in held]
+            count = torch.full((1,), weight, dtype=wide, device=self._context.device)
             total = torch.cat([*(each.to(count.device) for each in flat), count])
             dist.all_reduce(total, group=self._group())
+            total[-1].clamp_(min=torch.finfo(wide).tiny)  # nobody has a target
             for grad, mean in zip(held, (total[:-1] / total[-1]).split([g.numel() for g in held]), strict=True):
                 grad.copy_(mean.view_as(grad))
 
