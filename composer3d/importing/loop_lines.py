@@ -35,6 +35,8 @@ def loop_lines(own: Mapping[str, Setting], written: Sequence[str]) -> list[str]:
     clip = own.get("train.grad_clip")
     if clip is not None and clip.value != float("inf"):
         lines.append(f"run.clip_grad_norm_({clip.value})  # {clip.reason}")
+    if any("math." in line for line in written):
+        lines.append("import math")
     return [*lines, *written]
 
 

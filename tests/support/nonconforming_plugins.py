@@ -154,6 +154,28 @@ class LostState:
 
 
 @plugin(family="precision")
+class LostEverySecond:
+    """Add a step's gradients to those of the next, every second step, and save none of them between.
+
+    Collectives: none.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        context.state[self] = []
+        return action("losteverysecond", StepPoint.GRADIENTS_REDUCED, self._add)
+
+    def _add(self, state):
+        kept = state.context.state[self]
+        if not kept:
+            kept.extend(grad.clone() for grad in gradients(state))
+            return
+        for grad, before in zip(gradients(state), kept, strict=True):
+            grad.add_(before)
+        kept.clear()
+
+
+@plugin(family="precision")
 class OrderDependent:
     """Halve gradients where its table's name sorts first, else quarter them.
 

@@ -49,6 +49,7 @@ FAULTS = [
     ),
     ("numerics", Conformance(plugin=faulty.WrongGradients), "wrong numbers", "gradients differ by more than"),
     ("state", Conformance(plugin=faulty.LostState), "lost state", "in the step after a load"),
+    ("state", Conformance(plugin=faulty.LostEverySecond), "lost state", "in the step after a load"),
     ("order", Conformance(plugin=faulty.OrderDependent), "depends on order", "as a table whose name sorts first"),
     (
         "plan",
