@@ -168,7 +168,7 @@ class RankWeights:
         return [] if self._told_RS is None else [RankLoss(*rank) for rank in self._told_RS.tolist()]
 
     def divided(self, value: Tensor) -> Callable[[], float | None]:
-        """Return what tells by what the mean that was weighed last, `value` here, is divided over all ranks; or None."""
+        """Return what tells by what the mean weighed last, `value` here, is divided over all ranks; None if unknown."""
         told_RS, own = self._told_RS, divisor_of_mean(value) if self._told_RS is None else None
         if told_RS is None:
             return lambda: None if own is None else float(own)
