@@ -53,6 +53,7 @@ class RunContext:
         purpose: `run`, `check`, `plan` or `verify`; outside `run` no plugin opens a file, port or socket.
         manifest: Typed tables; a plugin reads its own from its fields.
         device: Of the parameters.
+        run_device: Of the run's parameters: in a plan they lie on the CPU, whatever device is planned.
         layout: Axes, degrees and coordinates of any rank.
         owners: The plugin that owns an axis, by axis.
         fqns: Names of all modules of the whole model, before any split.
@@ -82,7 +83,7 @@ class RunContext:
     ) -> None:
         self.purpose = purpose
         self.manifest = manifest
-        self.device = device
+        self.device = self.run_device = device
         self.rank = rank
         self.world_size = layout.world_size
         self.layout = layout

@@ -87,13 +87,19 @@ def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
     return inspect_manifest(read(source, overrides), tables=TABLES)
 
 
-def device_of(manifest: Manifest) -> torch.device:
-    """Return where the manifest's run computes: the device of `[run] device`, else the machine's accelerator."""
+def device_of(manifest: Manifest, *, else_of: str | None = None) -> torch.device:
+    """Return where the manifest's run computes: the device of `[run] device`, else the machine's accelerator.
+
+    Args:
+        manifest: Typed.
+        else_of: Kind of device of another machine on which a run without a stated device would be.
+    """
     import torch
 
     from composer3d.processes import default_device
 
     stated = manifest.tables["run"].device if "run" in manifest.tables else "auto"
+    stated = else_of or "auto" if stated == "auto" else stated
     return default_device() if stated == "auto" else torch.device(stated)
 
 

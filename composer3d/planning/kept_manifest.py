@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["kept_manifest"]
 
 _FORMAT = 1
-_ENVIRONMENTS = ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "COMPOSER3D_", "XDG_")
+_ENVIRONMENTS = ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "COMPOSER3D_", "XDG_", "CUDA_", "HIP_", "ROCR_")
+# Of NVIDIA's and of AMD's driver: a machine that gets a device runs `device = "auto"` there.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _MOST_FILES = 10_000
 
 
@@ -76,6 +78,7 @@ def _key(document: Document, asked: Mapping[str, Any]) -> str | None:
         "environment": sorted(
             (name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENTS) and name != VARIABLE
         ),
+        "drivers": [path for path in _DRIVERS if os.path.exists(path)],
         "tables": document.tables,
         "folder": str(document.folder),
         "asked": dict(asked),

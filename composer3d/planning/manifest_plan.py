@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import pieces_of
-from composer3d.checking import Inspection, collected_rarely, inspect
+from composer3d.checking import Inspection, collected_rarely, device_of, inspect
 from composer3d.errors import ComposerError, ManifestError
 from composer3d.processes import single_threaded
 
@@ -104,9 +105,9 @@ def plan(
     if cluster is not None:
         scaled(cluster, what_if or {})  # what cannot be is refused before anything is traced
     asked = Questions(price=price, currency=currency, failures=failures, what_if=what_if or {})
-    traced = traced_manifest(
-        manifest, overrides, world_size=world_size, choice=rank, extrapolate=not full, routing_skew=routing_skew
-    )
+    device = None if cluster is None else cluster.device.kind
+    trace = partial(traced_manifest, world_size=world_size, choice=rank, device=device)
+    traced = trace(manifest, overrides, extrapolate=not full, routing_skew=routing_skew)
     asked = replace(asked, num_units=_amount_of(traced.unit, tokens=tokens, samples=samples))
     return PlanResult(plan=plan_of(traced, hardware=cluster, memory_bytes=memory_bytes, asked=asked))
 
@@ -119,6 +120,7 @@ def traced_manifest(
     choice: RankChoice = "worst",
     extrapolate: bool = True,
     routing_skew: float = 1.0,
+    device: str | None = None,
     findings: ModelFindings | None = None,
 ) -> TracedManifest:
     """Return the trace of a manifest without errors, made or from disk.
@@ -130,6 +132,7 @@ def traced_manifest(
         choice: The ranks to trace, as for `plan`.
         extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
         routing_skew: As for `plan`.
+        device: Kind of device where the manifest states none; None takes this machine's.
         findings: Of other layouts of the manifest.
 
     Raises:
@@ -142,25 +145,30 @@ def traced_manifest(
     document = read(source, overrides)
 
     def trace() -> tuple[TracedManifest, frozenset[str]]:
-        inspected, found = _inspected(document, world_size, routing_skew=routing_skew, findings=findings)
+        inspected, found = _inspected(document, world_size, device, routing_skew=routing_skew, findings=findings)
         return _traced(inspected, found, choice=choice, extrapolate=extrapolate)
 
     asked = {"world_size": world_size, "rank": choice, "extrapolate": extrapolate, "routing_skew": routing_skew}
-    return kept_manifest(document, asked, trace)
+    stated = document.get(("run", "device")) not in (None, "auto")
+    return kept_manifest(document, {**asked, "device": None if stated else device}, trace)
 
 
 def _inspected(
-    document: Document, world_size: int | None, *, routing_skew: float, findings: ModelFindings | None
+    document: Document,
+    world_size: int | None,
+    device: str | None,
+    *,
+    routing_skew: float,
+    findings: ModelFindings | None,
 ) -> tuple[InspectedManifest, Inspection]:
-    """Return a manifest without errors, inspected; fake ranks compute nowhere, and the CPU stands for any device."""
-    import torch
-
+    """Return a manifest without errors, inspected for its run's device, which this machine need not have."""
     from composer3d.manifest import inspect_manifest
     from composer3d.runner import TABLES, world_sizes
 
     inspected = inspect_manifest(document, tables=TABLES)
     world_size = world_size or max(world_sizes(inspected.manifest), default=None)
-    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"), findings=findings)
+    where = device_of(inspected.manifest, else_of=device)
+    found = inspect(inspected, world_size=world_size, rank=0, device=where, findings=findings)
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
         raise ManifestError(found.ordered())
     _skew(found, routing_skew)
@@ -171,7 +179,7 @@ def _inspected(
 def _traced(
     inspected: InspectedManifest, found: Inspection, *, choice: RankChoice, extrapolate: bool
 ) -> tuple[TracedManifest, frozenset[str]]:
-    """Trace a manifest that was inspected on the CPU, and without errors; return the modules of what runs, too."""
+    """Trace a manifest that was inspected, and without errors; return the modules of what runs, too."""
     from composer3d.planning.manifest_tracer import trace_manifest
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"

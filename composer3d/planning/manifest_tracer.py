@@ -70,6 +70,7 @@ def trace_manifest(
         orders=None if orders is None else tuple(map(tuple, orders)),
         traces=tuple(traces),
         stack=tracer.stack,
+        device=tracer.device,
         num_microbatches=job.num_microbatches,
         gpus_per_node=job.manifest.mesh.gpus_per_node,
         unit=unit,

@@ -11,7 +11,7 @@ from composer3d.planning.costs.allocator import Allocation, Verdict, allocate, j
 from composer3d.planning.costs.pipeline_time import PipelinePlan, plan_pipeline
 from composer3d.planning.costs.whole_run import Questions
 from composer3d.planning.traced_manifest import TracedManifest
-from composer3d.planning.tracing.summary import over_rings
+from composer3d.planning.tracing.summary import sent_over
 from composer3d.planning.tracing.traced import RankTrace
 
 if TYPE_CHECKING:
@@ -124,8 +124,9 @@ def plan_of(
     Raises:
         ComposerError: A part of the cluster that there is not; failures so frequent that nothing would be kept.
     """
-    if hardware is not None and hardware.device.is_asynchronous:
-        traced = replace(traced, traces=tuple(map(over_rings, traced.traces)))
+    if hardware is not None and hardware.device.kind != traced.device:
+        gloo = hardware.device.kind == "cpu"
+        traced = replace(traced, traces=tuple(sent_over(trace, gloo=gloo) for trace in traced.traces))
     traces = traced.traces
     if hardware is not None:
         hardware = hardware.with_nodes(traced.gpus_per_node).with_stack(traced.stack)
@@ -147,7 +148,7 @@ def plan_of(
         memory_bytes=memory_bytes,
         time=time,
         advice=advice,
-        notes=(*_notes(traces, hardware, memory_bytes), *traced.notes),
+        notes=(*_notes(traced, hardware, memory_bytes), *traced.notes),
     )
 
 
@@ -161,15 +162,25 @@ def _allocated(traces: Sequence[RankTrace], hardware: Hardware | None, memory_by
     return ranks
 
 
-def _notes(traces: Sequence[RankTrace], hardware: Hardware | None, memory_bytes: int | None) -> tuple[str, ...]:
+def _notes(traced: TracedManifest, hardware: Hardware | None, memory_bytes: int | None) -> tuple[str, ...]:
+    traces = traced.traces
     notes = [
         "kernels are those of the CPU: flash attention's workspaces and fused kernels of a GPU may differ a little"
     ]
     if any(trace.is_extrapolated for trace in traces):
         notes.append("repeated blocks were traced at two depths, and the rest follows from them")
+    if hardware is None and traced.device == "cpu" and any(map(_reduces_and_scatters, traces)):
+        notes.append(
+            "bytes on the wire are those of a run on CPUs, where gloo's reduce-scatter is an all-reduce inside; "
+            '--hardware, or [run] device = "cuda", counts those of GPUs'
+        )
     if hardware is None:
         notes.append("no time: no hardware was named (--hardware)")
     if memory_bytes is None:
         notes.append("no verdict: no memory was named (--memory 80GiB)")
     notes += [note for trace in traces for note in trace.notes]
     return tuple(dict.fromkeys(notes))
+
+
+def _reduces_and_scatters(trace: RankTrace) -> bool:
+    return any(transfer.op == "reduce_scatter" for segment in trace.segments for transfer in segment.transfers)

@@ -25,6 +25,7 @@ class TracedManifest:
         orders: Actions of a step by rank along the pipeline; None without one.
         traces: One for every kind of rank.
         stack: The software that runs the steps.
+        device: Kind of device of the run: `cpu`, where collectives run over gloo, or an accelerator's.
         num_microbatches: Of a step, on every data-parallel rank.
         gpus_per_node: As in `[mesh]`; None where it does not say.
         unit: Of the model's inputs: tokens or samples.
@@ -42,6 +43,7 @@ class TracedManifest:
     orders: tuple[tuple[Action, ...], ...] | None
     traces: tuple[RankTrace, ...]
     stack: StackName
+    device: str
     num_microbatches: int
     gpus_per_node: int | None
     unit: str

@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path("site-packages").absolute()))
 import package
 traced = TracedManifest(
     layout=Layout(axes=AXES, degrees={axis.name: 1 for axis in AXES}), setup=Setup(seq_len=8, global_batch=4),
-    schedule=None, orders=None, traces=(), stack="eager", num_microbatches=1, gpus_per_node=None, unit="tokens",
+    schedule=None, orders=None, traces=(), stack="eager", device="cpu",
+    num_microbatches=1, gpus_per_node=None, unit="tokens",
     num_units=32, num_parameters=1, parameters_bytes=4, num_blocks=None)
 made = []
 def ask(overrides=(), modules=("package.part",), **asked):

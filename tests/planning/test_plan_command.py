@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
+from composer3d import plan
 from composer3d.cli import main
 
 MANIFEST = """composer3d = 1
@@ -74,6 +75,36 @@ def test_json_has_every_figure_and_how_it_is_known(reported):
     assert rows["all_reduce", "world", None]["count"] == 3
     assert plan["pipeline"]["schedule"] == "1F1B" and plan["pipeline"]["in_flight"] == [2.0, 1.0]
     assert 0.05 < plan["pipeline"]["bubble"] < 0.25
+
+
+GPUS = """composer3d = 1
+mesh.dp_shard = 4
+model = { use = "composer3d.models:llama", args = { dim = 32, num_layers = 1, num_heads = 2 } }
+data = { use = "synthetic", seq_len = 4, vocab_size = 32 }
+train = { steps = 1, global_batch = 4 }
+sharding.fsdp2 = {}
+communication.process_groups.axes.dp_shard = { min_ctas = 4 }
+profiling.memory_snapshot.history = 100
+precision.float8 = { emulate = false }
+"""
+
+
+@pytest.mark.parametrize("asked", [{"overrides": ["run.device=cuda"]}, {"hardware": "h100"}], ids=["stated", "named"])
+def test_a_plan_is_of_the_run_s_device_and_not_of_this_machine_s(tmp_path, asked):
+    """Options of GPUs alone are none of gloo's, whose reduce-scatters these plugins would replace."""
+    path = tmp_path / "run.toml"
+    path.write_text(GPUS)
+    (rank,) = plan(path, **asked).to_json()["ranks"]
+    rows = {row["op"]: row for row in rank["collectives"] if row["plugin"] == "fsdp2"}
+    assert set(rows) == {"all_gather", "reduce_scatter"}
+    assert all(row["wire_bytes"] == pytest.approx(3 / 4 * row["bytes"], abs=8) for row in rows.values())
+
+
+def test_a_plan_for_cpus_says_that_gloo_s_reduce_scatters_send_twice_as_much(reported):
+    _, found, _ = reported
+    (row,) = [row for row in found["ranks"][0]["collectives"] if row["op"] == "reduce_scatter"]
+    assert row["wire_bytes"] == row["bytes"]  # an all-reduce over two ranks
+    assert any("gloo's reduce-scatter" in note for note in found["notes"])
 
 
 def test_what_does_not_fit_ends_with_1(manifest, capsys):

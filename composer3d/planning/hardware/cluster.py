@@ -199,6 +199,11 @@ class Device:
     fresh_bandwidth: Annotated[float, _quantity(BANDWIDTH)] = 0.0
     power_w: Watts = Field(default=0.0, ge=0, le=20_000, validation_alias="power")
 
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """As `[run] device` names it; of AMD's too, as torch does."""
+        return "cuda" if self.is_asynchronous else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Stack:

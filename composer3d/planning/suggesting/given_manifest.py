@@ -62,7 +62,7 @@ class GivenManifest:
         inspected = open_manifest(source, overrides)
         if inspected.problems:
             raise ManifestError(inspected.problems)
-        findings, device = ModelFindings(), device_of(inspected.manifest)
+        findings, device = ModelFindings(), device_of(inspected.manifest, else_of=hardware.device.kind)
         found = inspect(inspected, world_size=world_size, rank=0, device=device, findings=findings)
         if found.preparation is None:
             raise ManifestError(found.ordered())
@@ -142,11 +142,8 @@ class GivenManifest:
         Raises:
             ComposerError: It is refused.
         """
-        import torch
-
         inspected = open_manifest(self.source, [*self.overrides, *self.changes_to(setup)])
-        # Fake ranks compute nowhere; the CPU stands for any device.
-        where = torch.device("cpu")
+        where = device_of(inspected.manifest, else_of=self.hardware.device.kind)
         found = inspect(inspected, world_size=setup.world_size, rank=0, device=where, findings=self.findings)
         if not found.ok(strict=False) or found.preparation is None:
             raise ComposerError("; ".join(map(str, found.ordered())))
@@ -165,7 +162,13 @@ class GivenManifest:
         changes = self.changes_to(setup)
         if changes not in self._planned:
             overrides = [*self.overrides, *changes]
-            traced = traced_manifest(self.source, overrides, world_size=setup.world_size, findings=self.findings)
+            traced = traced_manifest(
+                self.source,
+                overrides,
+                world_size=setup.world_size,
+                device=self.hardware.device.kind,
+                findings=self.findings,
+            )
             made = plan_of(traced, hardware=self.hardware)
             assert made.time is not None, "planned on hardware"
             fullest = max((rank.allocation for rank in made.ranks), key=lambda allocation: allocation.total)

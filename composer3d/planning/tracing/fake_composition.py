@@ -162,11 +162,15 @@ def is_fused(preparation: Preparation) -> bool:
 
 @contextlib.contextmanager
 def _planned(context: RunContext) -> Iterator[None]:
-    purpose, context.purpose = context.purpose, "plan"
+    """Plan inside: fake ranks compute nowhere, and the CPU stands for any device; `run_device` stays the run's."""
+    import torch
+
+    before = context.purpose, context.device
+    context.purpose, context.device = "plan", torch.device("cpu")
     try:
         yield
     finally:
-        context.purpose = purpose
+        context.purpose, context.device = before
 
 
 @contextlib.contextmanager

@@ -230,6 +230,11 @@ class Tracer:
         return "compiled" if self._fuses else "eager"
 
     @property
+    def device(self) -> str:
+        """Kind of device of the run."""
+        return self._preparation.context.run_device.type
+
+    @property
     def _compiles(self) -> bool:
         return is_compiled(self._preparation)
 

@@ -14,7 +14,7 @@ from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Seg
 if TYPE_CHECKING:
     from composer3d.context import RunContext
 
-__all__ = ["over_rings", "segments_of", "summarise", "wire_bytes"]
+__all__ = ["segments_of", "sent_over", "summarise", "wire_bytes"]
 
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
@@ -136,17 +136,22 @@ def wire_bytes(op: str, size: int, num_ranks: int, *, over_gloo: bool = False) -
     return math.ceil(size * (2 if is_twice else 1) * (num_ranks - 1) / num_ranks)
 
 
-def over_rings(trace: RankTrace) -> RankTrace:
-    """Return a trace, made where collectives run over gloo, with the bytes that rings send on a cluster of GPUs."""
-    segments = tuple(
-        replace(segment, transfers=tuple(map(_over_ring, segment.transfers))) for segment in trace.segments
-    )
+def sent_over(trace: RankTrace, *, gloo: bool) -> RankTrace:
+    """Return a trace with the bytes that its reduce-scatters send over gloo, or by a ring as on a cluster of GPUs.
+
+    Args:
+        trace: Of a run on any device.
+        gloo: Whether collectives run over gloo.
+    """
+
+    def sent(transfer: Transfer) -> Transfer:
+        if transfer.op != "reduce_scatter":
+            return transfer
+        size = wire_bytes(transfer.op, transfer.bytes, len(transfer.ranks), over_gloo=gloo)
+        return replace(transfer, wire_bytes=transfer.count * size)
+
+    segments = tuple(replace(segment, transfers=tuple(map(sent, segment.transfers))) for segment in trace.segments)
     return replace(trace, segments=segments)
-
-
-def _over_ring(transfer: Transfer) -> Transfer:
-    sent = transfer.count * wire_bytes(transfer.op, transfer.bytes, len(transfer.ranks))
-    return replace(transfer, wire_bytes=sent) if transfer.op == "reduce_scatter" else transfer
 
 
 def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
@@ -174,7 +179,7 @@ class _Plugins:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.over_gloo = context.device.type == "cpu"
+        self.over_gloo = context.run_device.type == "cpu"
         self._modules: Mapping[str, str] = {
             type(registered.instance).__module__: registered.name for registered in context.plugins
         }

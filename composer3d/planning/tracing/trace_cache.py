@@ -53,6 +53,7 @@ def trace_key(job: Job, chosen: Mapping[int, int], *, extrapolate: bool) -> str:
         "torch": torch.__version__,
         "default_dtype": str(torch.get_default_dtype()),
         "manifest": job.manifest.document.tables,
+        "device": context.run_device.type,
         "layout": dict(context.layout.degrees),
         "world_size": job.world_size,
         "chosen": sorted(chosen.items()),

@@ -61,7 +61,7 @@ class MXFP8:
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse `emulate = false` on a device without MXFP8 products."""
-        if self.emulate is False and not _has_products(context.device):
+        if self.emulate is False and _lacks_products(context.device):
             raise PluginError(
                 f"emulate = false, and this device ({context.device.type}) has no MXFP8 products",
                 hint="leave emulate out; the plan says where products are emulated",
@@ -193,6 +193,13 @@ def _has_products(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+def _lacks_products(device: torch.device) -> bool:
+    """Return whether it is known that a device has none: of a GPU elsewhere, of which a plan is, nothing is."""
+    import torch
+
+    return not _has_products(device) and (device.type != "cuda" or torch.cuda.is_available())
 
 
 def _planned_product() -> Callable[[Tensor, Tensor, bool], Tensor]:

@@ -12,7 +12,7 @@ from composer3d.planning.costs.step_time import compute_s, segment_time
 from composer3d.planning.costs.timed import fresh_s, interpolated_s
 from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator
 from composer3d.planning.hardware.hardware_file import load_hardware
-from composer3d.planning.tracing.summary import over_rings
+from composer3d.planning.tracing.summary import sent_over
 from composer3d.planning.tracing.traced import DISPATCH, Memory, Operators, RankTrace, Segment, Transfer
 
 H100 = load_hardware("h100")
@@ -166,5 +166,7 @@ def test_on_gpus_a_reduce_scatter_sends_what_a_ring_does():
     traced = replace(gather(), op="reduce_scatter", wire_bytes=10**6)  # over gloo, an all-reduce inside
     segment = Segment(kind="backward", stage=0, count=1, operators=(), transfers=(traced, gather()))
     trace = RankTrace(rank=0, coordinates={}, stands_for=1, memory=NOTHING, segments=(segment,), is_extrapolated=False)
-    (found,) = over_rings(trace).segments
+    (found,) = sent_over(trace, gloo=False).segments
     assert [each.wire_bytes for each in found.transfers] == [5 * 10**5, 5 * 10**5]
+    (found,) = sent_over(replace(trace, segments=(found,)), gloo=True).segments
+    assert [each.wire_bytes for each in found.transfers] == [10**6, 5 * 10**5]

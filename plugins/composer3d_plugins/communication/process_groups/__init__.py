@@ -155,10 +155,10 @@ class ProcessGroups:
         options = (self.axes or {}).get(axis)
         stated = None if options is None else options.backend
         if stated is None:
-            return "gloo" if context.device.type == "cpu" else "nccl"
+            return "gloo" if context.run_device.type == "cpu" else "nccl"
         split = [part.rpartition(":") for part in stated.lower().split(",")]
         parts = {device: backend for device, _, backend in split}
-        return parts.get(context.device.type, parts.get("", "none"))
+        return parts.get(context.run_device.type, parts.get("", "none"))
 
     def _acts(self, context: RunContext) -> bool:
         """Return whether any reduce-scatter is exchanged."""

@@ -101,7 +101,7 @@ class Float8:
                 'auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were measured',
                 hint="state min_dim, modules or exclude",
             )
-        if self.emulate is False and not _has_products(context.device):
+        if self.emulate is False and _lacks_products(context.device):
             raise PluginError(
                 f"emulate = false, and this device ({_name(context.device)}) has no float8 products",
                 hint="leave emulate out; the plan says where products are emulated",
@@ -219,6 +219,13 @@ def _has_products(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _lacks_products(device: torch.device) -> bool:
+    """Return whether it is known that a device has none: of a GPU elsewhere, of which a plan is, nothing is."""
+    import torch
+
+    return not _has_products(device) and (device.type != "cuda" or torch.cuda.is_available())
 
 
 def _name(device: torch.device) -> str:
