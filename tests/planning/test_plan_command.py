@@ -11,6 +11,7 @@ import pytest
 
 from composer3d import plan
 from composer3d.cli import main
+from composer3d.planning.reports import size
 
 MANIFEST = """composer3d = 1
 [mesh]
@@ -122,6 +123,12 @@ def test_one_screen_says_how_each_figure_is_known(manifest, reported, capsys):
     assert len(out.splitlines()) < 50
     found = reported[1]["ranks"]
     assert len(re.findall(r"  peak (.+) to (.+) \[traced\], device (.+) to (.+) \[modelled\]", out)) == len(found)
+    # Of the fullest rank: what is there at the peak, and all that it holds after the last backward.
+    memory = found[0]["memory"]
+    title = "memory of a rank at its peak: params, optim [exact], grads, activ, transient, peak [traced]"
+    assert title in " ".join(out.split())
+    assert f"gradients after the last backward {size(memory['gradients'])} [exact]" in out
+    assert memory["gradients_at_peak"] < memory["gradients"]
 
 
 def test_the_page_holds_everything_itself(reported):
@@ -141,7 +148,7 @@ def test_a_difference_says_which_terms_moved(manifest, tmp_path, capsys):
     code, out = planned(capsys, manifest, "--diff", other, "--json")
     terms = {(term["group"], term["name"]): term for term in json.loads(out)["terms"]}
     assert code == 0
-    assert terms["memory", "activations"]["change"] < 0 < terms["compute", "FLOPs"]["change"]
+    assert terms["memory", "activations at peak"]["change"] < 0 < terms["compute", "FLOPs"]["change"]
     assert not any(group == "memory" and name in ("parameters", "optimizer") for group, name in terms)
 
 

@@ -11,6 +11,9 @@ from composer3d.planning.reports.plan_text import memory_parts, size
 
 __all__ = ["Term", "difference_to_json", "moved_terms", "show_difference"]
 
+# Of these a rank holds as much at its peak; in `--json` of one plan other figures have the short names.
+_AT_PEAK = {name: f"{name} at peak" for name in ("gradients", "activations")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
@@ -46,7 +49,8 @@ def moved_terms(before: Plan, after: Plan) -> list[Term]:
 
 def _terms(plan: Plan) -> tuple[dict[str, float], ...]:
     rank = plan.ranks[0]
-    memory: dict[str, float] = {**memory_parts(rank), "peak": rank.trace.memory.peak, "total": rank.allocation.total}
+    parts = {_AT_PEAK.get(name, name): value for name, value in memory_parts(rank).items()}
+    memory: dict[str, float] = {**parts, "peak": rank.trace.memory.peak, "total": rank.allocation.total}
     wire: dict[str, float] = {}
     for row in collective_rows(rank.trace):
         name = f"{row['op']} over {row['axis']} of {row['plugin'] or 'the core'}"

@@ -66,7 +66,10 @@ def band(rank: RankPlan, name: str) -> str:
 
 
 def memory_parts(rank: RankPlan) -> dict[str, int]:
-    """Return what a device holds at a rank's peak, by what it is for; the parts add up to `total`."""
+    """Return what a device holds at a rank's peak, by what it is for; the parts add up to `total`.
+
+    Of gradients and activations that is what is there then: units whose gradients come later have none yet.
+    """
     memory, allocation = rank.trace.memory, rank.allocation
     return {
         "parameters": memory.parameters + memory.buffers,
@@ -122,7 +125,8 @@ def _memory_table(plan: Plan) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    title = Text("memory of a rank: activations, transient, peak [traced], device [modelled], others [exact]")
+    known = "params, optim [exact], grads, activ, transient, peak [traced], device [modelled]"
+    title = Text(f"memory of a rank at its peak: {known}")
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("rank", no_wrap=True)
     for name in ("ranks", "params", "optim", "grads", "activ", "transient", "peak", "device"):
@@ -164,6 +168,7 @@ def _moments(plan: Plan) -> list[Any]:
         flops = flops_of(rank.trace.segments)
         lines.append(Text(f"{name}: peak in {memory.moment}{module} [traced]; {flops:.3g} FLOPs a step [exact]"))
         lines.append(Text(f"  peak {band(rank, 'peak')} [traced], device {band(rank, 'total')} [modelled]"))
+        lines.append(Text(f"  gradients after the last backward {size(memory.gradients)} [exact]"))
     return lines
 
 
