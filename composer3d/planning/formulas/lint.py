@@ -79,7 +79,7 @@ def lint(
         *_memory(num_parameters, setup, needs_of, limit, offered),
         *_tensor_parallel(trace, setup, hardware),
         *_pipeline(num_layers, setup),
-        *_resharding(num_parameters, setup, hardware, needs_of, limit, offered),
+        *_resharding(trace, num_parameters, setup, hardware, needs_of, limit, offered),
         *_precision(setup, hardware),
         *_recompute(setup, needs_of, limit),
     ]
@@ -231,10 +231,16 @@ def _pipeline(num_layers: int | None, setup: Setup) -> Iterator[Advice]:
 
 
 def _resharding(
-    num_parameters: int, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float, offered: _Offered
+    trace: RankTrace,
+    num_parameters: int,
+    setup: Setup,
+    hardware: Hardware,
+    needs_of: _NeedsOf,
+    limit: float,
+    offered: _Offered,
 ) -> Iterator[Advice]:
     count = setup.num_microbatches
-    if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
+    if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1 or not _reduces_each_time(trace, count):
         return
     needs = needs_of(replace(setup, zero=2))
     if needs > _ROOM * limit or (table := offered("zero", 2)) is None:
@@ -249,6 +255,16 @@ def _resharding(
         fix=f"{table} gathers {count} times and reduces once, and needs about {needs / GIB:.1f} of "
         f"{limit / GIB:.1f} GiB",
     )
+
+
+def _reduces_each_time(trace: RankTrace, num_microbatches: int) -> bool:
+    """Return whether gradients are reduced in every micro-batch; those of a stage that is one unit are not."""
+    calls: dict[int, int] = {}
+    for segment in trace.segments:
+        for each in segment.transfers:
+            if each.op == "reduce_scatter" and "dp_shard" in (each.axis or "").split("+"):
+                calls[each.bytes] = calls.get(each.bytes, 0) + segment.count * each.count
+    return max(calls.values(), default=0) >= num_microbatches
 
 
 def _precision(setup: Setup, hardware: Hardware) -> Iterator[Advice]:

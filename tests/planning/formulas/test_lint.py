@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 from decoder_shape import ModelShape
+from decoder_traces import static_traces
 from support.decoder_costs import advice_on
 
+from composer3d.planning.formulas.collective_formulas import transfer
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
+from composer3d.planning.formulas.lint import lint
 from composer3d.planning.hardware.hardware_file import load_hardware
+from composer3d.planning.tracing.traced import Segment
 
 H100 = load_hardware("h100")
 SHAPE = ModelShape(num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256)
@@ -64,6 +68,26 @@ def test_mistakes_are_told_with_numbers(rule, change, severity, told):
     assert found[rule].severity == severity
     assert told in str(found[rule]), str(found[rule])
     assert rule not in rules(GOOD)
+
+
+@pytest.mark.parametrize(("num_reductions", "is_advised"), [(8, True), (1, False)], ids=["each time", "once"])
+def test_resharding_is_advised_against_where_the_traced_step_reshards(num_reductions, is_advised):
+    """A stage that is one unit keeps its parameters at every ZeRO stage, and reduces its gradients once a step."""
+    setup = replace(GOOD, **RESHARDING)
+    options = {"count": 1, "dtype": "float32", "overlapped": True}
+    sent = transfer("reduce_scatter", "dp_shard", setup.ranks("dp_shard"), 2**20, **options)
+    segment = Segment(kind="backward", stage=0, count=num_reductions, operators=(), transfers=(sent,))
+    trace = max(static_traces(SHAPE, setup), key=lambda trace: trace.memory.peak)
+    found = lint(
+        replace(trace, segments=(segment,)),
+        setup,
+        H100,
+        num_parameters=SHAPE.num_parameters,
+        num_layers=SHAPE.num_layers,
+        total_bytes=trace.memory.peak,
+        offered=lambda trait, value: f"[sharding.other] {trait} = {value}",
+    )
+    assert ("resharding" in {advice.rule for advice in found}) == is_advised
 
 
 def test_what_no_plugin_offers_is_not_advised():
