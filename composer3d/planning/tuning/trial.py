@@ -12,7 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from composer3d.processes import die_with
 
 __all__ = ["Measured", "measure_steps"]
 
@@ -57,7 +60,14 @@ def measure_steps(
         command += ["--set", override]
     printed = folder.with_suffix(".log")
     with printed.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid()),  # whatever ends this process, the trial ends with it
+        )
         try:
             wanted, until = num_steps + _NUM_UNTIMED, time.monotonic() + timeout_s
             while process.poll() is None and len(_times(folder)) < wanted and time.monotonic() < until:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import subprocess
+import sys
 
 import pytest
 from support.sockets import watched_listeners
@@ -121,8 +125,11 @@ def test_a_trial_times_real_steps_and_leaves_no_process(manifest, tmp_path):
     assert measured.step_s is not None and measured.step_s > 0 and measured.failure == ""
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 5 <= len(rows) < 1000
-    running = [pid for pid in os.listdir("/proc") if pid.isdigit() and str(place) in _command_line(pid)]
-    assert running == []
+    assert _running(place) == []
+
+
+def _running(place):
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and str(place) in _command_line(pid)]
 
 
 def _command_line(pid):
@@ -131,6 +138,34 @@ def _command_line(pid):
             return file.read()
     except OSError:
         return ""
+
+
+TUNER = """import sys
+from pathlib import Path
+from composer3d.planning.tuning.trial import measure_steps
+sys.executable = sys.argv[1]
+measure_steps("run.toml", [], num_ranks=1, num_steps=1, folder=Path(sys.argv[2]), timeout_s=600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels of others do not end a process with its parent")
+def test_a_trial_ends_with_the_process_that_measures_it(tmp_path):
+    """A run that would last is ended by the kernel where the process that started it cannot."""
+    command, told = tmp_path / "run.sh", tmp_path / "told"
+    command.write_text(f"#!/bin/sh\necho $$ > '{told}'\nexec sleep 600\n")
+    command.chmod(0o700)
+    os.mkfifo(told)
+    with contextlib.ExitStack() as stack:
+        reading = os.open(told, os.O_RDWR | os.O_NONBLOCK)
+        stack.callback(os.close, reading)
+        tuner = subprocess.Popen([sys.executable, "-c", TUNER, str(command), str(tmp_path / "trial")])
+        stack.callback(tuner.wait)
+        stack.callback(tuner.kill)
+        assert select.select([reading], [], [], 120)[0]
+        trial = os.pidfd_open(int(os.read(reading, 64)))
+        stack.callback(os.close, trial)
+        tuner.terminate()
+        assert select.select([trial], [], [], 60)[0], "it ends"
 
 
 @pytest.mark.slow
