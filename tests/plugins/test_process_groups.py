@@ -138,8 +138,9 @@ def parallel_step(text):
     tokens, targets = padded(seq_len=6)
     with count_collectives(run.mesh) as collectives, run.step(0):
         run.forward_backward(mine(run, tokens), target=mine(run, targets))
+    gradients = {name: full(p.grad).clone() for name, p in run.named_parameters()}  # while its groups are there
     run.close()
-    return {name: full(p.grad).clone() for name, p in run.named_parameters()}, collectives.summary()
+    return gradients, collectives.summary()
 
 
 @pytest.mark.slow
