@@ -76,8 +76,13 @@ def _ranks(meaning: Meaning, file: WrittenFile) -> None:
     if meaning.world is None:
         file.warnings.append("the file has no num_processes: say how many ranks with --world-size N")
         return
-    per_node = meaning.get("mesh.gpus_per_node", meaning.world)
-    file.put("", num_processes=meaning.world, num_machines=max(meaning.world // per_node, 1))
+    # Those of a pipeline are in no degree of the file, which have to multiply to its number of ranks.
+    stages = meaning.axis("pp") or 1
+    world = meaning.world // stages
+    per_node = meaning.get("mesh.gpus_per_node", world)
+    file.put("", num_processes=world, num_machines=max(world // per_node, 1))
+    if stages > 1:
+        file.warnings.append(f"num_processes is {world}, that of one stage of {stages}: Accelerate has no pipeline")
 
 
 def _precision(meaning: Meaning, file: WrittenFile) -> None:

@@ -66,7 +66,13 @@ def _batch(meaning: Meaning, file: WrittenFile) -> None:
 
 
 def _zero(meaning: Meaning, file: WrittenFile) -> None:
-    block, stage = "zero_optimization", int(meaning.get("@sharded.zero", 0)) if meaning.has("@sharded") else 0
+    block, stated = "zero_optimization", int(meaning.get("@sharded.zero", 0)) if meaning.has("@sharded") else 0
+    stage = min(stated, _most_shared(meaning))
+    if stage < stated:
+        beside = "pipeline.stages" if (meaning.axis("pp") or 1) > 1 else "autotp_size"
+        file.warnings.append(
+            f"DeepSpeed refuses stage {stated} beside {beside}: it is {stage}, which takes more memory"
+        )
     file.put(block, stage=stage)
     secondary = meaning.get("@sharded.reshard_after_forward")
     if stage == 3 and isinstance(secondary, int) and not isinstance(secondary, bool):
@@ -84,6 +90,13 @@ def _zero(meaning: Meaning, file: WrittenFile) -> None:
     for name, what in (("weights", "weights"), ("gradients", "gradients")):
         if meaning.has("@coded") and meaning.get(f"@coded.{what}") is not None and stage == 3:
             file.put(block, **{f"zero_quantized_{name}": True})
+
+
+def _most_shared(meaning: Meaning) -> int:
+    """Return the highest ZeRO stage that DeepSpeed has beside a pipeline, or its tensor parallelism."""
+    if (meaning.axis("pp") or 1) > 1:
+        return 1
+    return 2 if (meaning.axis("tp") or 1) > 1 else 3
 
 
 def _layout(meaning: Meaning, file: WrittenFile) -> None:
@@ -115,7 +128,7 @@ def _precision(meaning: Meaning, file: WrittenFile) -> None:
                 loss_scale_window=meaning.get("@mixed.growth_interval"),
                 hysteresis=meaning.get("@mixed.hysteresis"),
                 consecutive_hysteresis=meaning.get("@mixed.hysteresis_restored") == "step",
-                min_loss_scale=meaning.get("@mixed.min_scale"),
+                min_loss_scale=_whole(meaning.get("@mixed.min_scale"), file),
             )
     file.put("", communication_data_type=_SHORT[meaning.get("@mixed.reduce_dtype", "float32")])
     buffers = meaning.get("@mixed.buffer_dtype")
@@ -127,6 +140,13 @@ def _exponent(scale: float, file: WrittenFile) -> int:
     if power != round(power):
         file.warnings.append(f"DeepSpeed's first loss scale is a power of 2: {2.0 ** round(power):g}, not {scale:g}")
     return round(power)
+
+
+def _whole(scale: float, file: WrittenFile) -> int:
+    whole = max(round(scale), 1)
+    if whole != scale:
+        file.warnings.append(f"DeepSpeed's least loss scale is a whole number: {whole}, not {scale:g}")
+    return whole
 
 
 def _optimizer(meaning: Meaning, file: WrittenFile) -> None:

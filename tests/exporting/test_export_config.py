@@ -252,8 +252,11 @@ def test_the_default_schedule_is_torchtitans_own_formula():
 def test_float16_has_its_scale_under_deepspeed_and_is_changed_under_torchtitan():
     text = RUN.replace("[precision.mixed]", '[precision.mixed]\nparam_dtype = "float16"')
     result = exported(text, "deepspeed")
-    assert json.loads(result.text)["fp16"]["loss_scale_window"] == 2000
-    assert [entry.key for entry in result.keys if "precision" in entry.key and str(entry.verdict) not in GOOD] == []
+    written = json.loads(result.text)["fp16"]
+    assert written["loss_scale_window"] == 2000 and written["min_loss_scale"] == 1  # of which DeepSpeed takes no part
+    assert [entry.key for entry in result.keys if "precision" in entry.key and str(entry.verdict) not in GOOD] == [
+        "precision.mixed.min_scale"
+    ]
     (entry,) = [e for e in exported(text, "torchtitan").keys if e.key == "precision.mixed.param_dtype"]
     assert (str(entry.verdict), entry.note) == ("changed", "float16 here, bfloat16 there")
 
@@ -340,3 +343,20 @@ def test_a_key_that_is_allowed_and_not_refused_is_a_mistake(capsys):
 def test_the_readme_names_every_system():
     rows = table(read("composer3d/exporting/README.md"), "`--to`", "file", "not in it")
     assert sorted(code(row[0])[0] for row in rows) == sorted(targets())
+
+
+@pytest.mark.parametrize(
+    ("axis", "plugin", "stage"),
+    [("pp", "[scheduling.pipeline]\n", 1), ("tp", "[sharding.tensor_parallel]\n", 2), ("cp", "", 3)],
+)
+def test_deepspeed_is_given_a_stage_that_it_has_beside_the_layout(axis, plugin, stage):
+    text = PLUGINS.replace("dp_replicate = 2", f"{axis} = {1 if axis == 'cp' else 2}") + plugin
+    result = exported(text, "deepspeed", world_size=8)
+    assert json.loads(result.text)["zero_optimization"]["stage"] == stage
+    assert any("refuses stage 3" in problem.message for problem in result.problems) == (stage < 3)
+
+
+def test_accelerate_has_the_ranks_of_one_stage():
+    text = PLUGINS.replace("dp_replicate = 2", "pp = 2") + "[scheduling.pipeline]\n"
+    result = exported(text, "accelerate", world_size=8)
+    assert "num_processes: 4" in result.text

@@ -208,7 +208,7 @@ def test_gpt_neox(tmp_path):
     assert manifest["precision"]["mixed"]["param_dtype"] == "bfloat16"
     assert manifest["checkpoint"] == {"every": 100, "keep": 1_000_000}
     keys = {entry.key: str(entry.verdict) for entry in translation.verdicts.values()}
-    assert keys["pipe-parallel-size"] == "carried" and keys["seqlen"] == "ignored-there"
+    assert keys["pipe-parallel-size"] == "carried" and keys["seqlen"] == "refused"
     assert keys["zero_optimization.allgather_bucket_size"] == "meaningless"
 
 

@@ -110,6 +110,9 @@ def _dynamic(t: Translation) -> None:
         t.carry("fp16.consecutive_hysteresis", "@mixed.hysteresis_restored", "step")
     t.judge("fp16.consecutive_hysteresis", "equal")
     lowest = t.number("fp16.min_loss_scale", 1.0)
+    if lowest is not None and lowest != int(lowest):
+        t.wrong("fp16.min_loss_scale", "must be a whole number: DeepSpeed refuses any other")
+        return
     if lowest:
         t.state("fp16.min_loss_scale", "@mixed.min_scale", float(min(lowest, 2.0**power)))
     t.judge("fp16.min_loss_scale", "changed", "no least scale there; the run stops below 2^-24 here")

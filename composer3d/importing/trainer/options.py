@@ -203,7 +203,10 @@ def saving(translation: Translation) -> None:
     if every >= 1:
         t.state("logging_steps", "run.log_every", int(every))
     t.judge("logging_steps", "changed", "a fraction of the run there")
-    if str(t.get("save_strategy", "steps")).lower() == "steps" and not t.get("saves_per_epoch"):
+    by_epoch = t.table.name == "axolotl" and "save_steps" not in t  # which saves after every epoch then
+    if str(t.get("save_strategy", "epoch" if by_epoch else "steps")).lower() == "steps" and not t.get(
+        "saves_per_epoch"
+    ):
         saved = t.number("save_steps", 500) or 500
         if saved >= 1:
             t.state("save_steps", "checkpoint.every", int(saved))
