@@ -24,6 +24,7 @@ __all__ = [
     "MeshError",
     "ModelError",
     "NodeZeroError",
+    "PlaceError",
     "NothingShared",
     "OrderError",
     "PatternError",
@@ -234,6 +235,10 @@ class RankError(ComposerError):
 
 class ReplicaError(ComposerError):
     """This group of ranks takes no part in the run any more, or nobody is left who has its state."""
+
+
+class PlaceError(ComposerError):
+    """Options and variables give this machine no place among several."""
 
 
 class NodeZeroError(ComposerError):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
-from composer3d.errors import ComposerError, LockError, ManifestError, NodeZeroError
+from composer3d.errors import ComposerError, LockError, ManifestError, NodeZeroError, PlaceError
 
 if TYPE_CHECKING:
     from composer3d.runner import Outcome
 
 __all__ = ["add", "execute"]
 
-FAILED = 3
+WRONG, FAILED = 2, 3
 
 
 def add(subparsers: Subparsers) -> None:
@@ -81,6 +81,9 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     except ManifestError:
         raise  # a mistake of the user, unlike failures of the machine or of another run
+    except PlaceError as error:  # a wrong command line
+        complain(str(error))
+        return WRONG
     except ComposerError as error:
         if is_rank() and not isinstance(error, LockError):
             raise

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 import composer3d
+from composer3d.cli import main
 from composer3d.errors import ComposerError, RendezvousError
 from composer3d.replicas import host_and_port, listen
 from composer3d.runner.launching.launcher import LaunchResult
@@ -149,3 +150,21 @@ def test_a_name_that_is_loopback_on_node_0_alone_is_refused(monkeypatch):
         'node0:29400: "node0" is 127.0.1.1 on this machine, where no other one reaches it, as /etc/hosts says; '
         "give the address by which the others reach it, or mend that file"
     )
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ("--nodes", "2"),
+        ("--nodes", "2", "--node-rank", "5", "--endpoint", "127.0.0.1:29400"),
+        ("--nodes", "2", "--node-rank", "0", "--endpoint", "127.0.0.1"),
+        ("--nodes", "2", "--node-rank", "0", "--endpoint", "127.0.0.1:99999"),
+        ("--nodes", "2", "--node-rank", "0", "--endpoint", "127.0.0.1:29400"),  # and no secret
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(stated, monkeypatch, tmp_path):
+    for name in ("COMPOSER3D_QUORUM_TOKEN", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "run.toml"
+    path.write_text(GROUPS.format(2))
+    assert main(["run", str(path), *stated]) == 2

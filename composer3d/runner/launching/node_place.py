@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.errors import ComposerError, Problem
+from composer3d.errors import ComposerError, PlaceError, Problem
 from composer3d.manifest import Document, Manifest
 from composer3d.mesh import Layout, Role
 from composer3d.processes import find_launch, installed_version
@@ -81,14 +81,14 @@ def node_place(
         environment: Of this process.
 
     Raises:
-        ComposerError: Some of them are missing, are out of range, or a launcher has started this process as a rank.
+        PlaceError: Some of them are missing, are out of range, or a launcher has started this process as a rank.
     """
     stated = {"--nodes": nodes, "--node-rank": node_rank, "--endpoint": endpoint}
     missing = [name for name, value in stated.items() if value is None]
     if len(missing) == len(stated):
         return None
     if missing:
-        raise ComposerError(
+        raise PlaceError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: groups of ranks on several "
             "machines are started by --nodes N --node-rank K --endpoint HOST:PORT on each, K from 0 to N - 1"
         )
@@ -97,13 +97,16 @@ def node_place(
     plain = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in environment}
     launch = find_launch(plain)
     if launch is not None:
-        raise ComposerError(
+        raise PlaceError(
             f"--nodes: {launch.launcher} has started this process as rank {launch.rank} of {launch.world_size}; start "
             "composer3d run once a machine, without torchrun"
         )
     if nodes < 1 or not 0 <= node_rank < nodes:
-        raise ComposerError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
-    host_and_port(endpoint)
+        raise PlaceError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
+    try:
+        host_and_port(endpoint)
+    except ComposerError as error:
+        raise PlaceError(f"--endpoint {endpoint}: {error}" if endpoint not in str(error) else str(error)) from None
     return NodePlace(count=nodes, rank=node_rank, endpoint=endpoint) if nodes > 1 else None
 
 
@@ -111,14 +114,14 @@ def token_of(environment: Mapping[str, str] = os.environ) -> str:
     """Return the secret by which machines of one run know each other.
 
     Raises:
-        ComposerError: It is not set, or can be guessed.
+        PlaceError: It is not set, or can be guessed.
     """
     token = environment.get(TOKEN, "")
     hint = f"make one, and set it to the same value on all machines: export {TOKEN}=$(openssl rand -hex 16)"
     if not token:
-        raise ComposerError(f"{TOKEN} is not set: who knows it may take part in the run; {hint}")
+        raise PlaceError(f"{TOKEN} is not set: who knows it may take part in the run; {hint}")
     if len(token) < _SHORTEST or re.fullmatch(r"(.)\1*", token):
-        raise ComposerError(f"{TOKEN} can be guessed, and who knows it may take part in the run; {hint}")
+        raise PlaceError(f"{TOKEN} can be guessed, and who knows it may take part in the run; {hint}")
     return token
 
 
