@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from composer3d.interfaces import Example, LossFunction
     from composer3d.manifest import Manifest
 
-__all__ = ["Job", "composed", "is_compiled", "is_fused", "make_lasting", "prepared", "prime_optimizer", "run_step"]
+__all__ = [
+    "Job",
+    "composed",
+    "is_compiled",
+    "is_fused",
+    "make_lasting",
+    "planned",
+    "prepared",
+    "prime_optimizer",
+    "run_step",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,7 +171,7 @@ def is_fused(preparation: Preparation) -> bool:
 
 
 @contextlib.contextmanager
-def _planned(context: RunContext) -> Iterator[None]:
+def planned(context: RunContext) -> Iterator[None]:
     """Plan inside: fake ranks compute nowhere, and the CPU stands for any device; `run_device` stays the run's."""
     import torch
 
@@ -179,7 +189,7 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
 
     Whatever it was made for, plugins see the purpose `plan`.
     """
-    with preparation.context.as_rank(rank), _planned(preparation.context):
+    with preparation.context.as_rank(rank), planned(preparation.context):
         memo = torch_compat.empty_containers(preparation.model.modules())
         model = copy.deepcopy(preparation.model, memo | torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):

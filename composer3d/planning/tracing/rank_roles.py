@@ -69,13 +69,15 @@ def contents_of(preparation: Preparation) -> list[Contents]:
 
     Memory: none; stages of a model on meta. Collectives: none.
     """
+    from composer3d.planning.tracing.fake_composition import planned
+
     context = preparation.context
     firsts = first_ranks(context.layout)
     if len(firsts) <= 3:
         return []
     found: list[Contents] = []
     for rank in firsts:
-        with context.as_rank(rank):
+        with context.as_rank(rank), planned(context):
             split = preparation.hooks.split(context, preparation.model)
             if split is None:
                 return []

@@ -282,18 +282,14 @@ class Pipeline:
         """Copy the model's structure once for each of this rank's stages."""
         if context.degrees["pp"] == 1:
             return None
-        import torch
-
         division: Division[Any] = context.state[self].division
-        # A check and a plan compute nowhere: this machine need not have the run's device.
-        device = context.device if context.purpose in ("run", "verify") else torch.device("cpu")
         mine = self._schedule(context).stages_of(context.coordinates["pp"])
         names = {fqn: tied for tied in context.ties for fqn in tied}
         parts: list[Part] = []
         for index in sorted(mine):
             later = [fqn for fqn in division.parameters if index in division.holders(fqn)[1:]]
             clones = [fqn for fqn in later if any(part.index in division.holders(fqn) for part in parts)]
-            module = division.build(model, index, clones=clones, device=device)
+            module = division.build(model, index, clones=clones, device=context.device)
             parts.append(
                 Part(
                     module=module,
