@@ -16,9 +16,8 @@ def keep_freed_memory() -> None:
     """Let glibc's malloc keep what tensors on the CPU free; other allocators stay as they are.
 
     By default a tensor of more than 128 KiB is often memory that the system hands out, filled with zeros, and takes
-    back: a process that computes little else spends most of its time in page faults. `verify` of the shipped mixture
-    took 445 s of CPU in all its processes, 257 s of them the system's, and 233 s and 70 s with it (one run each at a
-    load of 20). Memory: up to the process's peak, kept. Source: mallopt(3).
+    back: a process that computes little else spends most of its time in page faults.
+    Memory: up to the process's peak, kept. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.errors import ComposerError, PlaceError, Problem
+from composer3d.errors import PlaceError, Problem, RendezvousError
 from composer3d.manifest import Document, Manifest
 from composer3d.mesh import Layout, Role
 from composer3d.processes import find_launch, installed_version
@@ -105,8 +105,8 @@ def node_place(
         raise PlaceError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
     try:
         host_and_port(endpoint)
-    except ComposerError as error:
-        raise PlaceError(f"--endpoint {endpoint}: {error}" if endpoint not in str(error) else str(error)) from None
+    except RendezvousError as error:
+        raise PlaceError(str(error)) from None
     return NodePlace(count=nodes, rank=node_rank, endpoint=endpoint) if nodes > 1 else None
 
 
