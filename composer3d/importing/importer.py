@@ -14,9 +14,9 @@ from typing import Any, Literal
 from composer3d.errors import ManifestError, Problem, did_you_mean
 from composer3d.importing.commented_manifest import fill_in, write_manifest
 from composer3d.importing.key_tables import load_key_table, path_of, systems
+from composer3d.importing.launch_scripts.shell_flags import read_words
 from composer3d.importing.leaves import Leaf, SourceTree, UnreadableSource
 from composer3d.importing.recognition import form_of, keys_of_deepspeed, recognise
-from composer3d.importing.shell_flags import read_words
 from composer3d.importing.source_file import parse, read_source_text
 from composer3d.importing.translation import AUTO, Options, Translation, translate
 from composer3d.importing.verdicts import ImportResult, Verdict

@@ -71,7 +71,7 @@ def parse(text: str, file: str, *, form: str, values: Mapping[str, str] | None =
 
         return read_argument_log(text, file)
     if form in ("flags", "script"):
-        from composer3d.importing.shell_flags import read_command_line, read_script
+        from composer3d.importing.launch_scripts.shell_flags import read_command_line, read_script
 
         return read_script(text, file, values or {}) if form == "script" else read_command_line(text, file)
     return _read_toml(text, file)

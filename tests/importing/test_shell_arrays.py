@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from support.imported import translated, verdicts_of
 
-from composer3d.importing.shell_flags import read_script
-from composer3d.importing.shell_scripts import ShellScript
+from composer3d.importing.launch_scripts.shell_flags import read_script
+from composer3d.importing.launch_scripts.shell_scripts import ShellScript
 
 SHAPE = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
  --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from composer3d.importing.shell_edits import edit_of
-from composer3d.importing.shell_flags import read_script
-from composer3d.importing.shell_scripts import ShellScript
+from composer3d.importing.launch_scripts.shell_edits import edit_of
+from composer3d.importing.launch_scripts.shell_flags import read_script
+from composer3d.importing.launch_scripts.shell_scripts import ShellScript
 
 TEXT = "--fp16 --lr 1e-4 --name a/b.c/d.json"
 EDITS = [

@@ -11,8 +11,8 @@ from support.imported import translated
 
 from composer3d.errors import ManifestError
 from composer3d.importing.importer import read_translation
-from composer3d.importing.shell_flags import read_script
-from composer3d.importing.shell_scripts import ShellScript
+from composer3d.importing.launch_scripts.shell_flags import read_script
+from composer3d.importing.launch_scripts.shell_scripts import ShellScript
 from composer3d.importing.translation import Options
 
 SCRIPTS = {

@@ -9,8 +9,8 @@ from typing import Literal
 
 from composer3d.errors import Problem
 from composer3d.importing.command_lines import value_of
+from composer3d.importing.launch_scripts.shell_scripts import LineWord, ShellScript
 from composer3d.importing.leaves import SourceTree, TreeBuilder, UnreadableSource
-from composer3d.importing.shell_scripts import LineWord, ShellScript
 
 __all__ = ["read_command_line", "read_script", "read_words"]
 

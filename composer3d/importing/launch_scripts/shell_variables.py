@@ -7,10 +7,10 @@ from abc import ABC
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from composer3d.importing.shell_control_flow import ControlFlow, State
-from composer3d.importing.shell_pieces import Piece, blank
-from composer3d.importing.shell_reading import LITERAL, Reading
-from composer3d.importing.shell_tokens import Token
+from composer3d.importing.launch_scripts.shell_control_flow import ControlFlow, State
+from composer3d.importing.launch_scripts.shell_pieces import Piece, blank
+from composer3d.importing.launch_scripts.shell_reading import LITERAL, Reading
+from composer3d.importing.launch_scripts.shell_tokens import Token
 
 __all__ = ["PARAMETER", "ScriptVariables", "is_assignment"]
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from composer3d.importing.shell_conditions import holds
-from composer3d.importing.shell_control_flow import State
-from composer3d.importing.shell_pieces import Piece, blank, split_pieces
-from composer3d.importing.shell_reading import DOCUMENT, LITERAL
-from composer3d.importing.shell_tokens import Token, tokens_of
-from composer3d.importing.shell_variables import PARAMETER, ScriptVariables, is_assignment
+from composer3d.importing.launch_scripts.shell_conditions import holds
+from composer3d.importing.launch_scripts.shell_control_flow import State
+from composer3d.importing.launch_scripts.shell_pieces import Piece, blank, split_pieces
+from composer3d.importing.launch_scripts.shell_reading import DOCUMENT, LITERAL
+from composer3d.importing.launch_scripts.shell_tokens import Token, tokens_of
+from composer3d.importing.launch_scripts.shell_variables import PARAMETER, ScriptVariables, is_assignment
 
 __all__ = ["LineWord", "ShellScript"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from composer3d.errors import Problem
+from composer3d.importing.launch_scripts.shell_arrays import Arrays
+from composer3d.importing.launch_scripts.shell_edits import edit_of
+from composer3d.importing.launch_scripts.shell_pieces import Piece, blank, split_pieces
+from composer3d.importing.launch_scripts.shell_tokens import Token, balanced_end, tokens_of
 from composer3d.importing.leaves import UnreadableSource
-from composer3d.importing.shell_arrays import Arrays
-from composer3d.importing.shell_edits import edit_of
-from composer3d.importing.shell_pieces import Piece, blank, split_pieces
-from composer3d.importing.shell_tokens import Token, balanced_end, tokens_of
 
 __all__ = ["Environment"]
 

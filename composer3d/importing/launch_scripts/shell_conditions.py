@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from composer3d.importing.shell_expansion import Environment
-from composer3d.importing.shell_tokens import Token
+from composer3d.importing.launch_scripts.shell_expansion import Environment
+from composer3d.importing.launch_scripts.shell_tokens import Token
 
 __all__ = ["arithmetic_holds", "holds", "joined"]
 

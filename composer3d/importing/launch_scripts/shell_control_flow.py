@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
-from composer3d.importing.shell_conditions import arithmetic_holds, joined
-from composer3d.importing.shell_expansion import Environment
-from composer3d.importing.shell_pieces import Piece, split_pieces
-from composer3d.importing.shell_reading import DOCUMENT, LITERAL
-from composer3d.importing.shell_tokens import Token, tokens_of
+from composer3d.importing.launch_scripts.shell_conditions import arithmetic_holds, joined
+from composer3d.importing.launch_scripts.shell_expansion import Environment
+from composer3d.importing.launch_scripts.shell_pieces import Piece, split_pieces
+from composer3d.importing.launch_scripts.shell_reading import DOCUMENT, LITERAL
+from composer3d.importing.launch_scripts.shell_tokens import Token, tokens_of
 
 __all__ = ["REDIRECTIONS", "ControlFlow", "State"]
 

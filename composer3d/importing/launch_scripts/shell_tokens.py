@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from composer3d.errors import Problem
+from composer3d.importing.launch_scripts.shell_reading import DOCUMENT, LITERAL
 from composer3d.importing.leaves import UnreadableSource
-from composer3d.importing.shell_reading import DOCUMENT, LITERAL
 
 __all__ = ["Token", "balanced_end", "tokens_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from composer3d.importing.shell_edits import edit_of
-from composer3d.importing.shell_pieces import Piece, blank, split_pieces
+from composer3d.importing.launch_scripts.shell_edits import edit_of
+from composer3d.importing.launch_scripts.shell_pieces import Piece, blank, split_pieces
 
 __all__ = ["Arrays"]
 
