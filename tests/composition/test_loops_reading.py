@@ -54,10 +54,11 @@ def one_device(steps):
 def read(run, path, forward):
     """Read parameters in every way that a loop has, each after a forward that gathered them."""
     shards = {fqn: type(parameter.data) for fqn, parameter in run.named_parameters()}
+    state = {fqn: type(tensor) for fqn, tensor in run.model.state_dict().items()}  # plain, where each rank has all
     forward()
     assert {fqn: type(parameter.data) for fqn, parameter in run.named_parameters()} == shards
     forward()
-    assert {fqn: type(tensor) for fqn, tensor in run.model.state_dict().items()} == shards
+    assert {fqn: type(tensor) for fqn, tensor in run.model.state_dict().items()} == state
     forward()
     average = EMA(run, decay=0.5)
     forward()
