@@ -9,7 +9,10 @@ are the thread's CPU time, which does not grow while other processes have the co
 hooks: five plugins against none; the budget is 100 microseconds a step.
 engine: composer3d without a plugin against plain torch: the step's bookkeeping, three collectives included as calls.
 
-Usage: python benchmarks/hook_overhead.py [--json]
+With --beside, another checkout, such as one of an earlier commit (`git worktree add`), is measured in turns with this
+one: microseconds depend on the machine and on what else it does, their ratio hardly.
+
+Usage: python benchmarks/hook_overhead.py [--beside CHECKOUT] [--json]
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +31,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from harness import conditions, say
+from harness import conditions, fail, say
 from torch import Tensor, nn
 
 import composer3d
@@ -35,6 +40,7 @@ from composer3d.testing import fake_world
 BUDGET_US = 100.0
 NUM_PLUGINS = 5
 BLOCK = 50  # steps timed at a time
+ROUNDS = 5
 
 
 class One(nn.Module):
@@ -107,12 +113,36 @@ def measure(blocks: int) -> dict[str, list[float]]:
     return result
 
 
+def measured_in(checkout: Path, blocks: int) -> dict[str, float]:
+    """Return microseconds by row, of this benchmark with the packages of a checkout."""
+    packages = os.pathsep.join(map(str, (checkout, checkout / "plugins")))
+    command = [sys.executable, __file__, "--json", "--blocks", str(blocks)]
+    environment = {**os.environ, "PYTHONPATH": packages}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    return {row["name"]: row["us"] for row in json.loads(done.stdout)["rows"]}
+
+
+def say_beside(checkout: Path, blocks: int) -> None:
+    """Measure this checkout and another one in turns, and print both and their ratio."""
+    trees = {"this": Path(__file__).resolve().parents[1], "other": checkout.resolve()}
+    if not all((path / "composer3d" / "__init__.py").is_file() for path in trees.values()):
+        fail(f"{checkout} holds no composer3d")
+    rounds = [{tree: measured_in(path, blocks) for tree, path in trees.items()} for _ in range(ROUNDS)]
+    for name in ("hooks", "engine"):
+        this, other = (statistics.median(each[tree][name] for each in rounds) for tree in trees)
+        ratio = statistics.median(each["this"][name] / each["other"][name] for each in rounds)
+        say(f"{name}: {this:.0f} microseconds a step, {other:.0f} in {checkout}, ratio {ratio:.2f}")
+
+
 def main() -> None:
     """Read the command line, measure, print; exit code 1 above the budget."""
     parser = argparse.ArgumentParser(description="Measure what hooks add to a step.")
     parser.add_argument("--blocks", type=int, default=40, help=f"blocks of {BLOCK} steps of each loop; default 40")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--beside", type=Path, help=f"another checkout to measure in {ROUNDS} turns with this one")
     arguments = parser.parse_args()
+    if arguments.beside is not None:
+        return say_beside(arguments.beside, arguments.blocks)
     found = conditions()
     with fake_world(1):
         times = measure(arguments.blocks)
