@@ -189,6 +189,10 @@ def _schedule(meaning: Meaning, file: WrittenFile) -> None:
     params: dict[str, Any] = {"warmup_max_lr": lr, "warmup_num_steps": max(warmup, 2), "warmup_type": shape}
     if name == "WarmupCosineLR":
         params |= {"total_num_steps": steps, "warmup_min_ratio": start, "cos_min_ratio": lowest}
+        if start:
+            file.warnings.append(
+                "DeepSpeed's WarmupCosineLR has no rate in the first step, whatever warmup_min_ratio is"
+            )
         del params["warmup_max_lr"]
     elif name == "WarmupDecayLR":
         params |= {"total_num_steps": steps, "warmup_min_lr": start * lr}

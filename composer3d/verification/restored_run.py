@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from composer3d.mesh import Layout
-from composer3d.verification.evidence.resuming import Restored
+from composer3d.verification.evidence.resuming import OTHER_FORM, Restored
 
 if TYPE_CHECKING:
     from composer3d.verification.verdict import Evidence
@@ -44,7 +44,13 @@ def causes_of_restored(evidence: Evidence) -> Iterator[str]:
     found = _by_rank(evidence)
     loaded, stepped = _gathered(found, "loaded"), _gathered(found, "stepped")
     if loaded:
-        yield f"saved and loaded, {_shown(loaded, evidence.layout)}: what saves or restores it gives it other values"
+        cause = "what saves or restores it gives it other values"
+        if all(how.startswith(OTHER_FORM) for ranks in loaded.values() for how in ranks.values()):
+            cause = (
+                "tensors of a plugin's state that a first step makes come back whole, as plain ones; make them with "
+                "the object that has the state, and each rank loads its shards into them"
+            )
+        yield f"saved and loaded, {_shown(loaded, evidence.layout)}: {cause}"
     if not stepped:
         return
     draws = list(dict.fromkeys(site for one in found.values() for site in one.draws))

@@ -134,6 +134,11 @@ def test_degrees_and_a_bare_no(tmp_path):
             "refused",
         ),
         ("distributed_type: FSDP\nuse_cpu: true\n", "use_cpu", "changed"),
+        (
+            "distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_dp_shard_size: 2}\n",
+            "parallelism_config.parallelism_config_dp_shard_size",
+            "refused",
+        ),
     ],
 )
 def test_verdicts_of_single_keys(tmp_path, text, key, verdict):

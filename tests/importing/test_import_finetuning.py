@@ -212,6 +212,16 @@ def test_gpt_neox(tmp_path):
     assert keys["zero_optimization.allgather_bucket_size"] == "meaningless"
 
 
+def test_a_fall_of_gpt_neox_that_ends_before_the_run(tmp_path):
+    shorter = NEOX.replace('"lr_decay_iters": 1000', '"lr_decay_iters": 800')
+    translation = translated(tmp_path, "neox.yml", shorter, world_size=8)
+    assert manifest_of(translation)["lr_schedule"]["decay_end"] == 800
+    entry = next(entry for entry in translation.verdicts.values() if entry.key == "lr_decay_iters")
+    assert str(entry.verdict) == "changed" and "stays from 792 on there" in entry.note
+    constant = shorter.replace('"lr_decay_style": "cosine"', '"lr_decay_style": "constant"')
+    assert "decay_end" not in manifest_of(translated(tmp_path, "neox.yml", constant, world_size=8))["lr_schedule"]
+
+
 def test_a_file_of_automodel_is_not_taken_for_deepspeeds(tmp_path):
     text = "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\ncheckpoint: {enabled: false}\n"
     text += "step_scheduler: {max_steps: 3}\n"

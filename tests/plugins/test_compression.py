@@ -328,7 +328,12 @@ def refusal(text):
         (FSDP + table(gradients="int7"), 'gradients = "int7" is no codec'),
         (FSDP + table(weights="int4"), 'weights = "int4" is no codec'),
         (FSDP + table(gradients="builtins:dict"), "returns dict, which has no num_bytes"),
+        (
+            FSDP + table(gradients="fractions:Fraction.from_float"),
+            "is called without arguments, and takes others: missing",
+        ),
         (FSDP + table(gradients="int8", axes=[]), "axes = []: nothing is compressed"),
+        (FSDP + table(gradients="int8", axes=["dp_shard", "dp_shard"]), 'axes: "dp_shard" stands twice'),
         (FSDP + table(gradients="int8", min_numel=10**8), "min_numel = 100000000, and the whole model has"),
         (FSDP + table(gradients="bf16", block=64), 'block has no effect with gradients = "bf16"'),
         (PIPELINE + table(gradients="int8"), "no plugin of this manifest shards or replicates parameters"),

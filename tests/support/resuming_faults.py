@@ -72,6 +72,38 @@ class Forgetful:
         self.past = torch.zeros(1)
 
 
+class Late:
+    """Weights of the first step, which its first step makes."""
+
+    def __init__(self):
+        self.slow = {}
+
+    def state_dict(self):
+        return dict(self.slow)
+
+    def load_state_dict(self, state):
+        self.slow = dict(state)
+
+
+@plugin(family="communication")
+class Slow:
+    """Keep the weights of the first step."""
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        def keep(state):
+            slow = context.state[self].slow
+            for part in context.parts:
+                for fqn, parameter in part.module.named_parameters():
+                    slow.setdefault(fqn, parameter.detach().clone())
+
+        return StepAction(name="slow", point=StepPoint.GRADIENTS_REDUCED, run=keep)
+
+    @hookimpl
+    def composer3d_state(self, context):
+        return {"slow": context.state.setdefault(self, Late())}
+
+
 @plugin(family="communication")
 class Momentum:
     """Count steps in a state that loads wrongly."""

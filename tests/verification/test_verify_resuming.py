@@ -19,6 +19,7 @@ from composer3d.verification import prove, to_json, to_text
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 ONE = "[mesh]\n"
 momentum = planted("resuming_faults")("communication", "momentum")
+slow = planted("resuming_faults")("communication", "slow")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,12 @@ momentum = planted("resuming_faults")("communication", "momentum")
         ),
         pytest.param(
             FSDP + momentum, {}, r"saved and loaded, plugin/momentum/momentum/past is zero", id="a plugin's state"
+        ),
+        pytest.param(
+            FSDP + slow,
+            {},
+            r"saved and loaded, plugin/slow/slow/\S+ is a tensor of .*: tensors of a plugin.s state that a first step",
+            id="a plugin's state that a first step makes",
         ),
         pytest.param(
             ONE,

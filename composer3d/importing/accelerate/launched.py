@@ -102,6 +102,9 @@ def degrees(translation: Translation) -> None:
         key = f"{block}{name}_size"
         degree = t.integer(key, 1, least=1) or 1
         if degree > 1 and key in t:
+            if axis == "dp_shard" and kind_of(t) in _DATA_PARALLEL:
+                t.refuse(key, f"distributed_type {kind_of(t)} shards nothing; Accelerate shards with FSDP alone")
+                continue
             t.put(f"mesh.{axis}", degree, key)
             t.judge(key, "carried", to=f"mesh.{axis}")
             if axis == "tp":

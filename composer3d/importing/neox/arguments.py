@@ -164,10 +164,14 @@ def rates(translation: Translation) -> None:
     note = "the fall of all decay iterations begins after the warm-up there, and ends with them here" if falls else ""
     t.judge("lr_decay_style", "changed" if falls else "carried", note, to="lr_schedule.use")
     ends = t.integer("lr_decay_iters")
-    differs = ends is not None and total is not None and ends != total
-    t.judge(
-        "lr_decay_iters", "changed" if differs else "equal", f"the rate falls until {ends} there" if differs else ""
-    )
+    if ends is not None and total is not None and ends != total and name != "constant":
+        t.put("lr_schedule.decay_end", ends, "lr_decay_iters")
+        falls_whole = f"the rate stays from {ends - warmup} on there, which a fall to {ends} here comes near to"
+        changed = isinstance(warmup, int) and warmup > 0
+        t.judge(
+            "lr_decay_iters", "changed" if changed else "carried", falls_whole * changed, to="lr_schedule.decay_end"
+        )
+    t.judge("lr_decay_iters", "equal")
     t.judge("lr_decay_fraction", "changed" if t.get("lr_decay_fraction") not in (None, 1, 1.0) else "equal")
 
 

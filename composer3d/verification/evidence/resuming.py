@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.verification.subject import Averages, Schedule
 
-__all__ = ["Gone", "Looped", "Restored", "go_on", "resume"]
+__all__ = ["OTHER_FORM", "Gone", "Looped", "Restored", "go_on", "resume"]
 
+OTHER_FORM = "is a tensor"  # begins what is said of one that has another shape or dtype
 # Of the length of an update, where a second resumed run is another one too: sums in another order, through an optimizer
 # that divides by small gradients; and by units of the dtype.
 _BOUND, _UNITS = 1e-2, 64.0
@@ -315,7 +316,7 @@ def _how(key: str, found: Tensor | None, right: Tensor, saved: _Snapshot) -> str
     if found is None:
         return "is gone"
     if found.shape != right.shape or found.dtype != right.dtype:
-        return f"is a tensor of {list(found.shape)} in {str(found.dtype).removeprefix('torch.')}"
+        return f"{OTHER_FORM} of {list(found.shape)} in {str(found.dtype).removeprefix('torch.')}"
     if not found.any():
         return "is zero"
     kind = key.rpartition("/")[2] if key.startswith(_STATES) else ""

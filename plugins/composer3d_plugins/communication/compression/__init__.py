@@ -204,6 +204,9 @@ class Compression:
             )
         if self.axes is not None and not self.axes:
             raise PluginError("axes = []: nothing is compressed", hint="leave axes out", keys=("axes",))
+        twice = next((axis for axis in self.axes or () if (self.axes or ()).count(axis) > 1), None)
+        if twice is not None:
+            raise PluginError(f'axes: "{twice}" stands twice', hint="leave one of them out", keys=("axes",))
         if self.block != BLOCK and {self.gradients, self.weights} <= {*WITHOUT_BLOCKS, None} and self.gradients:
             raise PluginError(
                 f'block has no effect with gradients = "{self.gradients}", which has no blocks',

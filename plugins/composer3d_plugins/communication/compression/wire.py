@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,7 +159,9 @@ class Wire:
             ratio = DEFAULT_RATIO if options.ratio is None else options.ratio
             return make_codec(name, block=options.block, generator=self._generator, ratio=ratio)
         make = resolve_reference(name, self._context.manifest.document.folder)
-        made = make(block=options.block) if _takes_block(make) else make()
+        given = {"block": options.block} if _takes_block(make) else {}
+        _refuse_arguments(name, make, given)
+        made = make(**given)
         lacking = [
             each for each in ("num_bytes", "encode", "decode", "bound", "is_repeatable") if not hasattr(made, each)
         ]
@@ -243,6 +245,20 @@ def _wide(parameter: nn.Parameter) -> Tensor:
 
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach().to(torch.promote_types(local.dtype, torch.float32))
+
+
+def _refuse_arguments(name: str, make: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse what makes a codec of other arguments than it is given."""
+    try:
+        inspect.signature(make).bind(**given)
+    except ValueError:  # of a class of C's
+        return
+    except TypeError as error:
+        called = "with block alone" if given else "without arguments"
+        raise PluginError(
+            f'"{name}" is called {called}, and takes others: {error}',
+            hint="give its parameters defaults, or name a function that makes it",
+        ) from error
 
 
 def _takes_block(make: Callable[..., Any]) -> bool:
