@@ -1,10 +1,9 @@
 """Launch scripts in shell, read without running them: what their variables hold, and the commands they would start.
 
 Assignments, arrays, arithmetic, defaults (`${X:-1}`), conditions on known values (`if`, `case`, `&&`, `||`), calls of
-the script's own functions, `eval`, `bash -c` and `$(...)` of these and of `echo`, `shift`, and `read` of a
-document in the script are followed. Loops, other substituted
-commands, other files and conditions on files or on variables set outside are not: what depends on them is open, and
-keeps its text (`$NAME`).
+the script's own functions, `eval`, `bash -c` and `$(...)` of these and of `echo`, `for` over known words, `shift`, and
+`read` of a document in the script are followed. Other loops, other substituted commands, other files and conditions on
+files or on variables set outside are not: what depends on them is open, and keeps its text (`$NAME`).
 """
 
 from __future__ import annotations
