@@ -337,10 +337,6 @@ def test_sources_are_ascii():
     assert [str(path.relative_to(ROOT)) for path in files if not path.read_bytes().isascii()] == []
 
 
-def test_docstrings_name_their_subject():
-    assert house.question_openings() == []
-
-
 def test_what_the_figures_of_the_tree_count(tmp_path, monkeypatch):
     core, plugins = tmp_path / "composer3d", tmp_path / "composer3d_plugins"
     written = {

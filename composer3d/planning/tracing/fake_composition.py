@@ -115,7 +115,7 @@ def composed(
         job: Manifest, model and batch to compose.
         preparation: From `prepared`; it is set to the rank inside, and restored afterwards.
         rank: Global rank to compose as.
-        cut: Truncates this rank's stages to a few blocks.
+        truncation: Truncates this rank's stages to a few blocks.
         memory: Cache of operator results from earlier ranks.
     """
     from composer3d.processes import fake_world

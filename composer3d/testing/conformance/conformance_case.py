@@ -88,7 +88,7 @@ class Written:
         folder: Of the manifests.
         degrees: Of axes above 1.
         owned: Axes among them that the plugin owns.
-        has_default: Whether another plugin shards the data axis.
+        default: Table of another plugin that shards the data axis; None where this one does, or none is needed.
     """
 
     case: Conformance
