@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from composer3d.manifest.descriptions import describe_keys, fields, summary
 from composer3d.manifest.document import Document, Place, read, read_text
+from composer3d.manifest.layers import stated_by
 from composer3d.manifest.load import InspectedManifest, Manifest, inspect_manifest, load_manifest, type_manifest
 from composer3d.manifest.positions import KeyPath, locate
 from composer3d.manifest.references import FILL_IN, make_importable, resolve_reference
@@ -61,6 +62,7 @@ __all__ = [
     "resolve_reference",
     "search",
     "shipped",
+    "stated_by",
     "summary",
     "table",
     "type_manifest",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from composer3d.manifest.positions import KeyPath, NestedTooDeeply, locate, spli
 from composer3d.manifest.secret import HIDDEN, hide_passwords, names_a_secret
 from composer3d.manifest.toml_writer import dotted
 
-__all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
+__all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse", "stated_by"]
 
 # `name = "value"` at the top of a manifest is short for `[name] use = "value"`.
 SUGAR_TABLES = ("data", "lr_schedule", "model", "optimizer")
@@ -157,6 +157,25 @@ def override(layer: Layer, text: str) -> Layer | Problem:
     merged = merge(layer, _expand(Layer(tables=tables, places=places)))
     ancestors = {path[:length]: Place(file) for length in range(1, len(path))}
     return replace(merged, places=ancestors | dict(merged.places))
+
+
+def stated_by(overrides: Iterable[str]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the tables that overrides state by themselves, and the keys of secrets among them, which are left out.
+
+    Args:
+        overrides: As `override` takes them; malformed ones state nothing.
+    """
+    layer, secrets = Layer(tables={}, places={}), []
+    for text in overrides:
+        found = override(layer, text)
+        if isinstance(found, Problem):
+            continue
+        key = split_key(text)
+        if key is not None and any(map(names_a_secret, key[0])):
+            secrets.append(dotted(key[0]))
+        else:
+            layer = found
+    return layer.tables, secrets
 
 
 def _value(text: str) -> Any:

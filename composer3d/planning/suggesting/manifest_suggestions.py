@@ -37,6 +37,7 @@ class SuggestResult:
         memory_bytes: Of a device.
         hardware_name: Of the cluster.
         worlds: Where no layout was found, the nearest numbers of ranks with one.
+        overrides: With which the manifest was given.
     """
 
     suggestions: tuple[Suggestion, ...]
@@ -49,6 +50,7 @@ class SuggestResult:
     memory_bytes: float
     hardware_name: str
     worlds: tuple[int, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -86,7 +88,7 @@ class SuggestResult:
         return "\n".join(_lines(self))
 
     def write(self, folder: Path) -> None:
-        """Write each layout as a manifest that extends the given one.
+        """Write each layout as a manifest that extends the given one and states what overrides it.
 
         Args:
             folder: Made where it is not there; gets `suggestion-N.toml`.
@@ -100,7 +102,7 @@ class SuggestResult:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             texts = {
-                folder / f"suggestion-{number}.toml": patch_text(known, [*moved, *changes])
+                folder / f"suggestion-{number}.toml": patch_text(known, [*moved, *changes], overrides=self.overrides)
                 for number, changes in enumerate(self.patches, 1)
             }
             for file, text in texts.items():
@@ -175,6 +177,7 @@ def suggest_for(
         memory_bytes=memory,
         hardware_name=given.hardware.name,
         worlds=tuple(worlds),
+        overrides=tuple(overrides),
     )
 
 

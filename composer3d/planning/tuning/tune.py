@@ -53,6 +53,7 @@ class TuneResult:
         tau: Kendall's rank correlation of planned and measured times; None where there is nothing to order.
         hardware: Name of what was planned for.
         manifest: File of the given manifest.
+        overrides: With which it was given.
     """
 
     trials: tuple[Trial, ...]
@@ -60,6 +61,7 @@ class TuneResult:
     tau: float | None
     hardware: str
     manifest: str
+    overrides: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -105,7 +107,9 @@ class TuneResult:
             yield f"measured times are {self.correction:.3g} of those planned on {self.hardware}{order}"
 
     def write(self, path: Path) -> None:
-        """Write the best layout as a manifest that extends the given one, with the table as comments.
+        """Write the best layout as a manifest that extends the given one and states what overrides it.
+
+        The table stands above as comments.
 
         Args:
             path: Of the new manifest; not there.
@@ -116,11 +120,11 @@ class TuneResult:
         from composer3d.manifest import read
         from composer3d.planning.suggesting.patch_file import extended_by, patch_text
 
-        known, moved = extended_by(read(self.manifest), path.parent)
+        known, moved = extended_by(read(self.manifest, self.overrides), path.parent)
         comments = "".join(f"# {line}\n" for line in self._lines())
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(comments + patch_text(known, [*moved, *self.best.changes]))
+                file.write(comments + patch_text(known, [*moved, *self.best.changes], overrides=self.overrides))
         except OSError as error:
             raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -242,4 +246,5 @@ def _tuned(
         tau=rank_correlation([trial.planned_s for trial in timed], [trial.measured_s[0] for trial in timed]),
         hardware=found.hardware_name,
         manifest=source,
+        overrides=tuple(overrides),
     )
