@@ -38,10 +38,14 @@ class Stage(Protocol):
     Attributes:
         written: The absent tensor that its forward wrote into a tensor of the model's own first; None if none.
         readers: The context in which operators that hide NaN are looked at; None if nothing was written.
+        absent: Modules, with the attributes that stand for parameters of other stages.
+        casts: The dtype of a batch's numbers, and that to which a hook has cast them; None if it has not.
     """
 
     written: str | None
     readers: AbstractContextManager[Any] | None
+    absent: list[tuple[Any, str]]
+    casts: tuple[torch.dtype, torch.dtype] | None
 
     @property
     def is_inside(self) -> bool:

@@ -61,6 +61,8 @@ class Runner:
         self.has_halves = start == 0 or observation.uses_once(start, end)
         self.is_inside = self.is_running = self._has_graph = False
         self.written: str | None = None
+        self.absent: list[tuple[Any, str]] = []
+        self.casts: tuple[torch.dtype, torch.dtype] | None = None
         self.readers: AbstractContextManager[Any] | None = None
         self._position = 0
 

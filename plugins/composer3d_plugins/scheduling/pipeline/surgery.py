@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, TransformError
-from composer3d.torch_compat import recomputed_tensors, with_attributes_of
+from composer3d.torch_compat import recomputed_tensors, tree_leaves, with_attributes_of
 from composer3d_plugins.scheduling.pipeline.absent import Absent, Stage, absent_zeros
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Where modules of a stage keep what their added classes need.
-_RUNNER, _LEFT, _CHILDREN = (f"_composer3d_{name}" for name in ("runner", "left", "children"))
+_RUNNER, _LEFT, _CHILDREN, _GIVEN = (f"_composer3d_{name}" for name in ("runner", "left", "children", "given"))
 
 
 class Done(BaseException):  # noqa: N818 - not an error: no handler of the model's may take it for one
@@ -69,14 +69,41 @@ class Root:
 
     def inner_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as if it were no stage."""
+        vars(self)[_GIVEN] = _dtype_of(args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the parent's forward up to the stage's last block."""
+        given, cast = vars(self)[_GIVEN], _dtype_of(args, kwargs)
+        runner = vars(self)[_RUNNER]
+        runner.casts = None if given is None or cast is None or given is cast else (given, cast)
+        if runner.casts is not None:
+            _cast_absent(runner, *runner.casts)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         except Done as done:
             return done.output
+
+
+def _dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype of the first argument of floating-point numbers; None without one."""
+    leaves = tree_leaves((args, kwargs))
+    return next((leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+
+
+def _cast_absent(runner: Stage, given: torch.dtype, cast: torch.dtype) -> None:
+    """Give absent parameters the dtype to which a hook has cast the inputs, as it has the parameters that are here.
+
+    Operators that are given a batch's own numbers and another stage's weights would else refuse two dtypes.
+    """
+    for module, name in runner.absent:
+        known = vars(module)[name]
+        if known.dtype is given and known.dim():
+            like = torch.zeros((), dtype=cast, device=known.device).expand(known.shape)
+            source = known.source if isinstance(known, Absent) else name  # of a plan, which shows none
+            made = absent_zeros(like, device=known.device, source=source, stage=runner)
+            vars(made).update({key: value for key, value in vars(known).items() if key not in vars(made)})
+            vars(module)[name] = made
 
 
 def inner_call(model: Any) -> Callable[..., Any]:
@@ -242,6 +269,7 @@ def take_out_tensors(
             is_absent = isinstance(parameter, Absent)  # else it is here under another name
             made = parameter if is_absent else absent_zeros(parameter, device=device, source=source, stage=runner)
             vars(module)[name] = made
+            runner.absent.append((module, name))
     for name in [name for name in module._buffers if f"{prefix}{name}" in absent]:
         vars(module)[name] = module._buffers.pop(name)
 

@@ -70,6 +70,8 @@ class TracedRunner:
         self._position = 0
         self._is_running = self.is_inside = self._has_graph = False
         self.written: str | None = None
+        self.absent: list[tuple[Any, str]] = []
+        self.casts: tuple[torch.dtype, torch.dtype] | None = None
         self.readers: AbstractContextManager[Any] | None = None
         self._values: dict[int, Tensor] = {}
         self._forms: dict[Hashable, Any] = {}
@@ -211,10 +213,10 @@ class TracedRunner:
     def _run_on_meta(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._trace.skeleton.get_submodule(self._trace.calls[index].fqn)
         try:
-            return _form_of(module, args, kwargs, draws=False)
+            return _form_of(module, args, kwargs, draws=False, casts=self.casts)
         except Exception:  # code that needs sizes which add up, say
             try:
-                return _form_of(module, args, kwargs, draws=True)
+                return _form_of(module, args, kwargs, draws=True, casts=self.casts)
             except Exception as error:
                 text = str(error).splitlines()[0] if str(error) else ""
                 raise StepError(
@@ -224,7 +226,14 @@ class TracedRunner:
                 ) from error
 
 
-def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> Any:
+def _form_of(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    draws: bool,
+    casts: tuple[torch.dtype, torch.dtype] | None,
+) -> Any:
     """Return what a call returns, on meta.
 
     Args:
@@ -232,14 +241,20 @@ def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
         args: Integers may say how long things are; what weights computed is another stage's to know.
         kwargs: As `args`.
         draws: Weights, and what weights computed, have values at random.
+        casts: As a stage has them: the module here is in the first of the two dtypes, and the run's in the second.
     """
     values = Values()
+    given, cast = casts or (None, None)
+
+    def turned(value: Any, dtype: torch.dtype | None, into: torch.dtype | None) -> Any:
+        is_of = casts is not None and isinstance(value, Tensor) and value.dtype is dtype
+        return value.to(into) if is_of else value
 
     def on_meta(leaf: Any) -> Any:
         if isinstance(leaf, Absent):
-            return to_meta(leaf.plain)
+            return turned(to_meta(leaf.plain), cast, given)
         is_number = isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point
-        return values.twin(leaf) if is_number else to_meta(leaf)
+        return values.twin(leaf) if is_number else turned(to_meta(leaf), cast, given)
 
     args, kwargs = torch_compat.tree_map(on_meta, (args, kwargs))
     if draws:
@@ -251,7 +266,8 @@ def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
             lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False, opens=False
         ),
     ):
-        return module(*args, **kwargs)
+        output = module(*args, **kwargs)
+    return torch_compat.tree_map(lambda leaf: turned(leaf, given, cast), output)
 
 
 class _Called:
