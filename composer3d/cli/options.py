@@ -16,17 +16,20 @@ __all__ = [
     "add_overrides",
     "add_strict",
     "amount",
+    "bandwidth",
     "memory",
     "natural",
     "path",
     "positive",
     "price",
+    "seconds",
     "size",
 ]
 
 Subparsers: TypeAlias = Any  # argparse keeps the type of its subparsers to itself
 
 _SMALLEST = 1 << 20  # bytes of a device that are taken for bytes without a unit
+_SMALLEST_BANDWIDTH = 1_000_000  # bytes a second that are
 _LARGEST = 1 << 63  # bytes, above every size
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -145,8 +148,28 @@ def amount(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0; write for example 2e12')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0, such as 2000 or 2e3')
     return value
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds, 0 or more, as an argument's type.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else amount(text)
+
+
+def bandwidth(text: str) -> int:
+    """Read bytes a second as a size, as an argument's type; a number without a unit must be one of bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none, or a number without a unit that can hardly be meant as bytes.
+    """
+    if re.fullmatch(r"[0-9.]+", text) and size(text) < _SMALLEST_BANDWIDTH:
+        raise argparse.ArgumentTypeError(f'"{text}" has no unit; write for example {text}GB')
+    return size(text)
 
 
 def price(text: str) -> tuple[float, str]:

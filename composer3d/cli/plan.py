@@ -10,12 +10,13 @@ from composer3d.cli.options import (
     add_json,
     add_overrides,
     amount,
+    bandwidth,
     memory,
     natural,
     path,
     positive,
     price,
-    size,
+    seconds,
 )
 from composer3d.cli.output import PAGE, coloured, print_problems, refuse_unwritable, say, say_json, write_output
 from composer3d.errors import ComposerError, ManifestError
@@ -96,9 +97,11 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="HOURS",
         help="of one device between two failures: goodput, how often to save",
     )
-    parser.add_argument("--storage", type=size, metavar="SIZE", help="what all ranks write in a second, such as 20GB")
     parser.add_argument(
-        "--restart", type=amount, metavar="SECONDS", help="from a failure to the next step; default: 300"
+        "--storage", type=bandwidth, metavar="SIZE", help="what all ranks write in a second, such as 20GB"
+    )
+    parser.add_argument(
+        "--restart", type=seconds, metavar="SECONDS", help="from a failure to the next step; default: 300"
     )
 
 

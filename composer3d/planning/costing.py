@@ -84,6 +84,7 @@ def _report(
         run = training(found.step_s, asked, units=units, world_size=world_size, power_w=power)
     if asked.failures is not None:
         failures = reliability(found.step_s, asked.failures, checkpoint_bytes=checkpoint_bytes, world_size=world_size)
+        run = None if run is None else run.interrupted_by(failures.goodput)
     return time_report(found, run, failures)
 
 

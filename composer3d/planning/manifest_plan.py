@@ -285,7 +285,8 @@ def _skew(found: Inspection, routing_skew: float) -> None:
 def _refuse_none(**amounts: float | None) -> None:
     """Refuse amounts that are none, which the command line's own types do before."""
     for name, amount in amounts.items():
-        if amount is not None and not 0 < amount < math.inf:
+        may_be_none = name == "restart_s" and amount == 0  # of a run that loses no time in it
+        if amount is not None and not 0 < amount < math.inf and not may_be_none:
             raise ComposerError(f"{name} = {amount:g}; it is a number above 0")
 
 

@@ -57,7 +57,8 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
 
 
 def test_a_manifest_that_was_changed_by_hand_is_not_overwritten(manifest, tmp_path):
-    found: Any = SimpleNamespace(manifest=load_manifest(manifest, tables=TABLES), patches=[["train.microbatch=2"]])
+    given, patches = load_manifest(manifest, tables=TABLES), [["train.microbatch=2"]]
+    found: Any = SimpleNamespace(manifest=given, patches=patches, overrides=())
     file = tmp_path / "found" / "suggestion-1.toml"
     for _ in range(2):
         SuggestResult.write(found, file.parent)

@@ -74,7 +74,7 @@ def test_failures_cost_what_their_formula_says(answers):
     assert failures["failure_s"] == pytest.approx(50000 * 3600 / 16)
     assert failures["save_s"] == pytest.approx(failures["checkpoint_bytes"] / 20e9)
     assert failures["interval_s"] == pytest.approx(
-        max(answers["step_s"]["value"], math.sqrt(2 * failures["save_s"] * failures["failure_s"]))
+        max(answers["step_s"]["value"], math.sqrt(2 * failures["save_s"] * failures["failure_s"]) - failures["save_s"])
     )
     assert 0.9 < failures["goodput"]["value"] < 1.0
 
@@ -92,6 +92,8 @@ def test_money_and_energy_are_of_device_hours(answers):
     assert run["currency"] == "EUR "
     assert run["cost"]["value"] == pytest.approx(2.5 * run["device_hours"]["value"])
     assert run["energy_mwh"]["value"] == pytest.approx(700e-6 * run["device_hours"]["value"])
+    longer, goodput = run["with_failures"], answers["failures"]["goodput"]["value"]
+    assert longer["cost"]["value"] == pytest.approx(run["cost"]["value"] / goodput)
 
 
 def test_the_convention_of_megatron_counts_half_of_the_attention(answers):
@@ -118,8 +120,9 @@ def test_the_screen_answers_the_same_questions(manifest):
 def test_several_manifests_are_rows_of_a_table(manifest, tmp_path):
     other = tmp_path / "other.toml"
     other.write_text(TEXT.replace("zero = 2", "zero = 3"))
-    code, text = planned(manifest, other, "--world-size", "2", "--hardware", "h100")
+    code, text = planned(manifest, other, "--world-size", "2", "--hardware", "h100", *RUN, "--restart", "0")
     head, *rows = text.splitlines()
+    assert {"days", "cost", "goodput"} <= set(head.split()) and all("EUR" in row for row in rows)
     assert code == 0 and [row.split()[0] for row in rows] == [str(manifest), str(other)]
     assert all(
         name in " ".join(head.split()) for name in ("manifest", "peak", "device", "verdict", "step", "MFU", "bubble")
@@ -142,6 +145,8 @@ def test_several_manifests_are_rows_of_a_table(manifest, tmp_path):
             ["--hardware", "h100", "--what-if", "flops=2x", "--what-if", "flops=3x"],
             "flops is given two factors, 2x and 3x; state it once",
         ),
+        (["--hardware", "h100", "--failures", "5e4", "--storage", "20"], '"20" has no unit; write for example 20GB'),
+        (["--hardware", "h100", "--failures", "0", "--storage", "2GB"], '"0" is not a number above 0, such as 2000'),
         (["quickstart-ddp", "--html", "page.html"], "--html is of one manifest, and 2 are given"),
         (["quickstart"], "quickstart is given twice"),
     ],

@@ -1,14 +1,15 @@
 """A whole run from the time of a step: days, money, energy, and what failures cost.
 
-Source: John Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006: the interval
-sqrt(2 C M) of a save of C seconds and M seconds between failures loses least.
+Source: John Young, A first order approximation to the optimum checkpoint interval, 1974, with John Daly's correction
+for a save that takes long, 2006: between the end of a save of C seconds and the next one lie sqrt(2 C M) - C seconds,
+where failures are M seconds apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer3d.errors import ComposerError
@@ -66,6 +67,7 @@ class Training:
         currency: Of the price.
         energy_mwh: Megawatt hours of the devices at their rated power, without hosts, network and cooling; None where
             the hardware file says no power.
+        interrupted: The same with failures; None where none were asked for.
     """
 
     num_steps: int
@@ -74,6 +76,7 @@ class Training:
     cost: Figure | None
     currency: str
     energy_mwh: Figure | None
+    interrupted: Training | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -84,7 +87,18 @@ class Training:
             "cost": None if self.cost is None else self.cost.to_json(),
             "currency": self.currency,
             "energy_mwh": None if self.energy_mwh is None else self.energy_mwh.to_json(),
+            **({} if self.interrupted is None else {"with_failures": self.interrupted.to_json()}),
         }
+
+    def interrupted_by(self, goodput: Figure) -> Training:
+        """Return this run with the same one, of the same steps, of whose time so large a part is kept."""
+        factor = 1 / goodput.value
+
+        def longer(figure: Figure | None) -> Any:
+            return None if figure is None else figure.scaled(factor)
+
+        times = {name: longer(getattr(self, name)) for name in ("days", "device_hours", "cost", "energy_mwh")}
+        return replace(self, interrupted=replace(self, **times))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +173,7 @@ def reliability(step_s: Figure, failures: Failures, *, checkpoint_bytes: int, wo
     """
     save_s = checkpoint_bytes / failures.storage
     failure_s = failures.hours * 3600 / world_size
-    interval_s = max(math.sqrt(2 * save_s * failure_s), step_s.value)
+    interval_s = max(math.sqrt(2 * save_s * failure_s) - save_s, step_s.value)
     lost = save_s / (interval_s + save_s) + (interval_s / 2 + failures.restart_s) / failure_s
     if lost >= 1:
         raise ComposerError(

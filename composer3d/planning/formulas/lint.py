@@ -240,7 +240,9 @@ def _resharding(
     offered: _Offered,
 ) -> Iterator[Advice]:
     count = setup.num_microbatches
-    if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1 or not _reduces_each_time(trace, count):
+    if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
+        return
+    if not _reduces_each_time(trace, num_parameters / setup.pp / setup.tp * setup.precision.reduce_bytes, count):
         return
     needs = needs_of(replace(setup, zero=2))
     if needs > _ROOM * limit or (table := offered("zero", 2)) is None:
@@ -257,14 +259,16 @@ def _resharding(
     )
 
 
-def _reduces_each_time(trace: RankTrace, num_microbatches: int) -> bool:
-    """Return whether gradients are reduced in every micro-batch; those of a stage that is one unit are not."""
-    calls: dict[int, int] = {}
-    for segment in trace.segments:
-        for each in segment.transfers:
-            if each.op == "reduce_scatter" and "dp_shard" in (each.axis or "").split("+"):
-                calls[each.bytes] = calls.get(each.bytes, 0) + segment.count * each.count
-    return max(calls.values(), default=0) >= num_microbatches
+def _reduces_each_time(trace: RankTrace, gradient_bytes: float, num_microbatches: int) -> bool:
+    """Return whether gradients are reduced in every micro-batch; those of a pipeline, or of one unit, are not."""
+    reduced = sum(
+        segment.count * each.count * each.bytes
+        for segment in trace.segments
+        for each in segment.transfers
+        if each.op == "reduce_scatter" and "dp_shard" in (each.axis or "").split("+")
+    )
+    # Stages, and what experts have over other axes, are no equal parts of the model.
+    return reduced > gradient_bytes * (1 + num_microbatches) / 2
 
 
 def _precision(setup: Setup, hardware: Hardware) -> Iterator[Advice]:

@@ -59,6 +59,13 @@ def _row(plan: Plan) -> dict[str, str]:
         return row
     time, unit = plan.time, plan.time["unit"]
     step_s = time["step_s"]["value"]
+    run, failures = time.get("training"), time.get("failures")
+    if run is not None:
+        run = run.get("with_failures", run)
+        row |= {"days": amount(run["days"]["value"])}
+        row |= {} if run["cost"] is None else {"cost": f"{run['currency']}{amount(run['cost']['value'])}"}
+    if failures is not None:
+        row |= {"goodput": _share(failures["goodput"]["value"])}
     return row | {
         "step": f"{amount(step_s)} s",
         f"{unit}/s each": amount(time[f"{unit}_per_s_per_device"]["value"]),

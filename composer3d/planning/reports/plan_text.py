@@ -224,13 +224,16 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         )
     lines.append(_sensitivity(time["sensitivity"]))
     if (run := time.get("training")) is not None:
-        cost = "" if run["cost"] is None else f", cost {told(run['cost'], sign=run['currency'])}"
-        energy = run["energy_mwh"]
-        power = "" if energy is None else f", at most {amount(energy['high'])} MWh at the devices' rated power"
-        lines.append(
-            f"the run: {run['num_steps']:,} steps, {told(run['days'])} days, "
-            f"{told(run['device_hours'])} device hours{cost}{power}"
-        )
+
+        def whole(run: Mapping[str, Any]) -> str:
+            cost = "" if run["cost"] is None else f", cost {told(run['cost'], sign=run['currency'])}"
+            energy = run["energy_mwh"]
+            power = "" if energy is None else f", at most {amount(energy['high'])} MWh at the devices' rated power"
+            return f"{told(run['days'])} days, {told(run['device_hours'])} device hours{cost}{power}"
+
+        lines.append(f"the run: {run['num_steps']:,} steps, {whole(run)}")
+        if (interrupted := run.get("with_failures")) is not None:
+            lines.append(f"with failures, at the goodput below: {whole(interrupted)}")
     if (failures := time.get("failures")) is not None:
         lines.append(
             f"a failure every {amount(failures['failure_s'] / 3600)} h: save {size(failures['checkpoint_bytes'])} in "

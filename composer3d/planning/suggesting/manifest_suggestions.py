@@ -35,6 +35,7 @@ class SuggestResult:
         num_parameters: Of the model.
         manifest: The given one.
         memory_bytes: Of a device.
+        context_bytes: Of a device, which its driver and libraries take whatever the layout.
         hardware_name: Of the cluster.
         worlds: Where no layout was found, the nearest numbers of ranks with one.
         overrides: With which the manifest was given.
@@ -48,6 +49,7 @@ class SuggestResult:
     num_parameters: int
     manifest: Manifest
     memory_bytes: float
+    context_bytes: float
     hardware_name: str
     worlds: tuple[int, ...] = ()
     overrides: tuple[str, ...] = ()
@@ -175,6 +177,7 @@ def suggest_for(
         num_parameters=given.num_parameters,
         manifest=given.manifest,
         memory_bytes=memory,
+        context_bytes=given.hardware.device.context_bytes,
         hardware_name=given.hardware.name,
         worlds=tuple(worlds),
         overrides=tuple(overrides),
@@ -185,7 +188,7 @@ def _lines(result: SuggestResult) -> Iterator[str]:
     """Yield the result as text, a line each."""
     yield result.given
     if not result.suggestions:
-        yield _nothing_fits(result.searched, result.memory_bytes, result.worlds)
+        yield _nothing_fits(result)
         return
     for number, (suggestion, changes) in enumerate(zip(result.suggestions, result.patches, strict=True), 1):
         candidate = suggestion.candidate
@@ -203,7 +206,7 @@ def _lines(result: SuggestResult) -> Iterator[str]:
 
 def _unshared(global_batch: int, world_size: int, worlds: Sequence[int]) -> str:
     """Return that a world cannot share a batch, and which can, where that is so."""
-    told = f", and {world_size} ranks cannot share {global_batch} sequences a step{_instead(worlds)}"
+    told = f", and {world_size} ranks cannot share {global_batch} samples a step{_instead(worlds)}"
     return told if global_batch % world_size else ""
 
 
@@ -212,7 +215,8 @@ def _instead(worlds: Sequence[int]) -> str:
     return f" ({' and '.join(map(str, worlds))} ranks have a layout)" if worlds else ""
 
 
-def _nothing_fits(found: Found, memory: float, worlds: Sequence[int]) -> str:
+def _nothing_fits(result: SuggestResult) -> str:
+    found, memory, worlds = result.searched, result.memory_bytes, result.worlds
     least = found.smallest
     if least is None:
         told = "no layout of so many ranks keeps what is pinned: the batch, the heads or the layers do not divide so"
@@ -220,8 +224,9 @@ def _nothing_fits(found: Found, memory: float, worlds: Sequence[int]) -> str:
     if found.num_fitting:
         return "every layout that the search found is refused by check, or does not fit by the plan; --json says why"
     return (
-        f"no layout fits {memory / GIB:.1f} GiB; the least memory that was found is "
-        f"{least.reserved_bytes / GIB:.1f} GiB: {_layout(least.setup)}"
+        f"no layout fits {memory / GIB:.3g} GiB; the least memory that was found is "
+        f"{least.reserved_bytes / GIB:.3g} GiB, of which the device's context has {result.context_bytes / GIB:.3g}, "
+        f"whatever the layout: {_layout(least.setup)}"
     )
 
 

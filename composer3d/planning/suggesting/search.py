@@ -285,7 +285,12 @@ def nearest_worlds(
             keep(choice) for family in families for setup in family for choice in _memory_choices(setup, choices)
         )
 
-    ways = range(world_size - 1, 0, -1), range(world_size + 1, 2 * world_size + 1)
+    batch, most = divisors(base.global_batch), min(num_blocks, 2 * world_size)
+    sizes = sorted({base.cp * pp * replicas for pp in range(1, most + 1) for replicas in batch})
+    ways = (
+        [size for size in reversed(sizes) if size < world_size],
+        [size for size in sizes if world_size < size <= 2 * world_size],
+    )
     return [size for size in (next(filter(has_layout, way), None) for way in ways) if size is not None]
 
 
@@ -318,16 +323,18 @@ def _memory_choices(setup: Setup, choices: Choices) -> list[Setup]:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, ascending."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def _degrees(num_blocks: int, base: Setup, world_size: int) -> Iterator[Setup]:
     if world_size % base.cp:
         return
     for tp in divisors(world_size // base.cp):
-        for pp in divisors(world_size // base.cp // tp):
-            replicas = world_size // base.cp // tp // pp
-            if pp <= num_blocks and base.global_batch % replicas == 0:
+        ranks = world_size // base.cp // tp
+        for pp in range(1, min(num_blocks, ranks) + 1):
+            replicas, rest = divmod(ranks, pp)
+            if rest == 0 and base.global_batch % replicas == 0:
                 yield replace(base, tp=tp, pp=pp, dp_shard=replicas, dp_replicate=1, sequence_parallel=tp > 1)
 
 

@@ -31,7 +31,7 @@ class Measured:
 
     Args:
         step_s: Median seconds of a step; None where it failed.
-        failure: The last line that it printed; empty where it did not fail.
+        failure: The error that it reported, or the last line that it printed; empty where it did not fail.
     """
 
     step_s: float | None
@@ -77,7 +77,8 @@ def measure_steps(
     times = _times(folder)[_NUM_UNTIMED:]
     if times:
         return Measured(step_s=statistics.median(times[:num_steps]))
-    return Measured(step_s=None, failure=_last_line(printed) or f"no step was timed within {timeout_s:.0f} s")
+    failure = _reported(folder) or _last_line(printed) or f"no step was timed within {timeout_s:.0f} s"
+    return Measured(step_s=None, failure=failure)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -94,6 +95,15 @@ def _times(folder: Path) -> list[float]:
         return []
     rows = [json.loads(line) for line in lines]
     return [row["step_time_s"] for row in rows if "step_time_s" in row]
+
+
+def _reported(folder: Path) -> str:
+    """Return the error of the run's report, whose folder is removed; empty where it left none."""
+    try:
+        report = json.loads((folder / "error.json").read_text(encoding="utf-8"))
+        return f"{report['error']}: {report['message'].strip().splitlines()[0]}"
+    except (OSError, ValueError, KeyError, IndexError, AttributeError, TypeError):
+        return ""
 
 
 def _last_line(file: Path) -> str:

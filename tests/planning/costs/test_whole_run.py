@@ -46,11 +46,31 @@ def test_goodput_is_that_of_a_simulated_run_and_no_other_interval_keeps_more():
     failures = Failures(hours=40_000, storage=50e9, restart_s=300)
     found = reliability(STEP, failures, checkpoint_bytes=10**12, world_size=1024)
     assert found.save_s == 20 and found.failure_s == pytest.approx(40_000 * 3600 / 1024)
-    assert found.interval_s == pytest.approx(math.sqrt(2 * 20 * found.failure_s))
+    assert found.interval_s == pytest.approx(math.sqrt(2 * 20 * found.failure_s) - 20)
     given = {"save_s": 20, "failure_s": found.failure_s, "restart_s": 300, "failures": 1000}
     kept = simulated_goodput(interval_s=found.interval_s, **given)
     assert found.goodput.value == pytest.approx(kept, abs=0.01)
     assert all(kept >= simulated_goodput(interval_s=times * found.interval_s, **given) for times in (0.25, 4.0))
+
+
+def test_the_interval_keeps_most_where_a_save_takes_long():
+    failures = Failures(hours=40_000, storage=1e9, restart_s=60)
+    found = reliability(STEP, failures, checkpoint_bytes=8 * 10**12, world_size=1024)
+    assert found.save_s == 8_000
+
+    def lost(interval_s):
+        return found.save_s / (interval_s + found.save_s) + (interval_s / 2 + 60) / found.failure_s
+
+    assert found.goodput.value == pytest.approx(1 - lost(found.interval_s))
+    assert lost(found.interval_s) < min(lost(0.97 * found.interval_s), lost(1.03 * found.interval_s))
+
+
+def test_a_run_with_failures_takes_as_much_longer_as_less_is_kept():
+    run = training(STEP, Questions(num_units=1e9, price=2.0), units=10**6, world_size=8, power_w=700)
+    longer = run.interrupted_by(Figure(value=0.8, known="modelled", low=0.7, high=0.9)).to_json()["with_failures"]
+    for name in ("days", "device_hours", "cost", "energy_mwh"):
+        assert longer[name]["value"] == pytest.approx(getattr(run, name).value / 0.8)
+    assert longer["num_steps"] == run.num_steps
 
 
 def test_an_interval_is_at_least_a_step():

@@ -74,8 +74,10 @@ def test_mistakes_are_told_with_numbers(rule, change, severity, told):
 def test_resharding_is_advised_against_where_the_traced_step_reshards(num_reductions, is_advised):
     """A stage that is one unit keeps its parameters at every ZeRO stage, and reduces its gradients once a step."""
     setup = replace(GOOD, **RESHARDING)
-    options = {"count": 1, "dtype": "float32", "overlapped": True}
-    sent = transfer("reduce_scatter", "dp_shard", setup.ranks("dp_shard"), 2**20, **options)
+    # Two units of one size, each of half of what a rank of tp has.
+    options = {"count": 2, "dtype": "float32", "overlapped": True}
+    half = SHAPE.num_parameters * 4 // setup.tp // 2
+    sent = transfer("reduce_scatter", "dp_shard", setup.ranks("dp_shard"), half, **options)
     segment = Segment(kind="backward", stage=0, count=num_reductions, operators=(), transfers=(sent,))
     trace = max(static_traces(SHAPE, setup), key=lambda trace: trace.memory.peak)
     found = lint(

@@ -12,7 +12,7 @@ from composer3d.errors import ComposerError
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.suggesting.pinned import kept
-from composer3d.planning.suggesting.search import Choices, search
+from composer3d.planning.suggesting.search import Choices, divisors, nearest_worlds, search
 from composer3d.planning.suggesting.suggest import NUM_PLANNED, Planned, suggest
 
 GIB = 2**30
@@ -70,6 +70,18 @@ def test_micro_batches_are_all_divisors_of_a_ranks_samples():
     tried = []
     found(LLAMA_8B, replace(RUN, global_batch=48), 8, keep=lambda setup: tried.append(setup) or True)
     assert {each.microbatch for each in tried if each.data_parallel == 8} >= {1, 2, 3, 6}
+
+
+def test_divisors():
+    for number in (1, 2, 36, 97, 1000):
+        assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
+    assert len(divisors(10**12)) == 169
+
+
+@pytest.mark.parametrize(("world_size", "worlds"), [(7, [6, 8]), (1000, [48]), (10**12, [48])])
+def test_the_nearest_worlds_that_divide_are_found_however_large_the_world_is(world_size, worlds):
+    options = {"keep": lambda setup: True, "choices": Choices()}
+    assert nearest_worlds(12, replace(RUN, global_batch=48), H100, world_size, **options) == worlds
 
 
 def test_every_layout_divides():

@@ -177,6 +177,22 @@ def test_a_trial_that_fails_says_why(manifest, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_of_a_trials_model_is_told(manifest, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "from composer3d.models.llama import Llama, llama\n\nclass Bad(Llama):\n    def forward(self, tokens):\n"
+        "        if not tokens.is_meta:\n            raise ZeroDivisionError('in the forward')\n"
+        "        return super().forward(tokens)\n\ndef bad(**sizes):\n    model = llama(**sizes)\n"
+        "    model.__class__ = Bad\n    return model\n"
+    )
+    place = tmp_path / "trial"
+    place.mkdir()
+    measured = measure_steps(
+        str(manifest), ["model.use=bad:bad"], num_ranks=1, num_steps=3, folder=place, timeout_s=300
+    )
+    assert measured.step_s is None and "in the forward" in measured.failure
+
+
+@pytest.mark.slow
 def test_what_is_suggested_is_measured_and_the_fastest_is_the_best(manifest, tmp_path):
     lines = []
     found = tune_on_machine(
