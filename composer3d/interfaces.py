@@ -208,10 +208,13 @@ class ParameterMesh:
         mesh: A view of the root mesh, as `context.expert_mesh` returns it.
         shard_dim: The tensor dim along which data-parallel plugins shard the parameters of its module, where they have
             it; others along dim 0.
+        is_rowwise: Whether the module that has it does the same with every row; not where it is the weights of experts
+            in a block whose own code multiplies them, and does more.
     """
 
     mesh: DeviceMesh
     shard_dim: int = 0
+    is_rowwise: bool = True
 
 
 # Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.

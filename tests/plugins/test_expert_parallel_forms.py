@@ -112,14 +112,6 @@ class Unequal(nn.Module):
         return x
 
 
-class Normed(Counted):
-    """A norm of all experts' results among their weights."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-        self.norm = nn.LayerNorm(4, bias=False)
-
-
 class Mixed(nn.Module):
     """A dict of experts that holds weights that they share."""
 
@@ -169,7 +161,6 @@ class Shared(Counted):
 
 UNKNOWN = {
     Unequal: 'of modules with weights of three dims "" (Unequal) stacks 8 in up, 4 in down',
-    Normed: 'of modules with weights of three dims "" (Normed) has norm.weight, which is not stacked',
     Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 LayerNorm',
     Flat: '; "" (Flat) says num_experts = 4, and has weights of two dims, up.weight, down.weight, of which no rows are '
     "known to be one expert's",

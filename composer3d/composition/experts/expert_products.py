@@ -9,9 +9,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.composition.experts.expert_einsum import einsum_by_expert
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ def multiply_experts(module: Any, product: Product, *, fqn: str, by: str) -> Non
     """Let the forward of a module with stacked weights multiply them by a function, expert by expert.
 
     Its own code runs; products of rows and weights in it are taken over: `grouped_mm`, `linear` and `matmul` with the
-    weights of one expert, `bmm` with those of several, and with one for each row (`weight[experts_R]`). Results in
-    other dtypes than the code's are cast back.
+    weights of one expert, `bmm` with those of several, with one for each row (`weight[experts_R]`), and `einsum` with
+    either. Results in other dtypes than the code's are cast back.
     Collectives: none.
 
     Args:
@@ -140,6 +142,7 @@ class _Weights:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._held = {torch_compat.storage_key(weight) for weight in weights}
         self._chosen: dict[int, _Chosen] = {}
+        self._stacked: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def has(self, value: Any) -> bool:
         """Return whether a value is one of them."""
@@ -148,7 +151,7 @@ class _Weights:
         if not isinstance(value, torch.Tensor):
             return False
         key = torch_compat.storage_key(value)
-        return key in self._held or key in self._chosen
+        return key in self._held or key in self._chosen or key in self._stacked
 
     def chosen(self, value: Tensor) -> _Chosen | None:
         """Return what was chosen, of which a value is a view."""
@@ -162,6 +165,35 @@ class _Weights:
         stand_in = torch.empty(shape, dtype=weight.dtype, device="meta")
         self._chosen[torch_compat.storage_key(stand_in)] = _Chosen(weight, experts_R, stand_in)
         return stand_in
+
+    def stack(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Return what stands for a stack of matrices, on meta, laid out as they are; None where they differ in that."""
+        import torch
+
+        first, size = weights[0], weights[0].numel()
+        if any(each.shape != first.shape or each.stride() != first.stride() for each in weights) or size != _span(
+            first
+        ):
+            return None
+        stand_in = torch.empty_strided(
+            (len(weights), *first.shape), (size, *first.stride()), dtype=first.dtype, device="meta"
+        )
+        self._stacked[torch_compat.storage_key(stand_in)] = (stand_in, list(weights))
+        return stand_in
+
+    def of_one(self, matrix: Tensor) -> Tensor:
+        """Return a matrix as a view of the weight that it is of, where that was stacked."""
+        found = self._stacked.get(torch_compat.storage_key(matrix))
+        if found is None:
+            return matrix
+        weight = found[1][matrix.storage_offset() // found[0].stride(0)]
+        offset = weight.storage_offset() + matrix.storage_offset() % found[0].stride(0)
+        return self.of_one(weight.as_strided(matrix.shape, matrix.stride(), offset))
+
+
+def _span(weight: Tensor) -> int:
+    """Return how many elements of memory lie from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
 
 
 def summed_dims(module: Any, *, fqn: str, by: str) -> dict[str, int]:
@@ -215,6 +247,9 @@ def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device
 
     held = _Weights(weights)
 
+    def multiply(x: Tensor, w_OI: Tensor) -> Tensor:
+        return product(x, held.of_one(w_OI))
+
     class Replaced(TorchFunctionMode):
         """Products with the weights go to the precision's."""
 
@@ -223,6 +258,8 @@ def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device
         ) -> Any:
             name, given = getattr(function, "__name__", ""), {**(kwargs or {})}
             values = [*args, *given.values()]
+            if name in ("stack", "einsum") and any(isinstance(each, list | tuple) for each in values):
+                values = torch_compat.tree_leaves(values)
             if not any(map(held.has, values)):
                 return function(*args, **given)
             if name == "__get__" and device is not None and function.__self__.__name__ in _PLACES:
@@ -230,19 +267,26 @@ def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device
             if name in ("__getitem__", "index_select") and _is_choice(values[-1], values[0]):
                 return held.choose(values[0], values[-1])
             if name in _GROUPED and held.has(values[1]):
-                return _grouped(product, *args, **given)
+                return _grouped(multiply, *args, **given)
             if name == "linear" and held.has(values[1]) and values[1].ndim == 2:
-                return _linear(product, *args, **given)
+                return _linear(multiply, *args, **given)
             if name in _MATMULS and held.has(values[0]) != held.has(values[1]):
                 is_first = held.has(values[0])
                 x, weight = (values[1], values[0]) if is_first else (values[0], values[1])
-                return _matmul(product, x, weight, held.chosen(weight), is_first=is_first)
-            result = function(*args, **given)
+                return _matmul(multiply, x, weight, held.chosen(weight), is_first=is_first)
+            if name == "stack" and _is_stack(held, *args, **given) and (made := held.stack(args[0])) is not None:
+                return made
+            tensors = [each for each in values if _has_values(each)]
+            places = [at for at, each in enumerate(tensors) if held.has(each)]
+            if name == "einsum" and isinstance(args[0], str) and len(places) == 1:
+                if (made := einsum_by_expert(partial(_product, multiply), args[0], tensors, places[0])) is not None:
+                    return made
+            result = function(*args, **given) if name in _VIEWS else None
             if name in _VIEWS and all(held.has(each) for each in torch_compat.tree_leaves(result) if _has_values(each)):
                 return result
             raise PluginError(
                 f'{by}: the experts of "{fqn}" use their weights in `{name}`, which it does not compute; write '
-                f'F.grouped_mm, F.linear, torch.matmul or torch.bmm with them, or exclude "{fqn}"'
+                f'F.grouped_mm, F.linear, torch.matmul, torch.bmm or torch.einsum with them, or exclude "{fqn}"'
             )
 
     return Replaced()
@@ -252,6 +296,11 @@ def _has_values(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _is_stack(held: _Weights, tensors: Any, dim: int = 0) -> bool:
+    """Return whether matrices of weights are stacked along a first dim, as those of one tensor are."""
+    return dim == 0 and len(tensors) > 0 and all(held.has(each) and each.ndim == 2 for each in tensors)
 
 
 def _is_choice(index: Any, weight: Tensor) -> bool:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from composer3d.composition.experts.value_kinds import Kind, Kinds
@@ -81,11 +82,16 @@ def routed_lists(model: nn.Module) -> dict[str, int]:
 def listed_experts(module: nn.Module) -> dict[str, nn.Module]:
     """Return the entries of a list of experts, by name: of a dict those that hold parameters.
 
-    A dropout or an activation in a dict is one that all experts have.
+    A dropout or an activation in a dict is one that all experts have. Of lists in a list, such as groups of experts, it
+    is the entries of these, by names with dots.
     """
     from torch import nn
 
     entries = {name: entry for name, entry in module._modules.items() if entry is not None}
+    if entries and all(_is_plain(entry) and len(entry._modules) > 0 for entry in entries.values()):
+        return {
+            f"{name}.{inner}": held for name, entry in entries.items() for inner, held in listed_experts(entry).items()
+        }
     if isinstance(module, nn.ModuleList):
         return entries
     return {name: entry for name, entry in entries.items() if any(True for _ in entry.parameters())} or entries
@@ -94,19 +100,45 @@ def listed_experts(module: nn.Module) -> dict[str, nn.Module]:
 def caller_of(model: nn.Module, fqn: str) -> str:
     """Return the FQN of the module whose forward calls a list's entries.
 
-    It is the list itself where its class has a forward, and never a ModuleDict without one that holds the list.
+    It is the list itself where its class has a forward, and never a module without one that holds the list. Where the
+    code of the module next around the list does not name it, and that of one farther out does, inside of the same
+    block, it is that one.
     """
     owner = fqn
-    while owner and _is_plain(model.get_submodule(owner)):
+    while owner and not _has_forward(model.get_submodule(owner)):
         owner = owner.rpartition(".")[0]
+    if owner == fqn or _names_it(model.get_submodule(owner), fqn):
+        return owner
+    outer = owner
+    while outer and not _is_plain(model.get_submodule(outer)):
+        if _has_forward(model.get_submodule(outer)) and _names_it(model.get_submodule(outer), fqn):
+            return outer
+        outer = outer.rpartition(".")[0]
     return owner
+
+
+def _has_forward(module: nn.Module) -> bool:
+    from torch import nn
+
+    return type(module).forward is not nn.Module.forward
+
+
+def _names_it(module: nn.Module, fqn: str) -> bool:
+    """Return whether code of a module's class names the attribute, or the key, that a list is."""
+    name = fqn.rpartition(".")[2]
+
+    def is_in(code: CodeType) -> bool:
+        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+        return name in code.co_names or name in code.co_consts or any(map(is_in, inner))
+
+    return any(is_in(function.__code__) for function in _functions(type(module)))
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module is a list or dict of modules, and nothing that is called."""
     from torch import nn
 
-    return isinstance(module, nn.ModuleDict | nn.ModuleList) and type(module).forward is nn.Module.forward
+    return isinstance(module, nn.ModuleDict | nn.ModuleList) and not _has_forward(module)
 
 
 def _readers(model: nn.Module, fqn: str) -> Iterator[tuple[_Reader, str, int]]:

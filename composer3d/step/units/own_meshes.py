@@ -19,8 +19,8 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
     """Return the modules that data-parallel plugins handle as units on a mesh of their own: experts.
 
     They are the outermost ones with a forward of which all parameters have one mesh by `composer3d_parameter_mesh`;
-    where all of a module's own have, those of modules inside may have none, and are of no unit; nor are its own without
-    one, where some have. Each comes with the name of one of its parameters, for `context.data_mesh` and
+    where some of a module's own have, others of its own and of modules inside may have none, and are of no unit. Each
+    comes with the name of one of its parameters, for `context.data_mesh` and
     `context.parameter_mesh`.
 
     Args:
@@ -43,9 +43,9 @@ def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
         inside = [fqn for fqn in meshes if f"{fqn}.".startswith(prefix)]
         own = {prefix + name: meshes[prefix + name] for name, held in module._parameters.items() if held is not None}
         if any(mesh is not None for mesh in own.values()):
-            # What is sharded has a mesh: where a plugin states none, it is not whole all the same.
-            whole = own if None in own.values() else inside
-            whole = [fqn for fqn in whole if not isinstance(parameters[fqn], DTensor)]
+            # What is sharded beside what has a mesh of its own has one: where a plugin states none, it is not whole all
+            # the same. Modules inside may be sharded over other axes.
+            whole = [fqn for fqn in inside if fqn not in own or not isinstance(parameters[fqn], DTensor)]
             inside = [fqn for fqn in inside if meshes[fqn] is not None or fqn not in whole]
         alike = {meshes[fqn] for fqn in inside}
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called

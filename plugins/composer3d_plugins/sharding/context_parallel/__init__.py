@@ -260,6 +260,7 @@ class ContextParallel:
             for fqn, module in model.named_modules()
             if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False))
             and (fqn not in mixing or _holds_experts(module, fqn, context))
+            and not _multiplies_experts(module, fqn, context)
         }
         sequence = PropagatedSequence(
             degree=mesh.size(),
@@ -314,6 +315,12 @@ def _takes_any_tokens(module: nn.Module) -> bool:
 def _holds_experts(module: nn.Module, fqn: str, context: RunContext) -> bool:
     """Return whether a module's own parameters have a mesh of their own: it is called with tokens in any order."""
     return any(context.parameter_mesh(f"{fqn}.{name}") for name in module._parameters)
+
+
+def _multiplies_experts(module: nn.Module, fqn: str, context: RunContext) -> bool:
+    """Return whether a module's own code multiplies weights of experts, whatever else it does with a sequence."""
+    answers = [context.parameter_mesh(f"{fqn}.{name}") for name in module._parameters]
+    return any(answer is not None and not answer.is_rowwise for answer in answers)
 
 
 def _average(state: StepState) -> None:

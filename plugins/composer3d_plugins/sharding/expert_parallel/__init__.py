@@ -103,9 +103,12 @@ class ExpertParallel:
     Experts are modules with stacked weights, which are called with tokens, the experts of each and their weights (those
     of transformers 5, and `composer3d.models:moe`; of two dims too, with the rows of one expert after those of another,
     as DBRX's), with rows in order of experts and how many each has (torchtitan's, ScatterMoE's), or as many for each
-    (Llama 4's); or modules of a list or dict, around whose loop the exchange is made: the block's own code runs twice,
-    once to record what each expert is given, once to use what they return. What a dict holds without parameters, such
-    as a dropout, runs where the code calls it. Layers may share their experts: each exchanges its own rows. Experts
+    (Llama 4's); or modules of a list or dict, or of lists in one, around whose loop the exchange is made: the block's
+    own code runs twice, once to record what each expert is given, once to use what they return. Rows that are made of
+    what experts return are exchanged by themselves, in one run more. So are those that a block's own code multiplies
+    with weights of experts, in parameter lists or stacked beside its router, one product after the other; biases in
+    such lists, and what else a block has, stay whole. What a dict holds without parameters, such as a dropout, runs
+    where the code calls it. Layers may share their experts: each exchanges its own rows. Experts
     that choose their tokens do so among those of a rank, in every layout, which `verify` says.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
@@ -113,8 +116,10 @@ class ExpertParallel:
     divide dp_shard x cp is a multiple of tp and takes its ranks too, for stacked weights: each sends its part of the
     tokens that they all have.
     Memory: experts / ep; rows sent and received, twice each.
-    Collectives: a layer and micro-batch 3 all-to-alls forward (counts, rows, results) and 2 backward; all_gather: 4
-    all-gathers and 1 reduce-scatter forward, 1 all-gather and 2 reduce-scatters backward.
+    Collectives: a layer and micro-batch 3 all-to-alls forward (counts, rows, results) and 2 backward, as many again for
+    rows that are made of results; all_gather: 4 all-gathers and 1 reduce-scatter forward, 1 all-gather and 2
+    reduce-scatters backward. Around the code of a block, where experts are sharded over efsdp too, 1 all-reduce of two
+    numbers after each exchange of counts.
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596.
 
@@ -157,8 +162,9 @@ class ExpertParallel:
         found = context.state.get(self)
         if found is None or context.degrees[AXIS] == 1 or not found.holds(fqn):
             return None
-        is_list = next(each.is_list for each in found.experts if each.holds(fqn))
-        return ParameterMesh(mesh=context.expert_mesh(AXIS), shard_dim=0 if is_list else 1)
+        of = next(each for each in found.experts if each.holds(fqn))
+        mesh, is_rowwise = context.expert_mesh(AXIS), of.is_list or not of.is_multiplied
+        return ParameterMesh(mesh=mesh, shard_dim=0 if of.is_list else 1, is_rowwise=is_rowwise)
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric]:
@@ -209,12 +215,13 @@ class ExpertParallel:
         from functools import partial
 
         from composer3d_plugins.sharding.expert_parallel.listed_experts import shard_listed
+        from composer3d_plugins.sharding.expert_parallel.multiplied_experts import shard_multiplied
         from composer3d_plugins.sharding.expert_parallel.stacked_experts import shard_stacked
 
         if context.degrees[AXIS] == 1:
             return fqns
         found: _Found = context.state[self]
-        mesh = context.expert_mesh(AXIS)[AXIS]
+        mesh, peers = context.expert_mesh(AXIS)[AXIS], _peers(context)
         tensor = _tensor_mesh(context)
         dependent = context.stash(DataDependent)
         dependent.axes.add(AXIS)
@@ -233,9 +240,12 @@ class ExpertParallel:
                     continue
                 done.add(pair)
                 note = partial(found.note, fqn)
-                if each.is_list:
+                if each.is_multiplied:
+                    stated: Any = {"names": each.names, "is_list": each.is_list, "fqn": block, "held_in": fqn}
+                    shard_multiplied(*pair, mesh, note=note, dependent=dependent, peers=peers, **stated)
+                elif each.is_list:
                     name = "" if fqn == block else fqn.removeprefix(f"{block}.")
-                    options: Any = {"note": note, "dependent": dependent, "names": each.names}
+                    options: Any = {"note": note, "dependent": dependent, "names": each.names, "peers": peers}
                     shard_listed(pair[0], name, mesh, fqn=block, **options)
                 else:
                     options = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}
@@ -246,6 +256,13 @@ class ExpertParallel:
 def _entropy(rows: Sequence[int]) -> float:
     shares = [count / sum(rows) for count in rows if count]
     return -sum(share * math.log(share) for share in shares) / math.log(len(rows))
+
+
+def _peers(context: RunContext) -> Any:
+    """Return the group of the ranks that gather shards of the same experts; None where each holds its own whole."""
+    mesh = context.expert_mesh(AXIS)
+    names = [name for name in mesh.mesh_dim_names or () if "efsdp" in name and mesh[name].size() > 1]
+    return mesh[names[0]].get_group() if names else None
 
 
 def _tensor_mesh(context: RunContext) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from composer3d import (
     RunContext,
     caller_of,
     chosen_by_values,
-    expert_counts,
     expert_form,
     listed_experts,
     select_fqns,
@@ -29,9 +29,10 @@ __all__ = ["Experts", "find_experts"]
 _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
     "their weights; parameters may then have the rows of one after those of another), of (rows in order of experts, "
-    "how many each has), or of (rows, as many for each); or an "
-    "nn.ModuleList or nn.ModuleDict whose entries, or their rows, the code around it chooses by values; a name with "
-    '"expert" says so too, and then a module need not say how many'
+    "how many each has), or of (rows, as many for each); an nn.ModuleList or nn.ModuleDict, or lists in one, whose "
+    "entries, or their rows, the code around it chooses by values; an nn.ParameterList or nn.ParameterDict of a matrix "
+    "for each, or parameters of three dims beside a router, of a number that an attribute with `expert` states; a name "
+    'with "expert" says so too, and then a module need not say how many'
 )
 
 
@@ -47,7 +48,8 @@ class Experts:
             it that has a forward. There are several where layers share it.
         is_sorted: Whether it is called with rows in order of experts.
         shared: Names of its parameters that all experts have, and every rank.
-        names: Of a list, its entries that are experts.
+        names: Of a list, its entries that are experts; of stacks that a block's own code multiplies, these.
+        is_multiplied: Whether it holds weights alone, which a block's own code multiplies rows with.
     """
 
     fqn: str
@@ -57,6 +59,7 @@ class Experts:
     is_sorted: bool = False
     shared: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
+    is_multiplied: bool = False
 
     def holds(self, parameter: str) -> bool:
         """Return whether a parameter, by its FQN, is of one expert."""
@@ -97,6 +100,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
                 kind = type(model.get_submodule(fqn)).__name__
                 raise PluginError(f'expert_parallel: "{fqn}" ({kind}) holds no experts: what does is {_CONTRACT}')
             found.append(each)
+    if patterns is None and len(fitting := [each for each in found if each.number % degree == 0]):
+        # Routers in a list, of which tokens choose one, are chosen by values too, and stay as they are.
+        found = [each for each in found if each in fitting or _says_experts(each.fqn, model.get_submodule(each.fqn))]
     for each in found:
         divisors = ", ".join(str(n) for n in range(2, each.number + 1) if each.number % n == 0)
         if degree > each.number:
@@ -123,7 +129,9 @@ def _found(model: nn.Module) -> list[Experts]:
             if is_named and not _says_experts(fqn, module):
                 continue
             beside = all(not _is_within(fqn, other) and not _is_within(other, fqn) for other in found)
-            if (beside or not is_named) and (each := _recognised(model, fqn, module, is_said=is_named)):
+            inside = any(_is_within(fqn, other) and found[other].is_list for other in found)
+            is_free = beside if is_named else not inside
+            if is_free and (each := _recognised(model, fqn, module, is_said=is_named)):
                 found[fqn] = each
     return [found[fqn] for fqn, _ in model.named_modules() if fqn in found]
 
@@ -166,7 +174,40 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool,
         blocks = {name: caller_of(model, name) for name in _names(model, module)}
         names = tuple(listed_experts(module))
         return Experts(fqn=fqn, number=len(names), is_list=True, blocks=blocks, names=names)
-    return None
+    return _multiplied(model, fqn, module, is_said=is_said, named=named)
+
+
+def _multiplied(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool, named: bool) -> Experts | None:
+    """Return experts whose weights a block's own code multiplies: of a parameter list, or stacks beside its router."""
+    from torch import nn
+
+    around = model.get_submodule(fqn.rpartition(".")[0])
+    numbers = {value for owner in (module, around) for name, value in vars(owner).items() if _says_number(name, value)}
+    own = {name: held for name, held in module._parameters.items() if held is not None}
+    is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
+    if is_list:
+        found = len(own) > 1 and all(held.ndim == 2 for held in own.values())
+        names, number = tuple(own), len(own)
+        is_said = is_said or number in numbers or "expert" in type(around).__name__.lower()
+        if not found or not fqn or not (is_said or chosen_by_values(model, fqn)):
+            return None
+    else:
+        names = tuple(name for name, held in own.items() if held.ndim == 3 and held.shape[0] > 1)
+        sizes = {own[name].shape[0] for name in names}
+        is_layer = type(module).__module__.startswith("torch.")
+        if not names or is_layer or not (named or sizes <= numbers or (is_said and len(sizes) == 1)):
+            return None
+        number = math.gcd(*sizes)
+    blocks = {name: caller_of(model, name) for name in _names(model, module)}
+    inside = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    shared = frozenset() if is_list else frozenset(name for name in inside if name not in names)
+    return Experts(
+        fqn=fqn, number=number, is_list=is_list, blocks=blocks, shared=shared, names=names, is_multiplied=True
+    )
+
+
+def _says_number(name: str, value: object) -> bool:
+    return "expert" in name and "shared" not in name and type(value) is int and value > 1
 
 
 def _names(model: nn.Module, module: nn.Module) -> list[str]:
@@ -185,12 +226,8 @@ def _missed(model: nn.Module) -> str:
         numbers = {name: value for name, value in vars(module).items() if "expert" in name and type(value) is int}
         if len(sizes) > 1:
             why = f"stacks {', '.join(f'{shape[0]} in {name}' for name, shape in own.items())}"
-        elif not expert_counts(module):
-            why = f"stacks {sizes[0]}, and says {numbers or 'nothing'} of its number of experts"
-        elif plain := [name for name, held in module.named_parameters() if held.ndim < 2 or held.shape[0] != sizes[0]]:
-            why = f"has {', '.join(plain)}, which {'is' if len(plain) == 1 else 'are'} not stacked"
         else:
-            why = "has a forward of other arguments"
+            why = f"stacks {sizes[0]}, and says {numbers or 'nothing'} of its number of experts"
         said.append(f'"{fqn}" ({type(module).__name__}) {why}')
     found = f"; of modules with weights of three dims {'; '.join(said[:3])}" if said else ""
     return found + _mixed(model) + ("" if said else _flat(model))
@@ -234,9 +271,7 @@ def _is_list(module: nn.Module, *, named: bool = True) -> bool:
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     entries = list(listed_experts(module).values())
-    if len(entries) < 2:
-        return False
-    if any(isinstance(entry, nn.ModuleList | nn.ModuleDict) for entry in entries):
+    if len(entries) < 2 or any(isinstance(entry, nn.ModuleList | nn.ModuleDict) for entry in entries):
         return False
     is_one = isinstance(module, nn.ModuleList) or len({type(entry) for entry in entries}) == 1
     return (named or is_one) and any(True for _ in module.parameters())
@@ -246,11 +281,13 @@ def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) ->
     """Refuse lists where ranks of tp hold other experts: their modules are sharded over tp, as any others."""
     outer = context.layout.beside_experts
     for each in found:
-        if each.is_list or each.is_sorted or each.shared:
+        if each.is_list or each.is_sorted or each.shared or each.is_multiplied:
             kind = (
                 "is a list of modules, which tp shards" if each.is_list else "is called with rows in order of experts"
             )
-            if each.shared:
+            if each.is_multiplied:
+                kind = "holds weights that the code of a block multiplies"
+            elif each.shared:
                 kind = f"has {min(each.shared)}, which its experts share"
             raise PluginError(
                 f"ep = {degree} does not divide dp_shard x cp = {outer}, so that it takes ranks of tp, and "
@@ -299,4 +336,5 @@ def _holder(experts: Experts, name: str, degree: int) -> tuple[bool, int]:
     """Return whether a parameter is of a list, and which rank of ep holds its expert; of stacks, how many they are."""
     if not experts.is_list:
         return False, experts.number
-    return True, experts.names.index(name.partition(".")[0]) * degree // experts.number
+    places = [place for place, entry in enumerate(experts.names) if f"{name}.".startswith(f"{entry}.")]
+    return True, places[0] * degree // experts.number

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Dispatch", "shard_stacked"]
+__all__ = ["Dispatch", "shard_stacked", "shard_weights"]
 
 Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
@@ -60,7 +60,7 @@ def shard_stacked(
     form, counts = expert_form(module, is_stated=True), expert_counts(module) or _unnamed_counts(module, total)
     signature, degree = inspect.signature(inner), mesh.size()
     divisor = degree // (1 if tensor is None else tensor.size())
-    _shard_weights(module, mesh, shared)
+    shard_weights(module, mesh, shared)
     held, first = dict.fromkeys(counts, total // degree), mesh.get_local_rank() * (total // degree)
     local = functools.partial(_local, module, held, shared=shared, divisor=divisor, first=first)
     more = any(held.ndim > 2 for name, held in module.named_parameters() if name in shared)
@@ -89,7 +89,8 @@ def _unnamed_counts(module: Any, number: int) -> dict[str, int]:
     return {name: value for name, value in held.items() if number not in sizes or len(name) == 1 or "exp" in name}
 
 
-def _shard_weights(module: Any, mesh: DeviceMesh, shared: Collection[str]) -> None:
+def shard_weights(module: Any, mesh: DeviceMesh, shared: Collection[str]) -> None:
+    """Shard all parameters of a module along their first dim, but those of the names that are shared."""
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 

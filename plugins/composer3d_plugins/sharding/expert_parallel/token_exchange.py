@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d import PluginError, torch_compat
+from composer3d_plugins.sharding.expert_parallel.routed_rows import combined, dispatched, places_of
 
 __all__ = [
     "Compute",
@@ -33,6 +34,7 @@ __all__ = [
     "padded",
     "scale_gradients",
     "scaled",
+    "send_pieces",
     "send_rows",
     "send_tokens",
 ]
@@ -42,7 +44,6 @@ Note = Callable[[list[int], list[int]], None]
 # Returns rows_RD, given rows_RD and of each the index among this rank's experts.
 Compute = Callable[[Tensor, Tensor], Tensor]
 Exchange = Callable[[Tensor], Tensor]
-_WIDTH = 32  # bits of a count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,6 @@ class Rows:
         sent: Rows to each rank.
         received: Rows from each rank.
         received_per_expert: By source rank, rows for each of this rank's experts.
-        is_called: Whether any rank's code has called them, of each of this rank's experts.
-        width: Of rows, as ranks that send any state it; 0 where it is not stated.
         is_assumed: Whether routing is assumed to be balanced, because fake tensors have no values.
     """
 
@@ -63,8 +62,6 @@ class Rows:
     sent: list[int]
     received: list[int]
     received_per_expert: list[list[int]]
-    is_called: list[bool]
-    width: int = 0
     is_assumed: bool = False
 
     @property
@@ -73,25 +70,19 @@ class Rows:
         return [sum(column) for column in zip(*self.received_per_expert, strict=True)]
 
 
-def exchange_counts(
-    counts_E: Tensor, *, group: Any, num_rows: int, skew: float = 1.0, width: int | None = None
-) -> Rows:
+def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float = 1.0) -> Rows:
     """Tell every rank how many rows come for each of its experts.
 
     Fake tensors have no values: there every expert gets the same number of rows, and this rank's `skew` times as many.
 
     Args:
-        counts_E: This rank's rows for each expert, int64; a rank has consecutive experts. -1 for one that its code has
-            not called, which is no rows.
+        counts_E: This rank's rows for each expert, int64; a rank has consecutive experts.
         group: Process group of ep.
         num_rows: Their sum, which is known without reading it.
         skew: Rows of this rank's experts over the mean of all ranks, where nothing is known.
-        width: Of this rank's rows, 0 where it sends none; None if it is the same on all ranks, and need not be told.
 
     Collectives: one all-to-all of E int64.
     """
-    if width is not None:  # beside the counts, which are less than 2 ** 31
-        counts_E = counts_E + (width << _WIDTH)
     degree = dist.get_world_size(group)
     # A fake process group leaves it as it is: as if every rank routed its tokens as this one does.
     received_E = counts_E.clone()
@@ -102,33 +93,14 @@ def exchange_counts(
         local = len(even) // degree
         sent = [sum(even[rank * local : (rank + 1) * local]) for rank in range(degree)]
         mine = [evenly(round(skew * rows), local) for rows in sent]
-        return Rows(
-            chosen=even,
-            sent=sent,
-            width=width or 0,
-            received=list(map(sum, mine)),
-            received_per_expert=mine,
-            is_called=[True] * local,
-            is_assumed=True,
-        )
+        return Rows(chosen=even, sent=sent, received=list(map(sum, mine)), received_per_expert=mine, is_assumed=True)
     told = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
-    widths = [0]
-    if width is not None:
-        widths += [(count + 1) >> _WIDTH for of_ranks in told for counts in of_ranks for count in counts]
-        told = [[[_count(count) for count in counts] for counts in of_ranks] for of_ranks in told]
-    sizes = [[[max(0, count) for count in counts] for counts in of_ranks] for of_ranks in told]
     return Rows(
-        chosen=[count for counts in sizes[0] for count in counts],
-        sent=list(map(sum, sizes[0])),
-        received=list(map(sum, sizes[1])),
-        received_per_expert=sizes[1],
-        width=max(widths),
-        is_called=[max(column) >= 0 for column in zip(*told[1], strict=True)],
+        chosen=[count for counts in told[0] for count in counts],
+        sent=list(map(sum, told[0])),
+        received=list(map(sum, told[1])),
+        received_per_expert=told[1],
     )
-
-
-def _count(told: int) -> int:
-    return ((told + 1) & ((1 << _WIDTH) - 1)) - 1
 
 
 def evenly(total: int, number: int) -> list[int]:
@@ -182,6 +154,14 @@ def send_rows(x_RD: Tensor, rows: Rows, *, group: Any, back: bool = False) -> Te
     Collectives: one all-to-all forward, one backward.
     """
     sent, received = (rows.received, rows.sent) if back else (rows.sent, rows.received)
+    return send_pieces(x_RD, sent, received, group=group)
+
+
+def send_pieces(x_RD: Tensor, sent: list[int], received: list[int], *, group: Any) -> Tensor:
+    """Send each rank its rows, or elements, given how many; return those that come, in order of their sources.
+
+    Collectives: one all-to-all forward, one backward.
+    """
     # Another rank's rows may need gradients where this one has none to send.
     anchor = x_RD.new_zeros(0).requires_grad_(torch.is_grad_enabled())
     forth = partial(_all_to_all, sent=sent, received=received, group=group)
@@ -271,14 +251,18 @@ def send_tokens(
     order_R = chosen_R.argsort(stable=True)
     rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
     note(rows.per_expert, rows.chosen)
+    if sum(rows.sent) == chosen_R.shape[0]:
+        options: dict[str, Any] = {"rows": rows, "group": group}
+        places_R = places_of(order_R)
+        sent_RD = send_rows(dispatched(hidden_TD, order_R, places_R, top_k=top_k, factor=float(degree)), **options)
+        back_RD = send_rows(compute(sent_RD, experts_of(rows, like=order_R)), back=True, **options)
+        return combined(back_RD, weights_TK, order_R, places_R, factor=1.0 / degree).to(hidden_TD.dtype)
     order_R = order_R[: sum(rows.sent)]  # what no expert has comes last
     hidden_TD = scaled(hidden_TD, float(degree))
     sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
     out_RD = compute(sent_RD, experts_of(rows, like=order_R))
     back_RD = send_rows(out_RD, rows, group=group, back=True)
-    is_sent = back_RD.shape[0] == chosen_R.shape[0]
-    make = back_RD.new_empty if is_sent else back_RD.new_zeros
-    out_RD = make(chosen_R.shape[0], back_RD.shape[1]).index_copy(0, order_R, back_RD)
+    out_RD = back_RD.new_zeros(chosen_R.shape[0], back_RD.shape[1]).index_copy(0, order_R, back_RD)
     out_TKD = out_RD.unflatten(0, tuple(index_TK.shape))
     result: Tensor = _Weighted.apply(out_TKD, weights_TK, 1.0 / degree).to(hidden_TD.dtype)
     return result

@@ -1,0 +1,371 @@
+"""Experts that a block's own code calls as it likes: what they are given is recorded, exchanged, and replayed.
+
+A loop over experts that skips those without tokens cannot exchange rows expert by expert: other ranks skip others. The
+block runs twice instead. In the first run what is called records what it is given; all of it is exchanged at once, the
+ranks that hold the experts run them, and the results come back. In the second run everything called returns its
+result. It is the block's own code both times, so routing, weights and the order of sums are its own. Calls with rows
+that are made of results wait for these: they are recorded in the second run, and the block runs once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d import DataDependent, PluginError, propagation, torch_compat
+from composer3d_plugins.sharding.expert_parallel.call_exchange import Calls, by_rank, exchange_calls
+from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
+from composer3d_plugins.sharding.expert_parallel.result_flow import ResultFlow
+from composer3d_plugins.sharding.expert_parallel.token_exchange import scaled, send_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from composer3d_plugins.sharding.expert_parallel.call_sources import Source
+
+__all__ = ["BlockExchange", "exchange_around"]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """A call of a block's code.
+
+    Attributes:
+        key: Place of its source among the block's, and its number there.
+        rows: That it was given.
+        first: What it returned in the run that recorded it.
+        waits: Whether its rows are made of results that were not known.
+        result: Once it is known.
+        is_taken: Whether the code has called it in the present run.
+    """
+
+    key: tuple[int, int]
+    rows: Tensor
+    first: Tensor
+    waits: bool
+    result: Tensor | None = None
+    is_taken: bool = False
+
+
+def exchange_around(
+    block: nn.Module, mesh: DeviceMesh, *, fqn: str, dependent: DataDependent, peers: Any = None
+) -> BlockExchange:
+    """Return the exchange around a block's forward, the same for everything that the block calls.
+
+    Args:
+        block: Whose forward is changed.
+        mesh: Of one dim, ep.
+        fqn: Of the block, for messages.
+        dependent: Of the run; learns which experts were run without rows.
+        peers: Process group of those that gather the same experts; None where nobody does.
+    """
+    found: BlockExchange | None = getattr(block.forward, "composer3d_exchange", None)
+    if found is None or found.block is not block:
+        found = BlockExchange(block, mesh, fqn=fqn, dependent=dependent, peers=peers)
+        block.forward = found.around(block.forward)
+    return found
+
+
+class BlockExchange:
+    """The runs of a block around exchanges of rows; arguments as of `exchange_around`.
+
+    Memory: the block's activations once for every run but the last, of which experts are no part. Collectives: 3
+    all-to-alls forward (counts, rows, results), 2 backward; as many again for calls with rows made of results, whose
+    end is known by one all-to-all of counts.
+    """
+
+    def __init__(self, block: nn.Module, mesh: DeviceMesh, *, fqn: str, dependent: DataDependent, peers: Any) -> None:
+        self.block, self.fqn, self.dependent = block, fqn, dependent
+        self._group, self._degree, self._rank, self._peers = mesh.get_group(), mesh.size(), mesh.get_local_rank(), peers
+        self._sources: list[Source] = []
+        self._known: list[_Call] = []
+        self._made: list[_Call] = []
+        self._differs: list[Tensor] = []
+        self._flow: ResultFlow | None = None
+        self._is_chained, self._fill = False, 0.0
+
+    def add(self, source: Source) -> None:
+        """Exchange the rows of more experts."""
+        self._sources.append(source)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the block's forward with the exchange inside."""
+
+        @functools.wraps(forward)
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
+            states, state = random_states(given), BlockState(self.block)
+
+            def run(fill: float | None) -> Any:
+                restore_random_states(states)
+                state.restore()
+                return self._run(functools.partial(forward, *args, **kwargs), given, fill)
+
+            try:
+                return self._rounds(run, given)
+            finally:
+                self._known, self._made, self._differs, self._flow = [], [], [], None
+
+        replayed.composer3d_exchange = self  # type: ignore[attr-defined]
+        return propagation.eagerly(replayed)
+
+    def _rounds(self, run: Callable[[float | None], Any], given: Sequence[Tensor]) -> Any:
+        """Run the block and exchange rows in turn, until it calls nothing with rows that are not known."""
+        self._known, self._is_chained, tie, is_idle = [], False, None, False
+        output = run(0.0)
+        while True:
+            made = self._decided(run)
+            # Rows are of this rank alone: a plugin that propagates a sequence would take them for one of all ranks.
+            with torch_compat.hidden_from(propagation.SequencePropagation):
+                told, came = self._exchanged(made, given, tie)
+            if came is None:
+                break
+            tie, is_idle = came, all(call.waits for call in made)
+            self._known += [call for call in made if not call.waits]
+            self._is_chained = self._is_chained or told.wait
+            output = run(0.0 if told.wait else None)
+            self._refuse_others()
+            if not told.wait:
+                break
+        return _tied(output, tie) if is_idle else output
+
+    def _run(self, forward: Callable[[], Any], given: Sequence[Tensor], fill: float | None) -> Any:
+        """Run the block's own code; without a value for what is not known, all has to be."""
+        versions = [leaf._version for leaf in given]
+        self._made, self._differs, self._fill = [], [], fill
+        self._flow = None if fill is None else ResultFlow()
+        for call in self._known:
+            call.is_taken = False
+        with ExitStack() as stack:
+            if self._flow is not None:
+                stack.enter_context(self._flow)
+            for source in self._sources:
+                stack.enter_context(source.running(self))
+            output = forward()
+        if [leaf._version for leaf in given] != versions:
+            raise PluginError(
+                f'expert_parallel: the forward of "{self.fqn}" changes its input in place, and runs twice, around '
+                f'the exchange of rows for "{self._sources[0].fqn}"; write `x = x + y` for `x += y` there'
+            )
+        return output
+
+    def called(self, source: Source, number: int, rows: Tensor) -> Tensor:
+        """Record what something is given, or return its result.
+
+        Raises:
+            PluginError: It is called with other rows than in an earlier run.
+        """
+        import torch
+
+        key = (self._sources.index(source), number)
+        known = self._matched(key, rows)
+        if known is not None and known.result is not None:
+            known.is_taken = True
+            return known.result
+        if self._flow is None or self._fill is None:
+            raise PluginError(
+                f'expert_parallel: {number} of "{source.fqn}" is called with other rows when the block runs again; its '
+                "forward has to do the same twice"
+            )
+        width, fill = source.width(number, rows.shape[-1]), self._fill
+        first = torch.zeros_like(rows)  # with what plugins know of rows
+        if fill:
+            first = first + fill * torch.arange(1, first.numel() + 1, device=first.device).view_as(first).sin()
+        if width != rows.shape[-1]:
+            first = first[..., :1].repeat(*[1] * (rows.ndim - 1), width)
+        self._made.append(_Call(key=key, rows=rows, first=first, waits=self._flow.is_marked(rows)))
+        self._flow.mark(first)
+        return first
+
+    def _matched(self, key: tuple[int, int], rows: Tensor) -> _Call | None:
+        """Return the call that this is again: the next of the same with as many rows, and with the same ones."""
+        for call in self._known:
+            if call.key != key or call.is_taken or call.rows.shape != rows.shape:
+                continue
+            if not _has_values(rows):
+                return call
+            with torch_compat.without_torch_functions():  # modes of plugins propagate the model's operators
+                differs = _differ(rows.detach(), call.rows.detach())
+                if not self._is_chained:  # one wait for the accelerator, when the run is over
+                    self._differs.append(differs)
+                    return call
+                if not bool(differs):
+                    return call
+        return None
+
+    def _decided(self, run: Callable[[float | None], Any]) -> list[_Call]:
+        """Return what a run has called anew, with what waits for results.
+
+        Memory to which a result was written may have other rows beside it: with another value in the place of all
+        results, those that depend on none are the same.
+        """
+        made, flow = self._made, self._flow
+        doubtful = {
+            place: call
+            for place, call in enumerate(made)
+            if call.waits
+            and self._sources[call.key[0]].is_varied
+            and flow is not None
+            and not flow.is_certain(call.rows)
+        }
+        if doubtful and _has_values(made[0].rows):
+            run(1.0)
+            for place, (call, other) in enumerate(zip(made, self._made, strict=False)):
+                if call.key != other.key or call.rows.shape != other.rows.shape:
+                    break
+                if place in doubtful:
+                    with torch_compat.without_torch_functions():
+                        call.waits = bool(_differ(other.rows.detach(), call.rows.detach()))
+        return made
+
+    def _refuse_others(self) -> None:
+        """Refuse rows that are not those of an earlier run, whose results would be of others.
+
+        Where sums have no fixed order, results of two runs differ by rounding.
+        """
+        import torch
+
+        is_other = any(not call.is_taken for call in self._known)
+        if not is_other and self._differs:
+            is_other = bool(torch.stack(self._differs).any())  # one wait for the accelerator
+        if is_other:
+            raise PluginError(
+                f'expert_parallel: the forward of "{self.fqn}" gives what it calls of "{self._sources[0].fqn}" other '
+                "rows when it runs again, around the exchange of rows: they are drawn, or made of results by something "
+                "else than torch's functions; or leave these out of [sharding.expert_parallel] experts"
+            )
+
+    def _exchanged(
+        self, made: Sequence[_Call], given: Sequence[Tensor], tie: Tensor | None
+    ) -> tuple[Calls, Tensor | None]:
+        """Exchange the rows that were recorded and set their results; return what came back, in one dim.
+
+        It is None where no rank has sent any, after the first exchange.
+        """
+        import torch
+
+        calls = sorted((call for call in made if not call.waits), key=lambda call: self._place(call.key))
+        # Of shards of a sequence, this rank's positions; results are marked as those of the first run were.
+        are_shards = [propagation.spec_of(call.rows) is None for call in calls]
+        flat = [
+            (propagation.strip(call.rows) if is_shard else call.rows)
+            for call, is_shard in zip(calls, are_shards, strict=True)
+        ]
+        like = flat[0] if flat else next(x for x in given if x.is_floating_point())
+        told = self._told(calls, flat, like, waits=any(call.waits for call in made))
+        if tie is not None and not told.are_new:
+            return told, None
+        sent = torch.cat([like.new_zeros(0) if tie is None else tie[:0], *(x.reshape(-1) for x in flat)])
+        numbers = [sum(n * width for n, width in of_rank) for of_rank in told.received]
+        got = send_pieces(sent, told.sent, numbers, group=self._group)
+        made_RD, sizes = self._computed(scaled(got, float(self._degree)), told)
+        came = send_pieces(scaled(made_RD, 1.0 / self._degree), sizes, self._sizes_back(told), group=self._group)
+        widths = [
+            self._sources[call.key[0]].width(call.key[1], x.shape[-1]) for call, x in zip(calls, flat, strict=True)
+        ]
+        counts = [x.numel() // x.shape[-1] * width for x, width in zip(flat, widths, strict=True)]
+        for call, x, width, is_shard, result in zip(calls, flat, widths, are_shards, came.split(counts), strict=True):
+            call.result = result.view(*x.shape[:-1], width)
+            if is_shard:
+                propagation.copy_mark(call.first, call.result)
+        return told, came
+
+    def _told(self, calls: Sequence[_Call], flat: Sequence[Tensor], like: Tensor, *, waits: bool) -> Calls:
+        places = [self._place(call.key) for call in calls]
+        rows: list[int | None] = [None] * sum(source.total for source in self._sources)
+        widths = [0] * len(rows)
+        for place, x in zip(places, flat, strict=True):
+            if widths[place] not in (0, x.shape[-1]):
+                raise PluginError(
+                    f'expert_parallel: the forward of "{self.fqn}" gives one expert of "{self._sources[0].fqn}" rows '
+                    f"of {widths[place]} and of {x.shape[-1]} elements; they are exchanged as rows of one width"
+                )
+            rows[place], widths[place] = (rows[place] or 0) + x.numel() // x.shape[-1], x.shape[-1]
+        return exchange_calls(
+            rows,
+            widths,
+            waits=waits,
+            group=self._group,
+            peers=self._peers,
+            device=like.device,
+            parts=[source.total // self._degree for source in self._sources],
+            skew=self.dependent.routing_skew,
+        )
+
+    def _place(self, key: tuple[int, int]) -> int:
+        """Return the place among all that is called, of which a rank has consecutive ones."""
+        local = [source.total // self._degree for source in self._sources]
+        rank, at = divmod(key[1], local[key[0]])
+        return rank * sum(local) + sum(local[: key[0]]) + at
+
+    def _sizes_back(self, told: Calls) -> list[int]:
+        """Return the elements of results that come from each rank."""
+        sizes = [0] * len(told.chosen)
+        for index, source in enumerate(self._sources):
+            for number in range(source.total):
+                place = self._place((index, number))
+                if told.chosen[place]:
+                    sizes[place] = told.chosen[place] * source.width(number, told.widths[place])
+        return by_rank(sizes, self._degree)
+
+    def _computed(self, got: Tensor, told: Calls) -> tuple[Tensor, list[int]]:
+        """Return the results of what this rank holds, in one dim, and how many elements go to each rank."""
+        import torch
+
+        pieces = got.split([n * width for of_rank in told.received for n, width in of_rank])
+        local, first = len(told.received[0]), 0
+        made: list[list[Tensor]] = [[] for _ in told.received]
+        for index, source in enumerate(self._sources):
+            number, rows = source.total // self._degree, []
+            for at in range(first, first + number):
+                widths = {of_rank[at][1] for of_rank in told.received if of_rank[at][0]}
+                width = max(widths, default=0) or source.width_given() or 1
+                rows.append(torch.cat(pieces[at::local]).view(-1, width))
+            source.note([x.shape[0] for x in rows], self._chosen(index, told))
+            results = source.compute(rows, told.is_called[first : first + number])
+            for at, (x, result) in enumerate(zip(rows, results, strict=True)):
+                held = self._rank * number + at
+                if result.shape[:-1] != x.shape[:-1] or (
+                    x.shape[0] and result.shape[-1] != source.width(held, x.shape[-1])
+                ):
+                    raise PluginError(
+                        f'expert_parallel: expert {held} of "{source.fqn}" returns {list(result.shape)} of '
+                        f"{list(x.shape)}: not row by row, or of another width than the first expert's"
+                    )
+                counts = [of_rank[first + at][0] for of_rank in told.received]
+                for of_rank, part in zip(made, result.split(counts), strict=True):
+                    of_rank.append(part.reshape(-1))
+            first += number
+        flat = [part for of_rank in made for part in of_rank]
+        # What stands for the rows of nobody keeps the exchange in the graph, whose backward all ranks have to call.
+        return torch.cat([*flat, got[:0].to(flat[0].dtype)]), [sum(x.numel() for x in of_rank) for of_rank in made]
+
+    def _chosen(self, index: int, told: Calls) -> list[int]:
+        return [told.chosen[self._place((index, number))] for number in range(self._sources[index].total)]
+
+
+def _tied(output: Any, tie: Tensor | None) -> Any:
+    """Return an output whose backward goes through an exchange of which it uses no row."""
+    from composer3d import map_tensors
+
+    if tie is None:
+        return output
+    return map_tensors(lambda leaf: leaf + tie.sum().to(leaf.dtype) if leaf.is_floating_point() else leaf, output)
+
+
+def _has_values(x: Tensor) -> bool:
+    return torch_compat.active_fake_mode() is None and not x.is_meta
+
+
+def _differ(x: Tensor, recorded: Tensor) -> Tensor:
+    """Return whether two runs' rows differ: by more than rounding, where an accelerator adds in no fixed order."""
+    if x.device.type == "cpu":
+        return ((x != recorded) & ~(x.isnan() & recorded.isnan())).any()  # NaN of both is the same
+    import torch
+
+    scale = recorded.abs().amax() if recorded.numel() else recorded.new_zeros(())
+    return ((x - recorded).abs() > 16 * torch.finfo(x.dtype).eps * scale).any()
