@@ -17,7 +17,7 @@ composer3d = 1
 dp_shard = 2
 ep = 2
 [model]
-use = "support.mixtures:{model}"
+use = "{model}"
 [data]
 use = "synthetic"
 seq_len = 6
@@ -31,9 +31,9 @@ microbatch = 2
 """
 
 
-def planned(tmp_path, model, **options):
+def planned(tmp_path, model, module="support.mixtures", **options):
     path = tmp_path / "run.toml"
-    path.write_text(MANIFEST.format(model=model))
+    path.write_text(MANIFEST.format(model=f"{module}:{model}"))
     found = composer3d.plan(path, **options).plan
     (rank,) = found.ranks
     exchanged = [
@@ -53,6 +53,13 @@ def test_routing_is_assumed_to_be_balanced(tmp_path, model):
     assert sum(transfer.count for transfer in exchanged) == 5 * layers * microbatches
     rows = 4 * 2 * 6 * 2 * DIM * width  # forth and back, and their gradients: two experts of each of 2 x 6 tokens
     assert sum(transfer.count * transfer.bytes for transfer in exchanged) == layers * microbatches * (rows + 4 * 8)
+
+
+@pytest.mark.parametrize(("model", "num_exchanges"), [("planned_lists", 2), ("planned_rows", 1)])
+def test_blocks_are_planned_with_the_exchanges_of_a_run(tmp_path, model, num_exchanges):
+    _, _, exchanged = planned(tmp_path, model, module="support.multiplied_mixtures")
+    microbatches, layers = 2, 2
+    assert sum(transfer.count for transfer in exchanged) == 5 * num_exchanges * layers * microbatches
 
 
 def test_exchanges_take_the_time_of_the_hardware_file(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from support.further_mixtures import expert
 from support.mixtures import DIM, NUM_EXPERTS, Looped, MixtureNet
 
-__all__ = ["CHAINED", "MULTIPLIED", "NESTED"]
+__all__ = ["CHAINED", "MULTIPLIED", "NESTED", "Lists", "planned_lists", "planned_rows"]
 
 WIDTH = 12
 
@@ -249,3 +249,11 @@ def nets(*layers):
 MULTIPLIED = nets(Lists, GatedDict, Beside, RowByRow, ChoosingStacks, StackedLists)
 NESTED = nets(Groups, Deeper, InPlaceRows)
 CHAINED = nets(Twice, ByGroup, Chained)
+
+
+def planned_lists():
+    return MixtureNet(Lists)
+
+
+def planned_rows():
+    return MixtureNet(InPlaceRows)

@@ -71,9 +71,9 @@ def routed_lists(model: nn.Module) -> dict[str, int]:
     """Return the FQNs of lists of `chosen_by_values`, each with the number of its entries."""
     from torch import nn
 
-    lists = (nn.ModuleList, nn.ModuleDict)
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return {
-        fqn: len(listed_experts(module))
+        fqn: len(listed_experts(module)) or len(module)
         for fqn, module in model.named_modules()
         if fqn and isinstance(module, lists) and len(module) > 1 and chosen_by_values(model, fqn)
     }

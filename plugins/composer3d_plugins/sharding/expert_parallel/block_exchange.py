@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import DataDependent, PluginError, propagation, torch_compat
 from composer3d_plugins.sharding.expert_parallel.call_exchange import Calls, by_rank, exchange_calls
 from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
-from composer3d_plugins.sharding.expert_parallel.result_flow import ResultFlow
+from composer3d_plugins.sharding.expert_parallel.result_flow import BY_INDEX, BY_ROWS, ResultFlow
 from composer3d_plugins.sharding.expert_parallel.token_exchange import scaled, send_pieces
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class _Call:
         rows: That it was given.
         first: What it returned in the run that recorded it.
         waits: Whether its rows are made of results that were not known.
+        depends: How they are, as of `ResultFlow`.
         result: Once it is known.
         is_taken: Whether the code has called it in the present run.
     """
@@ -47,6 +48,7 @@ class _Call:
     rows: Tensor
     first: Tensor
     waits: bool
+    depends: int
     result: Tensor | None = None
     is_taken: bool = False
 
@@ -86,7 +88,8 @@ class BlockExchange:
         self._made: list[_Call] = []
         self._differs: list[Tensor] = []
         self._flow: ResultFlow | None = None
-        self._is_chained, self._fill = False, 0.0
+        self._is_chained = False
+        self._fill: float | None = None
 
     def add(self, source: Source) -> None:
         """Exchange the rows of more experts."""
@@ -177,7 +180,10 @@ class BlockExchange:
             first = first + fill * torch.arange(1, first.numel() + 1, device=first.device).view_as(first).sin()
         if width != rows.shape[-1]:
             first = first[..., :1].repeat(*[1] * (rows.ndim - 1), width)
-        self._made.append(_Call(key=key, rows=rows, first=first, waits=self._flow.is_marked(rows)))
+        how = self._flow.depends(rows)
+        # Without values nothing tells whether rows of memory are others than those to which results were written.
+        waits = how > (0 if _has_values(rows) else BY_ROWS)
+        self._made.append(_Call(key=key, rows=rows, first=first, waits=waits, depends=how))
         self._flow.mark(first)
         return first
 
@@ -203,15 +209,9 @@ class BlockExchange:
         Memory to which a result was written may have other rows beside it: with another value in the place of all
         results, those that depend on none are the same.
         """
-        made, flow = self._made, self._flow
-        doubtful = {
-            place: call
-            for place, call in enumerate(made)
-            if call.waits
-            and self._sources[call.key[0]].is_varied
-            and flow is not None
-            and not flow.is_certain(call.rows)
-        }
+        made = self._made
+        waiting = [place for place, call in enumerate(made) if call.waits and self._sources[call.key[0]].is_varied]
+        doubtful = [place for place in waiting if made[place].depends < BY_INDEX]
         if doubtful and _has_values(made[0].rows):
             run(1.0)
             for place, (call, other) in enumerate(zip(made, self._made, strict=False)):

@@ -81,7 +81,8 @@ def exchange_calls(
     with torch_compat.operator_span("all_to_all", group, bytes=words_E.nbytes, what="counts"):
         dist.all_to_all_single(received_E, words_E, group=group)
     if torch_compat.active_fake_mode() is not None:
-        return _assumed(rows, widths, waits=waits, degree=degree, parts=parts, skew=skew)
+        rank = dist.get_rank(group)
+        return _assumed(rows, widths, waits=waits, rank=rank, degree=degree, parts=parts, skew=skew)
     told = received_E.view(degree, -1).tolist()  # one wait for the accelerator
     flags = [any(words[0] & _NEW for words in told), any(words[0] & _WAITS for words in told)]
     if peers is not None:
@@ -117,29 +118,32 @@ def _assumed(
     widths: Sequence[int],
     *,
     waits: bool,
+    rank: int,
     degree: int,
     parts: Sequence[int],
     skew: float,
 ) -> Calls:
-    """Return balanced routing: of each part, what this rank sends is divided among all of it."""
-    local, first = sum(parts), 0
+    """Return balanced routing: of each part, what this rank sends is divided among all of it that is called."""
+    local, first, mine = sum(parts), 0, [0] * sum(parts)
     even, wide = [0] * len(rows), [0] * len(rows)
-    received: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     for part in parts:
-        places = [rank * local + first + at for rank in range(degree) for at in range(part)]
-        width = max(widths[place] for place in places)
-        shares = evenly(sum(rows[place] or 0 for place in places), len(places))
-        for place, share in zip(places, shares, strict=True):
-            even[place], wide[place] = share, width
-        for rank in range(degree):
-            of_rank = sum(shares[rank * part : (rank + 1) * part])
-            received[rank] += [(share, width) for share in evenly(round(skew * of_rank), part)]
+        places = [of * local + first + at for of in range(degree) for at in range(part)]
+        called = [place for place in places if rows[place] is not None]
+        shares = evenly(sum(rows[place] or 0 for place in called), len(called)) if called else []
+        for place, share in zip(called, shares, strict=True):
+            even[place], wide[place] = share, widths[place]
+        held = [place for place in called if place // local == rank]
+        if held:
+            total = round(skew * sum(even[place] for place in held))
+            for place, share in zip(held, evenly(total, len(held)), strict=True):
+                mine[place - rank * local] = share
         first += part
+    of_mine = wide[rank * local : (rank + 1) * local]
     return Calls(
         chosen=even,
         widths=wide,
         sent=by_rank([n * width for n, width in zip(even, wide, strict=True)], degree),
-        received=received,
+        received=[list(zip(mine, of_mine, strict=True)) for _ in range(degree)],
         is_called=[True] * local,
         are_new=any(n is not None for n in rows),
         wait=waits,

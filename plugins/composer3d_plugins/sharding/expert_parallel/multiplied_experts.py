@@ -193,7 +193,7 @@ class _Multiplied:
     def _product(self, exchange: BlockExchange, key: tuple[Any, str], x: Tensor, w_OI: Tensor) -> Tensor:
         """Return the product of rows and a view of a matrix: of the whole one, with zeros for inputs that it lacks."""
         first = self._matrices[self._number[key[1], 0]]
-        index, rest = divmod(w_OI.storage_offset(), first.num_rows * first.num_columns)
+        index, rest = divmod(int(w_OI.storage_offset()), first.num_rows * first.num_columns)
         number = self._number[key[1], index]
         matrix = self._matrices[number]
         place = _placed(w_OI, rest, matrix)
