@@ -85,11 +85,7 @@ def exchange_calls(
         return _assumed(rows, widths, waits=waits, rank=rank, degree=degree, parts=parts, skew=skew)
     told = received_E.view(degree, -1).tolist()  # one wait for the accelerator
     flags = [any(words[0] & _NEW for words in told), any(words[0] & _WAITS for words in told)]
-    if peers is not None:
-        agreed = torch.tensor(flags, device=device, dtype=torch.int32)
-        with torch_compat.operator_span("all_reduce", peers, bytes=agreed.nbytes, what="counts"):
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=peers)
-        flags = [bool(flag) for flag in agreed.tolist()]
+    flags = flags if peers is None else _agreed(flags, peers, device)
     counts = [[word & ((1 << _COUNT) - 1) for word in words] for words in told]
     wide = [[(word >> _COUNT) & ((1 << _WIDTH) - 1) for word in words] for words in told]
     numbers = [n or 0 for n in rows]
@@ -105,6 +101,14 @@ def exchange_calls(
         are_new=flags[0],
         wait=flags[1],
     )
+
+
+def _agreed(flags: Sequence[bool], peers: Any, device: torch.device) -> list[bool]:
+    """Return which flags any of the ranks has set."""
+    agreed = torch.tensor(flags, device=device, dtype=torch.int32)
+    with torch_compat.operator_span("all_reduce", peers, bytes=agreed.nbytes, what="counts"):
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=peers)
+    return [bool(flag) for flag in agreed.tolist()]
 
 
 def by_rank(sizes: Sequence[int], degree: int) -> list[int]:

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composer3d_plugins.sharding.expert_parallel.block_exchange import BlockExchange
+__all__ = ["Caller", "Source"]
 
-__all__ = ["Source"]
+
+class Caller(Protocol):
+    """Exchange around a block, to which calls of its code go.
+
+    Attributes:
+        fqn: Of the block.
+    """
+
+    fqn: str
+
+    def called(self, source: Source, number: int, rows: Tensor) -> Tensor:
+        """Return the results of rows, or what stands for them."""
 
 
 class Source(Protocol):
@@ -28,7 +39,7 @@ class Source(Protocol):
     total: int
     is_varied: bool
 
-    def running(self, exchange: BlockExchange) -> AbstractContextManager[Any]:
+    def running(self, exchange: Caller) -> AbstractContextManager[Any]:
         """Let the block's code find what records and replays, while it runs."""
 
     def width(self, number: int, given: int) -> int:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer3d import DataDependent, PluginError, listed_experts
-from composer3d_plugins.sharding.expert_parallel.block_exchange import BlockExchange, exchange_around
+from composer3d_plugins.sharding.expert_parallel.block_exchange import exchange_around
+from composer3d_plugins.sharding.expert_parallel.call_sources import Caller
 from composer3d_plugins.sharding.expert_parallel.token_exchange import Note
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _elsewhere(of: str, block: str) -> Any:
 class _StandIn:
     """An expert as the block's code sees it: something that can be called, and nothing else."""
 
-    def __init__(self, exchange: BlockExchange, source: _Listed, number: int) -> None:
+    def __init__(self, exchange: Caller, source: _Listed, number: int) -> None:
         self._exchange, self._source, self._number = exchange, source, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -191,7 +192,7 @@ class _Listed:
         self._experts, self._names, self._held, self._dependent, self._widths = experts, names, held, dependent, widths
 
     @contextmanager
-    def running(self, exchange: BlockExchange) -> Iterator[None]:
+    def running(self, exchange: Caller) -> Iterator[None]:
         """Let the block's code find what stands for the experts in their list."""
         holders: dict[str, dict[str, _StandIn]] = {}
         for number, name in enumerate(self._names):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import DataDependent, standing_in
-from composer3d_plugins.sharding.expert_parallel.block_exchange import BlockExchange, exchange_around
+from composer3d_plugins.sharding.expert_parallel.block_exchange import exchange_around
+from composer3d_plugins.sharding.expert_parallel.call_sources import Caller
 from composer3d_plugins.sharding.expert_parallel.listed_experts import local_experts
 from composer3d_plugins.sharding.expert_parallel.stacked_experts import shard_weights
 from composer3d_plugins.sharding.expert_parallel.token_exchange import Note
@@ -178,7 +179,7 @@ class _Multiplied:
             holder.forward = self._products  # data-parallel plugins gather a unit around it
 
     @contextmanager
-    def running(self, exchange: BlockExchange) -> Iterator[None]:
+    def running(self, exchange: Caller) -> Iterator[None]:
         """Let the block's code find weights without values."""
         shapes: dict[tuple[Any, str], list[int]] = {}
         for matrix in self._matrices:
@@ -190,7 +191,7 @@ class _Multiplied:
         with standing_in(shapes, product, like=like, fqn=self.fqn, by="expert_parallel"):
             yield
 
-    def _product(self, exchange: BlockExchange, key: tuple[Any, str], x: Tensor, w_OI: Tensor) -> Tensor:
+    def _product(self, exchange: Caller, key: tuple[Any, str], x: Tensor, w_OI: Tensor) -> Tensor:
         """Return the product of rows and a view of a matrix: of the whole one, with zeros for inputs that it lacks."""
         first = self._matrices[self._number[key[1], 0]]
         index, rest = divmod(int(w_OI.storage_offset()), first.num_rows * first.num_columns)
