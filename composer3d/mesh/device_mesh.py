@@ -17,18 +17,22 @@ __all__ = ["MeshViews", "build"]
 def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
     """Make the DeviceMesh of all dense axes; needs a process group of the layout's size.
 
-    Collectives: what torch needs to make one process group an axis; axes of degree 1 have groups of one rank.
+    Collectives: what torch needs to make one process group an axis; axes of degree 1 without options share one of this
+    rank alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    from composer3d.torch_compat.collectives.processes import shared_lone_groups
+
     names = tuple(axis.name for axis in layout.dense_axes)
     override = {name: override_of(option) for name, option in options.items()}
-    mesh = init_device_mesh(
-        device_type,
-        tuple(layout.degrees[name] for name in names),
-        mesh_dim_names=names,
-        backend_override={name: value for name, value in override.items() if value is not None} or None,
-    )
+    with shared_lone_groups():
+        mesh = init_device_mesh(
+            device_type,
+            tuple(layout.degrees[name] for name in names),
+            mesh_dim_names=names,
+            backend_override={name: value for name, value in override.items() if value is not None} or None,
+        )
     for name in names:
         set_timeout_of(mesh.get_group(name), options.get(name, GroupOptions()))
     return mesh

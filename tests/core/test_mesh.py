@@ -270,6 +270,29 @@ def test_an_axis_has_the_backend_of_its_options():
     assert run_ranks(backends, 2) == [expected, expected]
 
 
+def lone_groups():
+    mesh = build(layout(cp=2, dp_shard=2), device_type="cpu", options={"tp": GroupOptions(backend="gloo")})
+    groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    summed = {name: torch.full((3,), dist.get_rank() + 1.0) for name in groups}
+    for name, group in groups.items():
+        dist.all_reduce(summed[name], group=group)
+    return (
+        {name: torch_compat.group_name(group) for name, group in groups.items()},
+        {name: float(value[0]) for name, value in summed.items()},
+        len(torch_compat.all_groups()),
+    )
+
+
+def test_axes_of_one_rank_share_its_group_but_for_those_with_options():
+    found = run_ranks(lone_groups, 4)
+    for rank, (names, sums, num_groups) in enumerate(found):
+        assert names["pp"] == names["dp_replicate"] != names["tp"]
+        assert len(set(names.values())) == 4 and num_groups == 5  # the world's too
+        assert [sums[name] for name in ("pp", "dp_replicate", "tp")] == [rank + 1.0] * 3
+    # No two ranks' groups have the same name.
+    assert len({names["pp"] for names, _, _ in found}) == 4
+
+
 def test_a_rank_of_a_large_world():
     with fake_world(512, rank=301):
         mesh = build(layout(pp=4, dp_shard=16, tp=8), device_type="cpu", options={})
