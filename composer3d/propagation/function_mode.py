@@ -127,7 +127,10 @@ class Propagation(ShapeRules):
         if self._memory is not None and not self.inside:
             return self._remembered(self._memory, func, args, dict(kwargs or {}))
         if self._record is None:
-            return self.run(func, args, dict(kwargs or {}))
+            try:
+                return self.run(func, args, dict(kwargs or {}))
+            finally:
+                self._note_changes(name_of(func), args, kwargs or {})
         acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(kwargs or {}))
         has_acted, is_apart = self.num_acts > acts, self._num_draws > draws
@@ -156,6 +159,7 @@ class Propagation(ShapeRules):
         self._forget()
         acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(options))
+        self._note_changes(name, args, options)
         narrowings = self._meeting.narrowings or {}
         num_others = self.num_acts - acts - sum(map(len, narrowings.values()))
         if key is None or num_others or self._num_draws > draws or is_in_place(name):
@@ -165,6 +169,11 @@ class Propagation(ShapeRules):
         elif name in SIZES:
             memory.keep_answer(key, result)
         return result
+
+    def _note_changes(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Notice a function that may have changed the sizes of a tensor in place."""
+        if self._memory is not None and (is_in_place(name) or name == "__set__" or "out" in options):
+            self._memory.changed(args, options)
 
     def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Run a function of tensors that every rank has whole."""

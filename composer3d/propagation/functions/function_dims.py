@@ -79,8 +79,11 @@ MIXING = (
 @functools.lru_cache(4096)
 def name_of(func: Any) -> str:
     """Return a function's name; properties come as the getter of their descriptor."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+    name = getattr(func, "__name__", None)
+    if name is None:
+        return str(func)
+    found: str = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+    return found
 
 
 def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:

@@ -82,16 +82,24 @@ class SequencePropagation(SequenceWholes):
         if self._is_busy or self.pauses:
             if self._is_busy:
                 return func(*args, **(kwargs or {}))
-            if self.pauses[0] is None:
-                with self._everywhere(name_of(func), args, kwargs or {}):
-                    return func(*args, **(kwargs or {}))
-            with self._at_positions(name_of(func), args, kwargs or {}, self.pauses[0]):
-                return func(*args, **(kwargs or {}))
+            return self._passed(name_of(func), func, args, kwargs or {}, self.pauses[0])
         self._is_busy = True
         try:
             return super().__torch_function__(func, types, args, kwargs)
         finally:
             self._is_busy = False
+
+    def _passed(
+        self, name: str, func: Any, args: Sequence[Any], options: Mapping[str, Any], spec: ShardSpec | None
+    ) -> Any:
+        """Run a function of a rowwise module, which was given a local shard, or what every rank has whole."""
+        try:
+            with (
+                self._everywhere(name, args, options) if spec is None else self._at_positions(name, args, options, spec)
+            ):
+                return func(*args, **options)
+        finally:
+            self._note_changes(name, args, options)
 
     def _decided(
         self, memory: Memory, key: Any, name: str, func: Any, args: Sequence[Any], options: dict[str, Any]
