@@ -42,13 +42,14 @@ from composer3d_plugins.sharding.context_parallel.block_kernels import (
 )
 from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     Message,
+    Outgoing,
     Ring,
     gather_runs,
     packed,
-    scatter_runs,
     unpacked,
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
+from composer3d_plugins.sharding.context_parallel.summed_positions import SummedPositions, WrittenRuns
 
 __all__ = ["Sharded", "backward_gathered", "backward_ring", "by_position", "forward_gathered", "forward_ring"]
 
@@ -110,11 +111,16 @@ def backward_gathered(
     """
     q_BHLE, *shards = inputs
     rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)
-    pair = _all_keys((shards[0], shards[1]), call)
-    d_k, d_v = rows.add(pair, ((0, call.columns.length),))
+    pair, keys = _all_keys((shards[0], shards[1]), call), ((0, call.columns.length),)
     if call.group:
-        d_k, d_v = scatter_runs([d_k, d_v], dim=2, positions=call.columns, group=call.group)
-    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k.to(shards[0].dtype), d_v.to(shards[1].dtype))
+        # Summed where they are sent from.
+        outgoing = Outgoing.of(pair, dim=2, positions=call.columns, dtype=rows.dtype)
+        k, v = (SummedPositions(pieces) for pieces in outgoing.pieces)
+        rows.add(pair, keys, (k, v))
+        d_k, d_v = outgoing.reduced(call.group)
+    else:
+        d_k, d_v = rows.added(pair, keys)
+    return Gradients(rows.d_q().to(q_BHLE.dtype), d_k.to(shards[0].dtype), d_v.to(shards[1].dtype))
 
 
 def _all_keys(pair: _Pair, call: Sharded) -> _Pair:
@@ -149,14 +155,14 @@ def backward_ring(
     """
     q_BHLE, k_BKME, v_BKMF = inputs
     rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)
-    home = _Homecoming((k_BKME, v_BKMF), call, rows.d_q.dtype)
+    home = _Homecoming((k_BKME, v_BKMF), call, rows.dtype)
     for visit in _visits((k_BKME, v_BKMF), call):
         with visit.block_span():
-            gradients = rows.add(visit.pair, call.columns.runs[visit.source])
+            gradients = rows.added(visit.pair, call.columns.runs[visit.source])
         home.send_on(visit, gradients)
     # Operators return tensors of their own, and gradients that came home are two views of one message.
     d_k, d_v = (x.to(q_BHLE.dtype, copy=True) for x in home.result())
-    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k, d_v)
+    return Gradients(rows.d_q().to(q_BHLE.dtype), d_k, d_v)
 
 
 def by_position(q_BHLE: torch.Tensor, width: int) -> tuple[int, ...]:
@@ -173,10 +179,10 @@ class _Forward:
         wide = torch.promote_types(q_BHLE.dtype, torch.float32)
         self._rows = Result(
             # In memory as torch's own kernels return it: code that puts heads side by side then needs no second copy.
-            q_BHLE.new_zeros(by_position(q_BHLE, width), dtype=wide).transpose(1, 2),
-            q_BHLE.new_full(q_BHLE.shape[:-1], float("-inf"), dtype=wide),
+            q_BHLE.new_empty(by_position(q_BHLE, width), dtype=wide).transpose(1, 2),
+            q_BHLE.new_empty(q_BHLE.shape[:-1], dtype=wide),
         )
-        self._begun: list[Run] = []
+        self._begun = WrittenRuns()
 
     def add(self, pair: _Pair, keys: tuple[Run, ...]) -> None:
         """Add the blocks of some keys [B, K, M, E] and values [B, K, M, F], given their positions."""
@@ -185,12 +191,17 @@ class _Forward:
             k, v = (positions_of(x, block.columns) for x in pair)
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
-            is_first = all(end <= block.rows[0] or start >= block.rows[1] for start, end in self._begun)
-            self._begun.append(block.rows)
-            merge_(self._rows, kernel.forward(q, k, v, block_call), block.rows, is_first=is_first)
+            result = kernel.forward(q, k, v, block_call)
+            for part, is_begun in self._begun.write(block.rows):
+                inside = (part[0] - block.rows[0], part[1] - block.rows[0])
+                own = Result(positions_of(result.o_BHLF, inside), positions_of(result.lse_BHL, inside))
+                merge_(self._rows, own, part, is_first=not is_begun)
 
     def result(self) -> Result:
-        """Return what all blocks make, the output in the dtype of the queries."""
+        """Return what all blocks make, the output in the dtype of the queries; 0 of rows that see nothing."""
+        for run in self._begun.left((0, self._q.shape[2])) if self._q.shape[2] else ():
+            positions_of(self._rows.o_BHLF, run).zero_()
+            positions_of(self._rows.lse_BHL, run).fill_(float("-inf"))
         return Result(self._rows.o_BHLF.to(self._q.dtype), self._rows.lse_BHL)
 
 
@@ -202,11 +213,22 @@ class _Backward:
     ) -> None:
         self._grad, self._q, self._mask, self._call = grad_BHLF, q_BHLE, mask, call
         self._whole = Result(whole.o_BHLF, finite(whole.lse_BHL))
-        self.d_q = q_BHLE.new_zeros(q_BHLE.shape, dtype=torch.promote_types(q_BHLE.dtype, torch.float32))
+        self.dtype = torch.promote_types(q_BHLE.dtype, torch.float32)
+        self._rows, self._d_q = SummedPositions.of(q_BHLE, self.dtype)
 
-    def add(self, pair: _Pair, keys: tuple[Run, ...]) -> _Pair:
+    def d_q(self) -> torch.Tensor:
+        """Return the gradient of the queries of all blocks that were added, in float32 or better."""
+        self._rows.end()
+        return self._d_q
+
+    def added(self, pair: _Pair, keys: tuple[Run, ...]) -> _Pair:
         """Add the blocks of some keys and values; return this rank's part of their gradients, in float32 or better."""
-        d_k, d_v = (x.new_zeros(x.shape, dtype=self.d_q.dtype) for x in pair)
+        (k, d_k), (v, d_v) = (SummedPositions.of(x, self.dtype) for x in pair)
+        self.add(pair, keys, (k, v))
+        return d_k, d_v
+
+    def add(self, pair: _Pair, keys: tuple[Run, ...], sums: tuple[SummedPositions, SummedPositions]) -> None:
+        """Add the blocks of some keys and values, and their gradients to sums."""
         for block in self._call.blocks(keys, self._mask, self._q.device):
             q, grad, o, lse = (
                 positions_of(x, block.rows) for x in (self._q, self._grad, self._whole.o_BHLF, self._whole.lse_BHL)
@@ -215,10 +237,11 @@ class _Backward:
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
             gradients = kernel.backward(grad, q, k, v, Result(o, lse), block_call)
-            positions_of(self.d_q, block.rows).add_(gradients.q_BHLE)
-            positions_of(d_k, block.columns).add_(gradients.k_BKME)
-            positions_of(d_v, block.columns).add_(gradients.v_BKMF)
-        return d_k, d_v
+            self._rows.add(block.rows, gradients.q_BHLE)
+            sums[0].add(block.columns, gradients.k_BKME)
+            sums[1].add(block.columns, gradients.v_BKMF)
+        for each in sums:
+            each.end()
 
 
 def _block_call(block: Block, mask: torch.Tensor | None, q: torch.Tensor, call: Sharded) -> BlockCall:

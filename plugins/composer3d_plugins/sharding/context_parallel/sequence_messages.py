@@ -20,6 +20,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import Posi
 
 __all__ = [
     "Message",
+    "Outgoing",
     "Ring",
     "gather_runs",
     "heads_to_positions",
@@ -34,9 +35,20 @@ __all__ = [
 Shapes = Sequence[Sequence[int]]
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors of one dtype in one flat buffer, so that they travel in one message."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def packed(tensors: Sequence[torch.Tensor], *, size: int = 0) -> torch.Tensor:
+    """Return tensors of one dtype in one flat buffer, so that they travel in one message; each is read once.
+
+    Args:
+        tensors: Of any strides.
+        size: Least elements of the buffer; zeros follow the tensors.
+    """
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    flat = tensors[0].new_empty(max(size, num_elements))
+    for view, tensor in zip(unpacked(flat, [tensor.shape for tensor in tensors]), tensors, strict=True):
+        view.copy_(tensor)
+    if size > num_elements:
+        flat.narrow(0, num_elements, size - num_elements).zero_()
+    return flat
 
 
 def unpacked(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
@@ -121,9 +133,7 @@ def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positio
     shapes = [tuple(tensor.shape) for tensor in tensors]
     per_position = sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
     size = per_position * positions.max_local_length
-    flat = packed(tensors)
-    if flat.numel() < size:
-        flat = torch.cat([flat, flat.new_zeros(size - flat.numel())])
+    flat = packed(tensors, size=size)
     every = flat.new_empty(positions.degree * size)
     with torch_compat.operator_span("all_gather", process_group, bytes=every.nbytes):
         torch_compat.all_gather_single(every, flat, group=process_group)
@@ -140,28 +150,67 @@ def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positio
     ]
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """Memory of every rank's shards of whole tensors, which are summed over ranks when they have been written.
+
+    Args:
+        flat: degree * max_local_length positions of all tensors.
+        shapes: Of the whole tensors.
+        dim: The sequence.
+        positions: Of every rank.
+        pieces: Of each tensor, in order of positions: the position at which a piece begins, and a view of its memory.
+    """
+
+    flat: torch.Tensor
+    shapes: Shapes
+    dim: int
+    positions: Positions
+    pieces: list[list[tuple[int, torch.Tensor]]]
+
+    @classmethod
+    def of(cls, wholes: Sequence[torch.Tensor], *, dim: int, positions: Positions, dtype: torch.dtype) -> Outgoing:
+        """Return memory for tensors of these sizes."""
+        shapes = [tuple(whole.shape) for whole in wholes]
+        size = positions.max_local_length * sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
+        make = wholes[0].new_empty if positions.is_even else wholes[0].new_zeros
+        flat = make(positions.degree * size, dtype=dtype)
+        shards = [
+            unpacked(flat.narrow(0, rank * size, size), [_resized(shape, dim, length) for shape in shapes])
+            for rank, length in enumerate(positions.local_lengths)
+        ]
+        pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in wholes]
+        start = 0
+        for rank, at, length in positions.pieces:
+            for each, shard in zip(pieces, shards[rank], strict=True):
+                each.append((start, shard.narrow(dim, at, length)))
+            start += length
+        return cls(flat, shapes, dim, positions, pieces)
+
+    def reduced(self, group: str) -> list[torch.Tensor]:
+        """Return this rank's shards of the sums over ranks.
+
+        Collectives: one reduce-scatter of all tensors together.
+        """
+        process_group = torch_compat.process_group(group)
+        mine = self.flat.new_empty(self.flat.numel() // self.positions.degree)
+        with torch_compat.operator_span("reduce_scatter", process_group, bytes=self.flat.nbytes):
+            torch_compat.reduce_scatter_single(mine, self.flat, group=process_group)
+        length = self.positions.local_lengths[dist.get_rank(process_group)]
+        local = [_resized(shape, self.dim, length) for shape in self.shapes]
+        return [shard.clone() for shard in unpacked(mine, local)]
+
+
 def scatter_runs(wholes: Sequence[torch.Tensor], *, dim: int, positions: Positions, group: str) -> list[torch.Tensor]:
     """Return this rank's shards of the sums over ranks of whole tensors: the adjoint of `gather_runs`.
 
     Collectives: one reduce-scatter of all tensors together.
     """
-    process_group = torch_compat.process_group(group)
-    shapes = [tuple(whole.shape) for whole in wholes]
-    size = positions.max_local_length * sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
-    every = (
-        wholes[0].new_empty(positions.degree * size)
-        if positions.is_even
-        else wholes[0].new_zeros(positions.degree * size)
-    )
-    for rank, runs in enumerate(positions.runs):
-        local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
-        for whole, shard in zip(wholes, unpacked(every.narrow(0, rank * size, size), local), strict=True):
-            _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=False)
-    mine = every.new_empty(size)
-    with torch_compat.operator_span("reduce_scatter", process_group, bytes=every.nbytes):
-        torch_compat.reduce_scatter_single(mine, every, group=process_group)
-    length = positions.local_lengths[dist.get_rank(process_group)]
-    return [shard.clone() for shard in unpacked(mine, [_resized(shape, dim, length) for shape in shapes])]
+    outgoing = Outgoing.of(wholes, dim=dim, positions=positions, dtype=wholes[0].dtype)
+    for whole, pieces in zip(wholes, outgoing.pieces, strict=True):
+        for start, piece in pieces:
+            piece.copy_(whole.narrow(dim, start, piece.shape[dim]))
+    return outgoing.reduced(group)
 
 
 def positions_to_heads(x_BHLE: torch.Tensor, *, positions: Positions, group: str) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""Sums by position: what is added to a position first is written there, and memory is not filled with zeros before.
+
+Letters as in `block_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Run
+
+__all__ = ["SummedPositions", "WrittenRuns"]
+
+
+class WrittenRuns:
+    """Positions that have been written, as runs."""
+
+    def __init__(self) -> None:
+        self._written: list[Run] = []
+
+    def write(self, run: Run) -> list[tuple[Run, bool]]:
+        """Return the parts of a run in order, and whether each was written before; all of it is written now."""
+        start, end = run
+        parts: list[tuple[Run, bool]] = []
+        others: list[Run] = []
+        low, high, at = start, end, start
+        for first, last in self._written:
+            if last < start or first > end:
+                others.append((first, last))
+                continue
+            low, high = min(low, first), max(high, last)
+            if (a := max(first, start)) < (b := min(last, end)):
+                if at < a:
+                    parts.append(((at, a), False))
+                parts.append(((a, b), True))
+                at = b
+        if at < end:
+            parts.append(((at, end), False))
+        self._written = sorted([*others, (low, high)])
+        return parts
+
+    def left(self, run: Run) -> list[Run]:
+        """Return the parts of a run that were not written; now they are."""
+        return [part for part, is_written in self.write(run) if not is_written]
+
+
+class SummedPositions:
+    """A sum of tensors [B, H, n, E] that are of runs of positions.
+
+    Memory: that of its pieces.
+
+    Args:
+        pieces: In order of positions, each with the position at which it begins: memory, whose content is not read.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._pieces, self._written = pieces, WrittenRuns()
+
+    @classmethod
+    def of(cls, like: torch.Tensor, dtype: torch.dtype) -> tuple[SummedPositions, torch.Tensor]:
+        """Return a sum in one tensor, and that."""
+        total = like.new_empty(like.shape, dtype=dtype)
+        return cls([(0, total)]), total
+
+    def add(self, run: Run, values: torch.Tensor) -> None:
+        """Add the values of a run."""
+        for begin, piece in self._pieces:
+            start, end = max(run[0], begin), min(run[1], begin + piece.shape[2])
+            for (low, high), is_written in self._written.write((start, end)) if start < end else ():
+                view = piece.narrow(2, low - begin, high - low)
+                given = values.narrow(2, low - run[0], high - low)
+                if is_written:
+                    view.add_(given)
+                else:
+                    view.copy_(given)
+
+    def end(self) -> None:
+        """Write zeros where nothing was added."""
+        for begin, piece in self._pieces:
+            for low, high in self._written.left((begin, begin + piece.shape[2])) if piece.shape[2] else ():
+                piece.narrow(2, low - begin, high - low).zero_()
