@@ -24,6 +24,7 @@ from typing import Any
 from harness import conditions, fail, note, say, with_marked
 from layout_matrix_cells import OPTIONS, PERMITTED, Cell, Refusal, cells, covering, judge, one_device
 from layout_matrix_progress import Progress, fingerprint, row_of
+from layout_matrix_record import RECORD, Record, extend
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "layout_matrix.json"
@@ -77,13 +78,18 @@ def report(
             largest[kind] = max(largest.get(kind, 0.0), value)
     return {
         "summary": {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in MARKS},
-        "refused": Counter(row["detail"] for row in rows if row["outcome"] == "refused"),
+        "refused": refused(rows),
         "permitted": [refusal.reason for refusal in permitted],
         "largest": largest,
         "conditions": stated,
         "wall_s": round(wall_s, 1),
         "cells": list(rows),
     }
+
+
+def refused(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Count refusals by their reasons."""
+    return Counter(row["detail"] for row in rows if row["outcome"] == "refused")
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -121,10 +127,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="cells to run, as in 'zero3/tp2*/*/4P'")
     parser.add_argument("--pairwise", action="store_true", help="few cells, in which every two options stand together")
     parser.add_argument("--resume", action="store_true", help="go on with the verdicts that a whole run has left")
+    parser.add_argument(
+        "--record", type=float, metavar="MINUTES", help="prove cells with cp that are not on record yet, so long"
+    )
 
 
 def prove(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the cells that a command line asks for, and write down a whole run; return what `--json` prints."""
+    if arguments.record is not None:
+        record = Record(RECORD, stated={**conditions(), "code": fingerprint(ROOT)})
+        failed = extend(record, seconds=60 * arguments.record)
+        found = record.found()
+        return {**found, "refused": refused(found["cells"]), "cells": [*found["cells"], *failed]} | (
+            {"summary": {**found["summary"], "failed": len(failed)}}
+        )
     some = [c for c in (covering() if arguments.pairwise else cells()) if fnmatchcase(str(c), arguments.only)]
     if not some:
         fail(f"no cell matches {arguments.only}; cells are like {next(cells())}")

@@ -4,7 +4,7 @@ The parts are run in turn, or the one that is named; each has its table in bench
 README.md. The exit code is 1 if a cell failed, which is a defect.
 
 Usage: python benchmarks/matrix.py [--json]
-       python benchmarks/matrix.py layouts [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
+       python benchmarks/matrix.py layouts [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--record MINUTES] [--json]
        python benchmarks/matrix.py experts [--only '*ep4*'] [--resume] [--json]
        python benchmarks/matrix.py plugins [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again|--failed]
 """

@@ -13,6 +13,7 @@ import pytest
 from layout_matrix import groups, report, run
 from layout_matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
 from layout_matrix_progress import Progress, row_of
+from layout_matrix_record import Record
 from support.daily_part import PART
 from support.models import write_manifest
 
@@ -194,3 +195,19 @@ def test_verdicts_of_other_code_are_not_gone_on_with(tmp_path, capsys):
         f"{path} is of other conditions: code was 0 and is 1; leave --resume out to begin anew\n"
     )
     assert Progress(path, stated=STATED | {"code": "1"}, resume=False).rows == {}
+
+
+def test_a_record_holds_what_was_run_and_goes_on_with_the_rest(tmp_path):
+    path, cell = tmp_path / "record.json", Record(tmp_path / "record.json", stated={}).left()[0]
+    for day, outcome in (("1", "failed"), ("2", "proven")):
+        record = Record(path, stated={"date": day})
+        assert record.left()[0] == cell and not record.rows
+        verdict = Verdict(cell=cell, outcome=outcome, detail="", largest={"loss": 2e-16})
+        record.add([row_of(verdict)], 3.0)
+    again = Record(path, stated={"date": "3"})
+    assert cell not in again.left() and len(again.left()) == 509
+    again.add([row_of(Verdict(cell=again.left()[0], outcome="refused", detail="few heads", largest={}))], 1.0)
+    found = Record(path, stated={}).found()
+    assert found["summary"] == {"proven": 1, "refused": 1, "failed": 0} and found["largest"] == {"loss": 2e-16}
+    assert found["runs"] == [{"date": "2", "wall_s": 3.0}, {"date": "3", "wall_s": 1.0}]
+    assert {row["cell"]: row["run"] for row in found["cells"]}[str(cell)] == 0
