@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from composer3d.replicas.endpoint import connect, host_and_port, listen
+from composer3d.replicas.endpoint import connect, host_and_port, listen, reserve
 from composer3d.replicas.group_exchange import Exchange, ExchangeError
 from composer3d.replicas.group_size import ranks_of_group
 from composer3d.replicas.membership import NOTHING, Membership, Place
 from composer3d.replicas.policy import ReplicaPolicy
 from composer3d.replicas.quorum_client import ADDRESS, ATTEMPT, GROUP, TOKEN, Quorum, QuorumClient, address_of_quorum
-from composer3d.replicas.quorum_server import Connection, QuorumServer, Refusal, Visitor
+from composer3d.replicas.quorum_server import QuorumServer
+from composer3d.replicas.visitors import Connection, Refusal, Visitor
 
 __all__ = [
     "ADDRESS",
@@ -32,4 +33,5 @@ __all__ = [
     "host_and_port",
     "listen",
     "ranks_of_group",
+    "reserve",
 ]

@@ -7,7 +7,7 @@ import socket
 
 from composer3d.errors import RendezvousError
 
-__all__ = ["connect", "host_and_port", "listen", "local_host"]
+__all__ = ["connect", "host_and_port", "listen", "local_host", "reserve"]
 
 _MOST_PORT = 65535
 
@@ -41,8 +41,25 @@ def listen(endpoint: str, *, backlog: int) -> socket.socket:
         backlog: Number of connections that may wait.
 
     Raises:
+        RendezvousError: As for `reserve`.
+    """
+    return _bound(endpoint, backlog=backlog, node=0)
+
+
+def reserve(endpoint: str, *, node: int) -> socket.socket:
+    """Return a socket that has an endpoint of this machine, and does not listen yet: who connects is refused.
+
+    Args:
+        endpoint: `HOST:PORT`.
+        node: Number of this machine, for messages.
+
+    Raises:
         RendezvousError: It is no address of this machine, its name stands for loopback, or its port is taken.
     """
+    return _bound(endpoint, backlog=None, node=node)
+
+
+def _bound(endpoint: str, *, backlog: int | None, node: int) -> socket.socket:
     host, port = host_and_port(endpoint)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -51,14 +68,15 @@ def listen(endpoint: str, *, backlog: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a run before that has just ended
             listener.bind(address)
-            listener.listen(backlog)
+            if backlog is not None:
+                listener.listen(backlog)
         except OSError:
             listener.close()
             raise
     except OSError as error:
         raise RendezvousError(
-            f"{endpoint}: node 0 cannot listen there ({error}); give the address of node 0's machine by which the "
-            "others reach it, and a free port"
+            f"{endpoint}: node {node} cannot listen there ({error}); give the address of node {node}'s machine by "
+            "which the others reach it, and a free port"
         ) from error
     return listener
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from composer3d.replicas.policy import ReplicaPolicy
+from composer3d.replicas.resumption import Resolution, Settled
 
 __all__ = ["NOTHING", "Membership", "Place"]
 
@@ -61,9 +62,11 @@ class Membership:
     Attributes:
         members: Groups of the epoch, including those lost since.
         epoch: Its number.
+        round: Number of answered requests of all ranks together; of one epoch there are several.
         step: Step of the epoch.
         num_committed: Number of committed steps.
         reasons: Reason of each group's last loss.
+        resolution: What was decided when this server took over; None in the run's first one.
     """
 
     def __init__(self, policy: ReplicaPolicy, *, num_groups: int, num_ranks: int) -> None:
@@ -75,7 +78,8 @@ class Membership:
         self._done: set[int] = set()
         self._taking: set[int] = set()  # groups of the epoch without an interruption
         self.members: tuple[int, ...] = ()
-        self.epoch, self.step, self.num_committed = 0, NOTHING, 0
+        self.epoch, self.round, self.step, self.num_committed = 0, 0, NOTHING, 0
+        self.resolution: Resolution | None = None
         self.committed_by: dict[int, int] = {}
         self.reasons: dict[int, str] = {}
 
@@ -124,6 +128,35 @@ class Membership:
         known = self._groups.get(group)
         return self.lose(group, "it was started again") if known is not None and known.attempt != attempt else []
 
+    def resume(self, settled: Settled, ranks: Mapping[Place, int], *, setup: str | None) -> Messages:
+        """Continue the membership of a server that was lost, in place of one that has begun nothing.
+
+        Args:
+            settled: What was decided on the round in flight.
+            ranks: Ranks that have come, with the attempt of their group; those of groups that are out are not let in.
+            setup: Theirs.
+
+        Returns:
+            The decision, for every rank that is let in.
+        """
+        resolution = settled.resolution
+        told: Messages = []
+        for place, attempt in ranks.items():
+            if place.group in settled.out:
+                continue
+            self._groups.setdefault(place.group, _Group(attempt=attempt)).ranks.add(place.rank)
+            told.append((place, {"resumed": resolution.to_json()}))
+        self.reasons |= settled.out
+        self._setup = setup
+        self.resolution, self.round, self.epoch = resolution, resolution.round, settled.epoch
+        # The connections of that epoch are those of groups that may be lost: the next step has a new one.
+        self._has_begun = self._is_broken = settled.has_begun
+        if settled.has_begun:
+            self.members, self._taking = resolution.groups, set(resolution.groups)
+        self.num_committed += resolution.commit
+        self.committed_by |= dict.fromkeys(resolution.groups if resolution.commit else (), self.num_committed)
+        return told
+
     def begin_again(self) -> None:
         """Reset everything but the attempts: the run restarts from its checkpoint."""
         self._groups.clear()
@@ -162,12 +195,17 @@ class Membership:
     def ask(self, place: Place, *, step: int, stop: bool, admits: bool = True) -> Messages:
         """Record a rank's request to take part in a step.
 
+        A group that comes with the state of the run's beginning, while others have begun without it, is told that it is
+        spare: it asks again without a state.
+
         Args:
             place: Of the rank.
             step: Next step; NOTHING without a state.
             stop: Whether it was requested to stop.
             admits: Whether groups without the state may join now.
         """
+        if self._has_begun and step != NOTHING and place.group not in self.members:
+            return [(place, {"spare": True})]
         self._groups[place.group].asks[place.rank] = (step, stop, admits)
         return self._decide()
 
@@ -240,15 +278,20 @@ class Membership:
             return []
         members = tuple(sorted(new))
         steps = {group: {step for step, *_ in self._groups[group].asks.values()} for group in members}
-        self.step = max(step for each in steps.values() for step in each)
+        whole = [step for each in steps.values() if NOTHING not in each and len(each) == 1 for step in each]
+        if not whole:  # who had the state was lost while they received it
+            return [each for group in members for each in self.lose(group, "no group is left that has the state")]
+        self.step = max(whole)
         behind = [group for group in members if steps[group] != {self.step}]
         if self._is_broken or members != self.members or not self._has_begun:
             self.epoch += 1
         stop = any(stop for group in members for _, stop, _ in self._groups[group].asks.values())
         self.members, self._taking = members, set(members)
         self._is_broken, self._has_begun = False, True
+        self.round += 1
         answer = {
             "epoch": self.epoch,
+            "round": self.round,
             "members": list(members),
             "step": self.step,
             "source": next(group for group in (*left, *members) if group not in behind),

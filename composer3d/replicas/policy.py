@@ -32,6 +32,26 @@ class ReplicaPolicy:
     replay_every: int | None = None
     restarts: int = 3
 
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which a server among several is silent: it gives up who cannot reach it before these do it."""
+        return 1.4 * self.silent_s
+
+    @property
+    def candidate_s(self) -> float:
+        """Seconds that a machine which may serve has before the next one does: not all notice a silence at once."""
+        return 0.4 * self.silent_s + 5.0
+
+    @property
+    def gather_s(self) -> float:
+        """Seconds that a server which takes over waits for the other machines and their ranks."""
+        return 0.4 * self.silent_s + 10.0
+
+    @property
+    def takeover_s(self) -> float:
+        """Seconds after which nobody is to be expected to take over."""
+        return 3 * self.silent_s + 30.0
+
     def to_json(self) -> Mapping[str, Any]:
         """Return the policy as JSON values."""
         return asdict(self)

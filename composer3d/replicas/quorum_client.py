@@ -1,4 +1,9 @@
-"""A rank's connection to the membership server: one request at a time, notifications, and heartbeats."""
+"""A rank's connection to the membership server: one request at a time, notifications, and heartbeats.
+
+Where several machines may serve, the rank goes through their addresses once the connection has ended or was silent,
+until one serves; states what it was told last; and is told what became of the step in flight. A request that was not
+answered is answered by that, or is made again.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,21 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from composer3d.errors import ReplicaError, StepError
 from composer3d.replicas.endpoint import connect, local_host
+from composer3d.replicas.rank_requests import RankRequests
 
 __all__ = ["ADDRESS", "ATTEMPT", "GROUP", "TOKEN", "Quorum", "QuorumClient", "address_of_quorum"]
 
 ADDRESS, TOKEN = "COMPOSER3D_QUORUM", "COMPOSER3D_QUORUM_TOKEN"
 GROUP, ATTEMPT = "COMPOSER3D_REPLICA", "COMPOSER3D_REPLICA_ATTEMPT"
+_CONNECT_S, _AGAIN_S = 2.0, 0.1  # limit of one try to reach a server, and time between two rounds of tries
+_GONE = {"out": "the launcher that knows who takes part is gone"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class QuorumClient:
     """Client of the launcher's membership server, which also sends heartbeats.
 
     Args:
-        address: Path of a socket, or `host:port`.
+        address: Path of a socket, or `host:port`; or several of these, separated by commas, of machines that may serve.
         group: Group of this rank.
         attempt: Number of earlier starts of the group.
         rank: Rank within its group.
@@ -58,13 +67,15 @@ class QuorumClient:
         token: Name of the run.
         beat_s: Seconds between heartbeats.
         broken: Called in a thread with the epoch of a lost group.
+        patience_s: Seconds without an answer to heartbeats after which a server among several is lost.
+        takeover_s: Seconds within which another one is to serve.
 
     Attributes:
         has_begun: Whether other groups train already and have the state.
         host: This machine's address on the way to the server; None where that is on this machine.
 
     Raises:
-        ReplicaError: The server does not answer.
+        ReplicaError: No server answers.
         StepError: The rank is refused.
     """
 
@@ -79,11 +90,20 @@ class QuorumClient:
         token: str,
         beat_s: float,
         broken: Callable[[int], None],
+        patience_s: float = float("inf"),
+        takeover_s: float = 0.0,
     ) -> None:
+        self._addresses = address.split(",")  # the one whose server was lost last comes last
+        self._is_several = len(self._addresses) > 1
         self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._writing, self._ended, self._broken = threading.Lock(), threading.Event(), broken
+        self._patience_s, self._takeover_s, self._beat_s = patience_s, takeover_s, beat_s
+        self._requests = RankRequests(group)
+        self._heard = time.monotonic()
+        self._greeting = {"do": "hello", "token": token, "group": group, "attempt": attempt, "rank": rank}
+        self._greeting |= {"setup": setup} | ({"several": True} if self._is_several else {})
         try:
-            self._socket = connect(address)
+            self._socket = self._first()
         except OSError as error:
             raise ReplicaError(f"the launcher of the groups does not answer at {address}: {error}") from error
         self.host = local_host(self._socket)
@@ -93,8 +113,10 @@ class QuorumClient:
         ]
         for thread in self._threads:
             thread.start()
-        greeting = {"do": "hello", "token": token, "group": group, "attempt": attempt, "rank": rank, "setup": setup}
-        self.has_begun = bool(self._request(greeting)["has_begun"])
+        answer = self._request(self._greeting)
+        self.has_begun = bool(answer["has_begun"])
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, step: int, *, stop: bool, admits: bool = True) -> Quorum | None:
         """Return the members of a step once all connected ranks have asked; None if this group is spare.
@@ -130,23 +152,29 @@ class QuorumClient:
         return value
 
     def leave(self) -> None:
-        """Report that this rank has reached the end of the run."""
-        self._write({"do": "leave"})
+        """Report that this rank has reached the end of the run.
+
+        Where another machine may have to serve, wait for the answer: the end of the run is known to who was told it.
+        """
+        if self._is_several:
+            self._request({"do": "leave"})
+        else:
+            self._write({"do": "leave"})
 
     def close(self) -> None:
         """End the connection."""
         self._ended.set()
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it has ended already
-            pass
+        self._hang_up()
         for thread in self._threads:
             thread.join()
         self._socket.close()
 
     def _request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._write(message)
-        answer = self._answers.get()
+        with self._writing:
+            known = self._requests.make(message)
+            if known is None:
+                self._send(message)
+        answer = known or self._answers.get()
         if "refused" in answer:
             raise StepError(f"this group is not let into the run: {answer['refused']}")
         if "out" in answer:
@@ -155,30 +183,144 @@ class QuorumClient:
         return answer
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        data = (json.dumps(message) + "\n").encode()
+        with self._writing:
+            self._send(message)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, while others wait; of a connection that has ended, the other thread knows."""
         try:
-            with self._writing:
-                self._socket.sendall(data)
-        except OSError:  # the answers hold the reason of the disconnect
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+        except OSError:
             pass
 
+    # ---- the thread that listens -------------------------------------------------------------------------------------
+
     def _listen(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            try:
-                for line in lines:
-                    message = json.loads(line)
-                    if "broken" in message:
-                        self._broken(int(message["broken"]))
-                        continue
-                    self._answers.put(message)
-                    if "out" in message:
-                        self._broken(-1)
-            except (OSError, ValueError):
-                pass
-        self._answers.put({"out": "the launcher that knows who takes part is gone"})
+        while True:
+            self._hear()
+            if self._requests.is_out or self._ended.is_set() or not self._is_several or not self._go_on():
+                break
+        self._answers.put(_GONE)
         if not self._ended.is_set():
             self._broken(-1)
 
+    def _hear(self) -> None:
+        """Take messages until the connection ends."""
+        with self._socket.makefile("rb") as lines:
+            try:
+                for line in lines:
+                    self._heard = time.monotonic()
+                    message = json.loads(line)
+                    if "broken" in message:
+                        self._broken(int(message["broken"]))
+                    elif message.get("do") != "beat":
+                        with self._writing:
+                            self._requests.take(message)
+                        self._answers.put(message)
+                        if "out" in message:
+                            self._broken(-1)
+            except (OSError, ValueError):
+                pass
+
+    # ---- another server ----------------------------------------------------------------------------------------------
+
+    def _first(self) -> socket.socket:
+        """Return the first connection: to the only server, or to one of several that answers.
+
+        Raises:
+            OSError: There is none.
+        """
+        if not self._is_several:
+            return connect(self._addresses[0])
+        for connection in self._tries():
+            connection.settimeout(None)
+            return connection
+        raise TimeoutError("none of them serves")
+
+    def _tries(self) -> Iterator[socket.socket]:
+        """Yield connections to those that may serve, one after another and again, until the time is over."""
+        deadline = time.monotonic() + self._takeover_s
+        error: OSError | None = None
+        while not self._ended.is_set():
+            for address in list(self._addresses):
+                self._addresses.append(self._addresses.pop(0))  # one that serves from now on is asked last then
+                try:
+                    connection = connect(address, timeout_s=_CONNECT_S)
+                except OSError as caught:
+                    error = caught
+                    continue
+                connection.settimeout(_CONNECT_S)
+                yield connection
+            if time.monotonic() > deadline:
+                break
+            self._ended.wait(_AGAIN_S)
+        if error is not None and not self._requests.has_greeted:
+            raise error
+
+    def _go_on(self) -> bool:
+        """Find the machine that serves now, and learn what became of the step; return whether there is one."""
+        self._hang_up()
+        for connection in self._tries():
+            if self._is_served(connection):
+                return True
+            connection.close()
+        return False
+
+    def _is_served(self, connection: socket.socket) -> bool:
+        """Greet a server, wait until it knows what became of the step, and go on; return whether it lets this rank."""
+        with self._writing:
+            greeting = dict(self._greeting)
+            if self._requests.has_greeted:
+                greeting["standing"] = self._requests.standing.to_json()
+        try:
+            connection.sendall((json.dumps(greeting) + "\n").encode())
+            found = next(each for each in _answers(connection, self._beat_s) if "wait" not in each)
+        except (OSError, ValueError, StopIteration):
+            return False
+        if "elsewhere" in found:  # it has gone on without this group, or is lost itself and does not know it yet
+            return False
+        connection.settimeout(None)
+        with self._writing:
+            self._socket.close()
+            self._socket, self.host, self._heard = connection, local_host(connection), time.monotonic()
+            epoch, answer = self._requests.standing.epoch, self._requests.resume(found)
+            if answer is None and self._requests.pending is not None:
+                self._send(self._requests.pending)
+        if answer is not None:
+            self._answers.put(answer)
+        self._broken(-1 if "out" in found else epoch)
+        if self._ended.is_set():  # meanwhile
+            self._hang_up()
+        return True
+
+    def _hang_up(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended already
+            pass
+
     def _beat(self, seconds: float) -> None:
+        looked = time.monotonic()
         while not self._ended.wait(seconds):
-            self._write({"do": "beat"})
+            now = time.monotonic()
+            with self._writing:
+                self._heard += max(0.0, now - looked - 2 * seconds)  # this process was paused itself
+                self._send({"do": "beat"})
+                if self._is_several and now - self._heard > self._patience_s:
+                    self._heard = now
+                    self._hang_up()
+            looked = now
+
+
+def _answers(connection: socket.socket, beat_s: float) -> Iterator[Mapping[str, Any]]:
+    """Yield the messages of a server that has taken over, which come at least as often as heartbeats."""
+    received = b""
+    while True:
+        data = connection.recv(1)
+        if not data:
+            return
+        received += data
+        if data == b"\n":
+            yield json.loads(received)
+            received = b""
+            connection.settimeout(max(_CONNECT_S, 4 * beat_s))

@@ -41,7 +41,7 @@ def test_a_step_begins_when_all_have_come_to_it():
     assert ask(found, 0, ranks=2) == []
     assert found.ask(Place(1, 0), step=0, stop=False) == []
     messages = found.ask(Place(1, 1), step=0, stop=True)
-    expected = {"epoch": 1, "members": [0, 1], "step": 0, "source": 0, "behind": [], "stop": True}
+    expected = {"epoch": 1, "round": 1, "members": [0, 1], "step": 0, "source": 0, "behind": [], "stop": True}
     assert messages == [(Place(group, rank), expected) for group in (0, 1) for rank in (0, 1)]
 
 

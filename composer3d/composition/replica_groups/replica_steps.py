@@ -91,6 +91,8 @@ class ReplicaSteps:
             token=os.environ[TOKEN],
             beat_s=policy.silent_s / _BEATS,
             broken=self._exchange.end,
+            patience_s=policy.patience_s,
+            takeover_s=policy.takeover_s,
         )
         self.is_late = self._client.has_begun  # others train already, and have the state
         self._quorum: Quorum | None = None
