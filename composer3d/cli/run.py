@@ -53,8 +53,9 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--endpoint",
-        metavar="HOST:PORT",
-        help="address of machine 0 by which the others reach it, and a free port; the environment variable "
+        metavar="HOST:PORT[,HOST:PORT...]",
+        help="address of machine 0 by which the others reach it, and a free port; with those of machines 1, 2, ... "
+        "after it, the next one takes over where the one that serves is lost. The environment variable "
         "COMPOSER3D_QUORUM_TOKEN is a secret of your own, the same on all of them",
     )
     add_strict(parser)

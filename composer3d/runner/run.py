@@ -85,7 +85,7 @@ def run(
         nproc_per_node: Ranks to start; default: what the degrees multiply to, and of an open one this machine's GPUs.
         nodes: Machines, of groups of ranks that come and go; each is started with these three arguments.
         node_rank: Number of this one, from 0.
-        endpoint: `HOST:PORT` of machine 0, by which the others reach it.
+        endpoint: `HOST:PORT` of machine 0, by which the others reach it; after a comma, of the one to take over, ...
         resume: `auto`, `never`, or a checkpoint's path.
         strict: Refuse warnings too.
         on_problems: Called with the check's warnings before ranks start.
@@ -131,7 +131,7 @@ def _refuse_at_once(source: str, overrides: Sequence[str], place: NodePlace | No
 
     if place is not None:
         token_of()
-    if place is not None and place.rank > 0:
+    if place is not None and (place.rank > 0 or place.may_move):  # held by the machine that took over from this one
         return
     try:
         document = read(source, overrides)

@@ -9,7 +9,7 @@ import pytest
 import composer3d
 from composer3d.cli import main
 from composer3d.errors import ComposerError, RendezvousError
-from composer3d.replicas import host_and_port, listen
+from composer3d.replicas import connect, host_and_port, listen, reserve
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.node_messages import result_from_json, result_to_json
 from composer3d.runner.launching.node_place import node_place, token_of
@@ -48,12 +48,40 @@ def test_groups_are_divided_over_machines_in_order():
             '"node0" is no HOST:PORT; write the address of the first machine by which the others reach it, and a free '
             "port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
         ),
+        (
+            (2, 0, "node0:29400,node1"),
+            {},
+            '"node1" is no HOST:PORT; write the address of the first machine by which the others reach it, and a free '
+            "port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
+        ),
+        (
+            (2, 0, "node0:29400,node0:29400"),
+            {},
+            "--endpoint: node0:29400 stands there twice; give the address of each machine once",
+        ),
+        (
+            (2, 0, "a:1,b:1,c:1"),
+            {},
+            "--endpoint: 3 addresses for 2 machines; give those of machines 0, 1, ... in order",
+        ),
     ],
 )
 def test_places_that_cannot_be(stated, environment, message):
     with pytest.raises(ComposerError) as caught:
         node_place(*stated, environment)
     assert str(caught.value) == message
+
+
+def test_a_machine_that_may_take_over_has_its_port_and_does_not_listen():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    with reserve(endpoint, node=1) as held:
+        with pytest.raises(ConnectionRefusedError):
+            connect(endpoint)
+        held.listen(1)
+        connect(endpoint).close()
+        with pytest.raises(RendezvousError, match=rf"{endpoint}: node 2 cannot listen there .*address of node 2's"):
+            reserve(endpoint, node=2)
 
 
 def test_one_process_a_machine_may_be_a_task_of_slurm():

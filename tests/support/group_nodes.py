@@ -19,6 +19,7 @@ from composer3d.processes.child import Child, ChildError
 from composer3d.replicas import TOKEN, ReplicaPolicy
 from composer3d.runner.launching.group_launcher import launch_groups
 from composer3d.runner.launching.node_place import NodePlace
+from support.process_trees import send_to_tree
 from support.replica_groups import rows, trained
 
 SECRET = secrets.token_hex(16)
@@ -43,6 +44,7 @@ class Nodes:
         ranks: Per group.
         function: Instead of training; takes the manifest, the folder and the ends.
         endpoint: Of node 0, if not a free one.
+        servers: Number of machines that may serve.
         max_restarts: Of all groups, after all were lost.
     """
 
@@ -58,14 +60,17 @@ class Nodes:
         function=trained,
         endpoint=None,
         max_restarts=0,
+        servers=1,
         **policy,
     ):
         folder.mkdir()
         self.folder, self.count, self.groups, self.ranks, self.function = folder, count, groups, ranks, function
-        self.policy, self.endpoint = {"silent_s": 60.0} | policy, endpoint or free_endpoint()
+        free = ",".join(free_endpoint(f"127.0.0.{2 + server}") for server in range(servers))
+        self.policy, self.endpoint = {"silent_s": 60.0} | policy, endpoint or free
         self.max_restarts = max_restarts
         manifest = folder / "run.toml"
-        manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n")
+        table = "\n".join(f"{name} = {value}" for name, value in self.policy.items())
+        manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n{table}\n")
         self.work = (str(manifest), str(folder), [list(each) for each in ends])
 
     def start(self, rank, *, output="run", token=SECRET, fingerprint=FINGERPRINT, count=None, before=None):
@@ -118,19 +123,12 @@ def await_file(path, *, limit_s=120.0):
         time.sleep(0.01)
 
 
-def send_to_tree(pid, number):
-    """Send a signal to a process and all that it has started."""
-    children = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    for each in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, number)
+def await_text(path, text, *, limit_s=120.0):
+    """Wait for a line that another process writes into a file that is there."""
+    deadline = time.monotonic() + limit_s
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, f"{path} has no {text!r}"
+        time.sleep(0.01)
 
 
 class _Continues(logging.Handler):

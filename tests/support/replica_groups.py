@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from composer3d.processes.forking import limit_ranks
 from composer3d.replicas import ATTEMPT, GROUP, Exchange, ReplicaPolicy
 from composer3d.runner.launching.group_launcher import launch_groups
 from composer3d.runner.launching.launcher import launch_local
+from support.process_trees import send_to_tree
 
 STEPS, SAMPLES = 6, 8
 
@@ -55,12 +57,24 @@ def batch(step):
 
 
 def end(how, folder):
-    """End or stop this rank, or a whole machine of several (`support.group_nodes`): `node-1 kill`."""
+    """End or stop this rank, or a whole machine of several (`support.group_nodes`): `node-1 kill`.
+
+    Or wait until a file is there: `until node-0-again`.
+    """
+    if how.startswith("until "):
+        Path(folder, "waits").touch()
+        while not Path(folder, how.removeprefix("until ")).exists():
+            time.sleep(0.01)
+        return None
     if how.startswith("node-"):
         rank, _, how = how.removeprefix("node-").partition(" ")
         pid = int(Path(folder, f"node-{rank}.pid").read_text())
         if how == "term":
             return os.kill(pid, signal.SIGTERM)
+        if how == "shoot":  # another machine, while this one goes on
+            return os.kill(pid, signal.SIGKILL)
+        if how in ("freeze", "slay"):
+            return send_to_tree(pid, signal.SIGSTOP if how == "freeze" else signal.SIGKILL)
         if how == "kill":  # the kernel ends its groups with it
             os.kill(pid, signal.SIGKILL)
             signal.pause()

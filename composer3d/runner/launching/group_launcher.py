@@ -7,19 +7,23 @@ enter, and the ranks' backends on loopback.
 
 Of several machines the first one does that for all, and listens on the one address of its endpoint; the others have a
 connection to it and start their share of the groups. Where one is lost, its groups are, and it may come again. Ranks
-then listen for those of other groups on the address by which they reach that endpoint.
+then listen for those of other groups on the address by which they reach that endpoint. Where several machines may serve
+and the one that does is lost, the next one takes over (`successor`).
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from composer3d.errors import NodeZeroError
 from composer3d.processes import temporary_folder
 from composer3d.replicas import ReplicaPolicy, listen
 from composer3d.runner.launching.group_coordinator import Coordinator
@@ -27,11 +31,38 @@ from composer3d.runner.launching.joined_node import JoinedNode
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.local_groups import GroupWork, LocalGroups
 from composer3d.runner.launching.lock import RunLock
-from composer3d.runner.launching.node_place import NodeMeeting, NodePlace, token_of
+from composer3d.runner.launching.node_place import NodeMeeting, NodePlace, host_name, token_of
+from composer3d.runner.launching.seat import Seat
+from composer3d.runner.launching.successor import Successor
+from composer3d.runner.launching.terms import Term, Terms
 
 __all__ = ["launch_groups"]
 
 _MARK = ".nodes-"
+
+log = logging.getLogger(__name__)
+
+
+class _Run(NamedTuple):
+    """A run as its machines start it."""
+
+    work: GroupWork
+    policy: ReplicaPolicy
+    place: NodePlace | None
+    token: str
+    num_groups: int
+    max_restarts: int
+    fingerprint: Mapping[str, str]
+
+    @property
+    def groups(self) -> range:
+        """Groups of this machine."""
+        return range(self.num_groups) if self.place is None else self.place.groups(self.num_groups)
+
+    @property
+    def backlog(self) -> int:
+        """Connections that may wait."""
+        return self.num_groups * (self.work.num_ranks + 1)
 
 
 def launch_groups(
@@ -74,78 +105,108 @@ def launch_groups(
     refuse_unsafe_fork()
     with ExitStack() as stack:
         private = stack.enter_context(temporary_folder("launch"))
-        is_first = place is None or place.rank == 0
-        lock = stack.enter_context(RunLock(output, attempts=private)) if is_first else None
         world: dict[str, Any] = {"num_ranks": num_ranks, "device": device, "grace_s": grace_s}
-        work = GroupWork(function=function, args=tuple(args), output=output, private=private, lock=lock, **world)
-        if place is not None and not is_first:
-            return _joined(work, place, policy, token=token, num_groups=num_groups, fingerprint=fingerprint)
-        meeting = None if place is None else stack.enter_context(_meeting(place, fingerprint, output))
-        return _coordinated(work, policy, place, meeting, token=token, num_groups=num_groups, times=max_restarts)
+        work = GroupWork(function=function, args=tuple(args), output=output, private=private, lock=None, **world)
+        run = _Run(work, policy, place, token, num_groups, max_restarts, fingerprint)
+        if place is not None and (place.rank > 0 or (place.may_move and _has_terms(output))):
+            try:
+                return _joined(run, place, stack)
+            except NodeZeroError:
+                if place.rank > 0:
+                    raise
+                log.warning("%s: nobody serves the run that was there; it is begun again from its checkpoint", output)
+        return _coordinated(run, stack)
 
 
-def _coordinated(
-    work: GroupWork,
-    policy: ReplicaPolicy,
-    place: NodePlace | None,
-    meeting: NodeMeeting | None,
-    *,
-    token: str,
-    num_groups: int,
-    times: int,
-) -> LaunchResult:
+def _coordinated(run: _Run, stack: ExitStack) -> LaunchResult:
     """Run all groups of the only machine, or of the first one, that knows who takes part."""
+    work, place = run.work, run.place
+    lock = stack.enter_context(RunLock(work.output, attempts=work.private))
+    meeting = None if place is None else stack.enter_context(_meeting(place, run.fingerprint, work.output))
     (work.output / "error.json").unlink(missing_ok=True)
-    address = str(work.private / "quorum") if place is None else place.endpoint
-    coordinator = Coordinator(
-        _listener(address, backlog=num_groups * (work.num_ranks + 1)),
-        policy,
-        token=token,
-        num_groups=num_groups,
-        num_ranks=work.num_ranks,
-        private=work.private,
-        max_restarts=times,
-        grace_s=work.grace_s,
-        meeting=meeting,
-    )
+    address = str(work.private / "quorum") if place is None else place.endpoints[0]
+    seat = None
+    if place is not None and place.may_move and meeting is not None:
+        term = Term(number=1, node=0, name=host_name(), members={0: uuid.uuid4().hex})
+        seat = Seat(Terms(work.output / meeting.mark), term)
+        seat.terms.claim(term)
+    coordinator = _coordinator(run, _listener(address, backlog=run.backlog), meeting=meeting, seat=seat)
     try:
-        groups = range(num_groups) if place is None else place.groups(num_groups)
-        result = coordinator.run(_local(work, groups, token, address=address, close=coordinator.close_in_child))
-        if result.report is not None:
-            result.report.write_error_json(work.output)
-        return result
+        every = address if place is None else place.endpoint
+        local = _local(run, address=every, close=coordinator.close_in_child)
+        local.serve(lock=lock, close=coordinator.close_in_child)
+        return _recorded(coordinator.run(local), run, seat)
     finally:
         coordinator.close()
 
 
-def _joined(
-    work: GroupWork,
-    place: NodePlace,
-    policy: ReplicaPolicy,
-    *,
-    token: str,
-    num_groups: int,
-    fingerprint: Mapping[str, str],
-) -> LaunchResult:
-    """Run the groups of a machine that is not the first."""
+def _coordinator(run: _Run, listener: socket.socket, **options: Any) -> Coordinator:
+    return Coordinator(
+        listener,
+        run.policy,
+        token=run.token,
+        num_groups=run.num_groups,
+        num_ranks=run.work.num_ranks,
+        private=run.work.private,
+        max_restarts=run.max_restarts,
+        grace_s=run.work.grace_s,
+        **options,
+    )
+
+
+def _recorded(result: LaunchResult, run: _Run, seat: Seat | None) -> LaunchResult:
+    """Write how the run ended, and remove its terms; both are another machine's, where that one serves."""
+    if result.report is not None and result.report.is_recorded:
+        result.report.write_error_json(run.work.output)
+    if seat is not None and seat.terms.after(seat.term.number) is None:
+        shutil.rmtree(seat.terms.folder, ignore_errors=True)
+    return result
+
+
+def _joined(run: _Run, place: NodePlace, stack: ExitStack) -> LaunchResult:
+    """Run the groups of a machine that is not the first, or not any more; it may take over."""
+    work = run.work
+    successor = Successor(place, run.policy) if place.may_move else None
     node = JoinedNode(
         place,
-        policy=policy,
-        token=token,
-        fingerprint=fingerprint,
+        policy=run.policy,
+        token=run.token,
+        fingerprint=run.fingerprint,
         output=work.output,
         private=work.private,
         grace_s=work.grace_s,
+        successor=successor,
+        succeed=lambda successor, seat, local: _succeeded(run, place, stack, successor, seat, local),
+        join_s=run.policy.takeover_s if place.rank == 0 else None,
     )
-    groups = place.groups(num_groups)
-    return node.run(_local(work, groups, token, address=place.endpoint, close=node.close))
+    return node.run(_local(run, address=place.endpoint, close=node.close_all))
 
 
-def _local(
-    work: GroupWork, groups: Sequence[int], token: str, *, address: str, close: Callable[[], None]
-) -> LocalGroups:
+def _succeeded(
+    run: _Run, place: NodePlace, stack: ExitStack, successor: Successor, seat: Seat, local: LocalGroups
+) -> LaunchResult:
+    """Serve in place of a lost machine, in the term that this one has claimed."""
+    lock = stack.enter_context(RunLock(run.work.output, attempts=run.work.private, takes_over=True))
+    meeting = NodeMeeting(count=place.count, fingerprint=run.fingerprint, mark=successor.mark, own=place.rank)
+    assert successor.socket is not None, "it is in the list"
+    successor.socket.listen(run.backlog)
+    coordinator = _coordinator(run, successor.socket, meeting=meeting, seat=seat, known=successor.known)
+    try:
+        local.serve(lock=lock, close=coordinator.close_in_child)
+        return _recorded(coordinator.go_on(local), run, seat)
+    finally:
+        coordinator.close()
+
+
+def _has_terms(output: Path) -> bool:
+    """Return whether machines of a run that was not ended may still serve it."""
+    return any(folder.is_dir() for folder in output.glob(f"{_MARK}*"))
+
+
+def _local(run: _Run, *, address: str, close: Callable[[], None]) -> LocalGroups:
     """Return the groups of this machine; their files have a name that tells nobody the token."""
-    return LocalGroups(work, groups=groups, address=address, token=token, name=uuid.uuid4().hex, close=close)
+    options: dict[str, Any] = {"address": address, "token": run.token, "name": uuid.uuid4().hex, "close": close}
+    return LocalGroups(run.work, groups=run.groups, **options)
 
 
 def _listener(address: str, *, backlog: int) -> socket.socket:
@@ -160,12 +221,19 @@ def _listener(address: str, *, backlog: int) -> socket.socket:
 
 @contextmanager
 def _meeting(place: NodePlace, fingerprint: Mapping[str, str], output: Path) -> Iterator[NodeMeeting]:
-    """Write a file into the run's folder that tells other machines that theirs is the same one."""
+    """Write a file, or a folder for terms, into the run's folder: it tells other machines that theirs is the same."""
     for stale in output.glob(f"{_MARK}*"):  # of a run that was killed
-        stale.unlink(missing_ok=True)
+        if stale.is_dir():
+            shutil.rmtree(stale, ignore_errors=True)
+        else:
+            stale.unlink(missing_ok=True)
     mark = output / f"{_MARK}{uuid.uuid4().hex}"
-    mark.touch()
+    if place.may_move:
+        mark.mkdir()
+    else:
+        mark.touch()
     try:
         yield NodeMeeting(count=place.count, fingerprint=fingerprint, mark=mark.name)
     finally:
-        mark.unlink(missing_ok=True)
+        if not place.may_move:  # terms are removed where the run has ended, and not where it may go on elsewhere
+            mark.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -93,7 +93,29 @@ class LocalGroups:
         self._work, self.groups, self._close = work, tuple(groups), close
         self._address, self._token, self._name = address, token, name
         self._running: dict[int, tuple[int, int]] = {}  # by group: its attempt, and the pid of its watching process
+        self._finished: dict[int, EndedGroup] = {}
         self.signals = ParentSignals()
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Attempts of the groups that run, or of whose end `ended` has not told; and of those that have finished."""
+        return {each.group: each.attempt for each in self.finished} | {
+            group: attempt for group, (attempt, _) in self._running.items()
+        }
+
+    @property
+    def finished(self) -> list[EndedGroup]:
+        """Groups that have come to the end of the run: a machine that takes over may not have heard of it."""
+        return list(self._finished.values())
+
+    def serve(self, *, lock: RunLock, close: Callable[[], None]) -> None:
+        """Start later groups as the machine that serves does, which holds the lock, and has other sockets.
+
+        Args:
+            lock: On the run's folder.
+            close: See `LocalGroups`.
+        """
+        self._work, self._close = replace(self._work, lock=lock), close
 
     @contextmanager
     def taking_signals(self) -> Iterator[None]:
@@ -110,6 +132,7 @@ class LocalGroups:
         if group in self._running:
             self.kill(group)
             os.waitpid(self._running.pop(group)[1], 0)
+        self._finished.pop(group, None)
         pid = fork()
         if pid == 0:
             self._watch(group, attempt)
@@ -133,7 +156,10 @@ class LocalGroups:
             if self._running.get(group) == (attempt, pid) and os.waitpid(pid, os.WNOHANG)[0]:
                 self._running.pop(group)
                 file = self._file(group, attempt)
-                yield EndedGroup(group, attempt, pickle.loads(file.read_bytes()) if file.exists() else None)
+                ended = EndedGroup(group, attempt, pickle.loads(file.read_bytes()) if file.exists() else None)
+                if ended.result is not None and ended.result.report is None:
+                    self._finished[group] = ended
+                yield ended
 
     def wait(self, seconds: float) -> None:
         """Wait until all groups have ended, or a time has passed."""

@@ -41,6 +41,8 @@ class RunLock:
     Args:
         output: The run's folder; made if it is not there.
         attempts: Where the ranks of this run leave their files, for `composer3d doctor` to find.
+        takes_over: Whether the run goes on without its holder, which was lost: where it, or the disk, has not given the
+            lock up, the file is replaced by another one.
 
     Raises:
         LockError: Another run holds it; the text names both. Or another user's link lies in it.
@@ -48,18 +50,18 @@ class RunLock:
     Memory: none. Collectives: none.
     """
 
-    def __init__(self, output: Path, *, attempts: Path | None = None) -> None:
+    def __init__(self, output: Path, *, attempts: Path | None = None, takes_over: bool = False) -> None:
         self._path = output / _FILE
         self._owner = os.getpid()
         output.mkdir(parents=True, exist_ok=True)
         _refuse_obstacles(output)
-        self._descriptor = self._acquire(output)
+        self._descriptor = self._acquire(output, takes_over=takes_over)
         remove_if_abandoned(Path(str(_holder(self._path).get("attempts") or ".")))  # of a launcher that was killed
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, (json.dumps(holder) + "\n").encode(), 0)
 
-    def _acquire(self, output: Path) -> int:
+    def _acquire(self, output: Path, *, takes_over: bool) -> int:
         deadline = time.monotonic() + _DYING_S
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -68,6 +70,11 @@ class RunLock:
             except BlockingIOError:
                 holder = _holder(self._path)
                 os.close(descriptor)
+                if (
+                    takes_over
+                ):  # removing the file, once: who has it locked has lost the run, and removes none but its own
+                    self._path.unlink(missing_ok=True)
+                    continue
                 if not _is_dead(holder) or time.monotonic() > deadline:
                     raise LockError(_refusal(output, holder)) from None
                 time.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,24 @@ class NodePlace:
 
     Args:
         count: Number of machines.
-        rank: Number of this one, from 0; machine 0 knows who takes part.
-        endpoint: `HOST:PORT` where machine 0 listens.
+        rank: Number of this one, from 0; machine 0 knows who takes part, at first.
+        endpoint: `HOST:PORT` where machine 0 listens; with those of the machines after it, separated by commas, where
+            they take over if it is lost.
     """
 
     count: int
     rank: int
     endpoint: str
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Addresses of the machines that may serve, by their numbers."""
+        return tuple(self.endpoint.split(","))
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another machine takes over where the one that serves is lost."""
+        return len(self.endpoints) > 1
 
     def groups(self, num_groups: int) -> range:
         """Return the groups of this machine: as many consecutive ones as every machine has.
@@ -61,12 +72,32 @@ class NodeMeeting:
     Args:
         count: Number of machines.
         fingerprint: Versions and manifest of machine 0.
-        mark: Name of a file in the run's folder, which the others must find there.
+        mark: Name of a file in the run's folder, which the others must find there; a folder, that of the terms, where
+            several may serve.
+        own: Number of this machine.
     """
 
     count: int
     fingerprint: Mapping[str, str]
     mark: str
+    own: int = 0
+
+    def objection(self, message: Mapping[str, Any]) -> str | None:
+        """Return in what a machine that greets differs from what this run's are; None where it does not.
+
+        Args:
+            message: Its greeting.
+        """
+        rank = int(message["node"])
+        if message["nodes"] != self.count:
+            stated = str(message["nodes"])[:10]
+            return f"it was started with --nodes {stated}, and node {self.own} with --nodes {self.count}"
+        if not 0 <= rank < self.count or rank == self.own:
+            others = [each for each in range(self.count) if each != self.own]
+            return (
+                f"of {self.count} machines those beside node {self.own} are numbered from {others[0]} to {others[-1]}"
+            )
+        return fingerprint_difference(self.fingerprint, message["fingerprint"], own_rank=self.own)
 
 
 def node_place(
@@ -103,11 +134,27 @@ def node_place(
         )
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise PlaceError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
-    try:
-        host_and_port(endpoint)
-    except RendezvousError as error:
-        raise PlaceError(str(error)) from None
+    _refuse_endpoints(endpoint.split(","), nodes)
     return NodePlace(count=nodes, rank=node_rank, endpoint=endpoint) if nodes > 1 else None
+
+
+def _refuse_endpoints(endpoints: Sequence[str], nodes: int) -> None:
+    """Refuse addresses that are none, that are of more machines than there are, or of one of them twice.
+
+    Raises:
+        PlaceError: Names the address.
+    """
+    for endpoint in endpoints:
+        try:
+            host_and_port(endpoint)
+        except RendezvousError as error:
+            raise PlaceError(str(error)) from None
+        if endpoints.count(endpoint) > 1:
+            raise PlaceError(f"--endpoint: {endpoint} stands there twice; give the address of each machine once")
+    if len(endpoints) > nodes:
+        raise PlaceError(
+            f"--endpoint: {len(endpoints)} addresses for {nodes} machines; give those of machines 0, 1, ... in order"
+        )
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> str:
@@ -162,22 +209,23 @@ def fingerprint_of(document: Document) -> dict[str, str]:
     return {**{name: installed_version(name) for name in _COMPARED}, "manifest": document.digest()}
 
 
-def fingerprint_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def fingerprint_difference(own: Mapping[str, Any], other: Mapping[str, Any], *, own_rank: int = 0) -> str | None:
     """Return in what another machine differs from this one, None where it does not.
 
     Args:
-        own: Fingerprint of machine 0.
+        own: Fingerprint of the machine that serves.
         other: Of the other one.
+        own_rank: Number of the machine that serves.
     """
     for name, value in own.items():
         found = str(other.get(name))
         if found != value and name == "manifest":
             return (
-                f"it has another manifest than node 0 (digest {found[:12]}, not {value[:12]}); give all machines the "
-                "same file and the same --set"
+                f"it has another manifest than node {own_rank} (digest {found[:12]}, not {value[:12]}); give all "
+                "machines the same file and the same --set"
             )
         if found != value:
-            return f"it has {name} {found[:40]}, and node 0 has {value}; install the same on all machines"
+            return f"it has {name} {found[:40]}, and node {own_rank} has {value}; install the same on all machines"
     return None
 
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from composer3d.replicas import Connection
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.node_messages import result_from_json, result_to_json
 
-__all__ = ["RemoteNode", "WatchesNodes"]
+__all__ = ["Part", "RemoteNode", "WatchesNodes"]
+
+
+class Part(Protocol):
+    """The groups of one machine."""
+
+    def start(self, group: int, attempt: int) -> None:
+        """Start a group, after the end of an earlier start."""
+
+    def kill(self, group: int) -> None:
+        """End a group at once."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all groups."""
 
 
 class WatchesNodes(Protocol):
@@ -41,13 +55,22 @@ class RemoteNode:
         name: Its host name and process.
         groups: Numbers of its groups.
         coordinator: Who acts on its messages.
+        running: Attempts of those that a lost coordinator had started, and that run.
     """
 
     def __init__(
-        self, connection: Connection, *, rank: int, name: str, groups: Sequence[int], coordinator: WatchesNodes
+        self,
+        connection: Connection,
+        *,
+        rank: int,
+        name: str,
+        groups: Sequence[int],
+        coordinator: WatchesNodes,
+        running: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._connection, self._coordinator = connection, coordinator
         self.rank, self.name, self.groups = rank, name, groups
+        self.running = {group: attempt for group, attempt in running.items() if group in groups}
         self.is_ready = False
 
     def __str__(self) -> str:
@@ -80,6 +103,10 @@ class RemoteNode:
     def start(self, group: int, attempt: int) -> None:
         """Have it start a group, after the end of an earlier start."""
         self._connection.send({"do": "start", "group": group, "attempt": attempt})
+
+    def tell(self, known: Mapping[str, Any]) -> None:
+        """Have it know what a machine that takes over has to."""
+        self._connection.send({"do": "known", "run": known})
 
     def kill(self, group: int) -> None:
         """Have it end a group at once."""

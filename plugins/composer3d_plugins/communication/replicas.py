@@ -31,7 +31,8 @@ class Replicas:
     that all of them have the result. Where a group is lost meanwhile, the others divide the same batch among them and
     do the step again, so that no sample and no step is left out: the run is the undisturbed one, whoever took part. A
     lost group is started again, takes parameters, optimizer and everything else from the memory of another one, and
-    takes part in the next step. Where all are lost, the run goes on from its last checkpoint (`run.max_restarts`).
+    takes part in the next step. Where all are lost, the run goes on from its last checkpoint (`run.max_restarts`). On
+    several machines the one that knows who takes part may be lost too, where others are listed in `--endpoint`.
 
     The first group that takes part writes metrics and checkpoints. Every group reads the whole global batch.
 
