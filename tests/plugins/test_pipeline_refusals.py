@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from support.models import composed, padded, seeded
+import random
 
+import pytest
+import torch
+from support.models import composed, padded, seeded, write_manifest
+
+import composer3d
 from composer3d import ManifestError, PluginError
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 
 def manifest(schedule="1F1B", pp=2, more=""):
@@ -113,3 +117,34 @@ def test_refusals_at_the_first_batch(more):
             "this batch has 1 micro-batches, and 1F1B needs at least as many micro-batches as stages, 2; "
             "hand over more sequences a call, or set [train] microbatch"
         )
+
+
+class Dropping(torch.nn.Module):
+    """LayerDrop, as transformers' decoders have it, by a draw of torch or of Python."""
+
+    def __init__(self, rate, draw, size=8):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, size)
+        self.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(size, 2, 16) for _ in range(4))
+        self.rate, self.draw = rate, draw
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            dropped = torch.rand([]) if self.draw == "torch" else random.random()
+            if self.training and dropped < self.rate:
+                continue
+            x = layer(x)
+        return x
+
+
+def test_blocks_that_are_left_out_at_random_are_refused_before_a_step():
+    with fake_world(2):
+        for draw in ("torch", "python"):
+            with pytest.raises(ManifestError) as caught:
+                composer3d.compose(lambda draw=draw: Dropping(0.1, draw), write_manifest(manifest()), device="cpu")
+            assert (
+                'Dropping leaves out "layers.0" at random, as LayerDrop does, and in a pipeline every block is called '
+                "once in each forward"
+            ) in str(caught.value)
+            composer3d.compose(lambda draw=draw: Dropping(0.0, draw), write_manifest(manifest()), device="cpu").close()

@@ -217,11 +217,14 @@ class Pipeline:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        from composer3d_plugins.scheduling.pipeline.random_calls import refuse_random_calls
         from composer3d_plugins.scheduling.pipeline.split_choice import divide
 
+        blocks = select_fqns(context.blocks, context.fqns) if context.has_blocks else ()
+        refuse_random_calls(model, blocks, context.example)
         division = divide(
             model,
-            select_fqns(context.blocks, context.fqns) if context.has_blocks else (),
+            blocks,
             context.example,
             partial(self._cuts, context),
             num_stages=context.degrees["pp"] * self._schedule(context).per_rank,

@@ -16,7 +16,10 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Values", "draw_values"]
+__all__ = ["LARGEST_DRAW", "Values", "draw_values"]
+
+# Above any rate below 1.
+LARGEST_DRAW = 1.0 - 2.0**-20
 
 _MOST = 2**22  # elements of a tensor whose values are kept
 _MOST_DRAWN = 2**24  # elements
@@ -124,6 +127,10 @@ class Values:
                     self._alive.append(tensor)
                     self._known[id(tensor)] = value  # not a copy: views share what is written
                 return
+        if is_drawn and not tensors and all(x.numel() == 1 and x.is_floating_point() for x in made):
+            # One number that code compares with a rate: `random_calls` has seen that blocks do not depend on it.
+            for tensor in made:
+                self.learn(tensor, torch.full(tensor.shape, LARGEST_DRAW, dtype=tensor.dtype))
         for tensor in torch_compat.written_tensors(func, args, kwargs):
             self._spoilt.add(torch_compat.storage_key(tensor))
 
