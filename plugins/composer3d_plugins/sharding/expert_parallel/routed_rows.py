@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 __all__ = ["combined", "dispatched", "places_of"]
 
@@ -32,8 +33,16 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
         (places_R,) = ctx.saved_tensors
-        grad_TKD = grad_RD.index_select(0, places_R).unflatten(0, (-1, ctx.top_k))
-        return grad_TKD.sum(1).mul_(ctx.factor), None, None, None, None
+        return _sums(grad_RD, places_R.unflatten(0, (-1, ctx.top_k))).mul_(ctx.factor), None, None, None, None
+
+
+def _sums(rows_RD: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Return the weighted sums of the rows at places, gathered and added in one pass where torch knows the dtypes."""
+    dtypes = {rows_RD.dtype, rows_RD.dtype if weights_TK is None else weights_TK.dtype}
+    if places_TK.numel() and (dtypes == {torch.float32} or dtypes == {torch.float64}):
+        return embedding_bag(places_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
+    rows_TKD = rows_RD.index_select(0, places_TK.reshape(-1)).unflatten(0, tuple(places_TK.shape))
+    return (rows_TKD if weights_TK is None else rows_TKD * weights_TK.unsqueeze(-1)).sum(1)
 
 
 def dispatched(hidden_TD: Tensor, order_R: Tensor, places_R: Tensor, *, top_k: int, factor: float) -> Tensor:
@@ -55,23 +64,20 @@ class _Combined(torch.autograd.Function):
     def forward(
         ctx: Any, back_RD: Tensor, weights_TK: Tensor, order_R: Tensor, places_R: Tensor, factor: float
     ) -> Tensor:
-        out_TKD = back_RD.index_select(0, places_R).unflatten(0, tuple(weights_TK.shape))
-        ctx.save_for_backward(out_TKD, weights_TK, order_R)
+        ctx.save_for_backward(back_RD, weights_TK, order_R, places_R)
         ctx.factor = factor
-        sum_TD = out_TKD[:, 0] * weights_TK[:, :1]
-        for choice in range(1, weights_TK.shape[1]):
-            sum_TD.addcmul_(out_TKD[:, choice], weights_TK[:, choice, None])
-        return sum_TD
+        return _sums(back_RD, places_R.view_as(weights_TK), weights_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        out_TKD, weights_TK, order_R = ctx.saved_tensors
+        back_RD, weights_TK, order_R, places_R = ctx.saved_tensors
         grad_RD = grad_TD.index_select(0, order_R // weights_TK.shape[1])
-        grad_RD = _multiplied(grad_RD, (weights_TK.reshape(-1)[order_R] * ctx.factor).unsqueeze(-1))
         grad_TK = None
         if ctx.needs_input_grad[1]:
-            grad_TK = torch.bmm(out_TKD.to(grad_TD.dtype), grad_TD.unsqueeze(-1)).squeeze(-1).to(weights_TK.dtype)
-        return grad_RD.to(out_TKD.dtype), grad_TK, None, None, None
+            grad_R = torch.linalg.vecdot(back_RD.to(grad_RD.dtype), grad_RD)
+            grad_TK = grad_R[places_R].view_as(weights_TK).to(weights_TK.dtype)
+        grad_RD = _multiplied(grad_RD, (weights_TK.reshape(-1)[order_R] * ctx.factor).unsqueeze(-1))
+        return grad_RD.to(back_RD.dtype), grad_TK, None, None, None
 
 
 def _multiplied(x: Tensor, factor: Tensor) -> Tensor:
