@@ -73,8 +73,8 @@ def test_every_command_has_help_and_is_listed():
             ["check", "x", "--rank", "-1"],
             'composer3d check: error: argument --rank: "-1" is not a whole number of at least 0',
         ),
-        (["plan", "x", "--tokens", "-3"], 'argument --tokens: "-3" is not a number above 0; write for example 2e12'),
-        (["plan", "x", "--samples", "1e400"], 'argument --samples: "1e400" is not a number above 0; write for example'),
+        (["plan", "x", "--tokens", "-3"], 'argument --tokens: "-3" is not a number above 0, such as 2000'),
+        (["plan", "x", "--samples", "1e400"], 'argument --samples: "1e400" is not a number above 0'),
         (["plan", "x", "--memory", "80"], 'argument --memory: "80" has no unit; write for example 80GiB'),
         (
             ["export", "x", "--to", "y", "--max-shard", "5 boxes"],

@@ -107,7 +107,9 @@ def test_a_world_without_a_layout_is_told_which_have_one(manifest, capsys):
     told = "the batch, the heads or the layers do not divide so (6 and 8 ranks have a layout)"
     assert told in capsys.readouterr().out
     assert main(["suggest", manifest, "--world-size", "7"]) == 2
-    assert "and 7 ranks cannot share 16 sequences a step (6 and 8 ranks have a layout)" in capsys.readouterr().err
+    assert (
+        "7 ranks cannot share 16 samples a step (6 and 8 ranks have a layout), and no layout" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def suggest_for(
 
     given = GivenManifest.of(str(manifest), overrides, world_size, load_hardware(hardware))
     memory = memory_bytes or given.hardware.device.memory_bytes
-    costs, choices = given.costs, search_choices(given.offers)
+    costs, choices, blocks = given.costs, search_choices(given.offers), given.costs.num_blocks
     pinned: dict[str, Any] = {"keep": kept(list(keep), given.own, choices.words), "choices": choices}
     suggestions, searched, refused = suggest(
         costs,
@@ -163,11 +163,9 @@ def suggest_for(
         given=None if isinstance(given.as_given, str) else given.as_given,
         **pinned,
     )
-    of_model = costs.num_blocks, given.own, given.hardware, world_size
-    worlds = () if searched.num_tried else nearest_worlds(*of_model, **pinned)
+    worlds = () if searched.num_tried else nearest_worlds(blocks, given.own, given.hardware, world_size, **pinned)
     if costs.refused and not searched.num_tried:
-        unshared = _unshared(given.own.global_batch, world_size, worlds)
-        raise ComposerError(f"no layout of the model can be traced{unshared}: {costs.refused[0]}")
+        raise _untraced(costs.refused[0], given.own.global_batch, world_size, worlds)
     return SuggestResult(
         suggestions=suggestions,
         patches=tuple(given.changes_to(suggestion.candidate.setup) for suggestion in suggestions),
@@ -204,10 +202,12 @@ def _lines(result: SuggestResult) -> Iterator[str]:
     )
 
 
-def _unshared(global_batch: int, world_size: int, worlds: Sequence[int]) -> str:
-    """Return that a world cannot share a batch, and which can, where that is so."""
-    told = f", and {world_size} ranks cannot share {global_batch} samples a step{_instead(worlds)}"
-    return told if global_batch % world_size else ""
+def _untraced(reason: str, global_batch: int, world_size: int, worlds: Sequence[int]) -> ComposerError:
+    """Return that nothing was traced: for a reason, or because a world cannot share a batch."""
+    if global_batch % world_size == 0:
+        return ComposerError(f"no layout of the model can be traced: {reason}")
+    told = f"{world_size} ranks cannot share {global_batch} samples a step{_instead(worlds)}"
+    return ComposerError(f"{told}, and no layout of the model can be traced: {reason}")
 
 
 def _instead(worlds: Sequence[int]) -> str:
