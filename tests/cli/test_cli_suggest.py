@@ -82,7 +82,8 @@ def test_nothing_fits(manifest, capsys):
     assert main(["suggest", manifest, "--world-size", "1", "--memory", "1MiB", "--keep", "tp=1"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("the given manifest")
-    assert "no layout fits 0.0 GiB; the least memory that was found is" in out
+    assert "no layout fits 0.000977 GiB; the least memory that was found is" in out
+    assert "of which the device's context has" in out
 
 
 def test_what_is_proposed_of_sharded_stages_fits_by_the_plan(manifest, capsys):
