@@ -48,6 +48,7 @@ class MetricsFile:
 
     def keep(self, num_steps: int) -> None:
         """Drop the rows of steps after `num_steps`, which a resumed run computes again; whole or not at all."""
+        self.close()  # another file takes the place of the one that is open
         if not self._path.exists():
             return
         rows = list(read_metrics(self._path))

@@ -63,6 +63,8 @@ class SharedWriting:
                 self._metrics.write(row)
             else:
                 self._take_over()
+        elif self._has_led:
+            self._metrics.close()  # the group that leads now may put another file in its place
         self._has_led = self.is_first
         if self.leads:
             self._display.step(row)
