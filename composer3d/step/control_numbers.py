@@ -54,10 +54,22 @@ class ControlNumbers:
             numbers: Of this rank, at least one.
             takes_maximum: Take the largest of each number, and not their sum.
         """
-        sent = self._filled(numbers)
-        _reduce(sent, self._group, takes_maximum=takes_maximum)
+        sent = self.reduce_unread(numbers, takes_maximum=takes_maximum)
         found: list[Any] = self._held[: len(numbers)].tolist() if self.is_host else sent[0].tolist()
         return found
+
+    def reduce_unread(self, numbers: Sequence[float], *, takes_maximum: bool = False) -> list[Tensor]:
+        """Reduce as `all_reduce` does, and return the tensor in a list: reading a fake one runs operators.
+
+        Args:
+            numbers: As for `all_reduce`.
+            takes_maximum: As for `all_reduce`.
+
+        Collectives: one all-reduce.
+        """
+        sent = self._filled(numbers)
+        _reduce(sent, self._group, takes_maximum=takes_maximum)
+        return sent
 
     def all_gather(self, numbers: Sequence[float], *, num_ranks: int) -> list[Any]:
         """Return the numbers of every rank, one rank after another. Collectives: one all-gather.

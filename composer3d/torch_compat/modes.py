@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
+from composer3d.torch_compat.compilers.undisabled import nothing_compiles
 from composer3d.torch_compat.operators import operator_python
 
 __all__ = [
@@ -72,7 +73,13 @@ def dispatch_mode(
             with self:  # torch took it off for this call
                 return function(*args, **(kwargs or {}))
 
-    return Mode()
+    return Mode() if compiles else _uncompiled(Mode())
+
+
+@contextmanager
+def _uncompiled(mode: AbstractContextManager[Any]) -> Iterator[Any]:
+    with nothing_compiles(), mode as entered:
+        yield entered
 
 
 def function_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from composer3d.composition import (
 from composer3d.errors import ManifestError
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
+from composer3d.torch_compat.compilers.undisabled import nothing_compiles
 from composer3d.transform import Phase
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def composed(
     """
     from composer3d.processes import fake_world
 
-    with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
+    with fake_world(job.world_size, rank), nothing_compiles(), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)
         apply_transforms(aimed, after_split=partial((truncation or BlockTruncation(None)).apply, preparation=aimed))
         with torch_compat.fake_tensors(memory):
@@ -256,9 +257,9 @@ class _Alone(Guard):
         decided: Decided | None = None,
         copy: int = 0,
     ) -> Totals:
-        self._exchanged.all_reduce([0] * (3 + 5 * len(self._ranks) * self._compares))
+        self._exchanged.reduce_unread([0] * (3 + 5 * len(self._ranks) * self._compares))
         return Totals(count=1, num_microbatches=len(counts), equal=True)
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
-        self._exchanged.all_reduce([0] * len(votes), takes_maximum=True)
+        self._exchanged.reduce_unread([0] * len(votes), takes_maximum=True)
         return [False] * len(votes)

@@ -19,6 +19,7 @@ from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.propagation.dry_run.attribute_state import KeptState
 from composer3d.propagation.module_calls import SMALL, Call
 from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of
+from composer3d.torch_compat.compilers.undisabled import nothing_compiles
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
@@ -85,7 +86,8 @@ def on_meta(
 ) -> Any:
     """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is.
 
-    A call that has values runs with values, of which those on meta take no memory: each is one number.
+    A call that has values runs with values, of which those on meta take no memory: each is one number. What torch keeps
+    from its compiler is called without it: results are looked at, and the compiler's import takes longer than them.
 
     Args:
         module: Any module; its tensors are replaced inside alone.
@@ -93,7 +95,7 @@ def on_meta(
         seen: Called with the tensors that stand for its own, by their names.
         notes: Called after each torch function, those that make these tensors included.
     """
-    with _Noted(notes) if notes else contextlib.nullcontext():
+    with nothing_compiles(), _Noted(notes) if notes else contextlib.nullcontext():
         return _run(module, call, seen)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -93,7 +95,8 @@ def _made(cls: type[Optimizer], arguments: Mapping[str, Any]) -> Optimizer | Exc
     import torch
 
     try:
-        return cls([torch.nn.Parameter(torch.zeros(2, 2))], **arguments)
+        with nothing_compiles():
+            return cls([torch.nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception as error:  # torch compares and multiplies whatever it is given, and asserts
         return error
 
