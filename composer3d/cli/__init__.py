@@ -83,6 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """argparse leaves by itself after a help that it could not write, as if it had."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # No option begins with a digit: `--memory -5GiB` is a size that is none, and not an option without its value.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def print_help(self, file: Any = None) -> None:
         if file is None:
             say(self.format_help().removesuffix("\n"))

@@ -81,7 +81,9 @@ def parse(text: str, *, file: str) -> Layer | Problem:
             file=file,
             line=error.lineno,
             column=error.colno,
-            hint=_slip(error.doc.split("\n")[error.lineno - 1], error.msg) or _shown(written),
+            hint=_slip(error.doc.split("\n")[error.lineno - 1], error.msg)
+            or _table_before(error.doc.split("\n")[: error.lineno])
+            or _shown(written),
         )
     except NestedTooDeeply as error:
         return Problem(message=f"nested too deeply: {error}", file=file, line=error.line, column=error.column)
@@ -94,6 +96,16 @@ def parse(text: str, *, file: str) -> Layer | Problem:
     unusable = list(_unusable(tables, places, ()))
     kept = _without(tables, [path for path, _ in unusable], ())
     return _expand(Layer(tables=kept, places=places, problems=tuple(problem for _, problem in unusable)))
+
+
+def _table_before(lines: Sequence[str]) -> str | None:
+    """Return where the table of the last line stands already, if the same heading does; None otherwise."""
+    heading = re.fullmatch(r"\s*\[([^\[\]]+)\]\s*(#.*)?", lines[-1])
+    if heading is None:
+        return None
+    same = re.compile(rf"\s*\[\s*{re.escape(heading[1].strip())}\s*\]\s*(#.*)?")
+    first = next((number for number, line in enumerate(lines[:-1], start=1) if same.fullmatch(line)), None)
+    return None if first is None else f"[{heading[1].strip()}] stands on line {first}; write its keys there"
 
 
 def _slip(line: str, said: str) -> str | None:

@@ -19,7 +19,7 @@ from composer3d.manifest.descriptions import describe_keys, fields
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.secret import HIDDEN, Secret, hide, names_a_secret
 from composer3d.manifest.toml_writer import dotted, inline
-from composer3d.manifest.wording import alternatives, bare, choices, count, describe, expected
+from composer3d.manifest.wording import alternatives, bare, choices, count, describe, expected, seconds_in
 
 if TYPE_CHECKING:
     from composer3d.manifest.document import Document
@@ -366,7 +366,7 @@ def _type_sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
         listed = ", ".join(inline(choice) for choice in allowed)
         start = max(index for index, part in enumerate(path) if isinstance(part, str))
         return f"{dotted(path[start:])} = {inline(fault.value)} is not one of {listed}", hint
-    hint = hint or _number_in_quotes(fault)
+    hint = hint or _number_in_quotes(fault) or seconds_in(fault.value, path[-1])
     return f"{dotted(path)} must be {expected(fault.annotation)}, not {describe(fault.value)}", hint
 
 

@@ -13,7 +13,7 @@ from composer3d.manifest.descriptions import fields
 from composer3d.manifest.secret import WANTED, Secret
 from composer3d.manifest.toml_writer import inline
 
-__all__ = ["alternatives", "bare", "choices", "count", "describe", "expected", "shortened"]
+__all__ = ["alternatives", "bare", "choices", "count", "describe", "expected", "seconds_in", "shortened"]
 
 _NOUNS = {
     bool: ("true or false", "booleans"),
@@ -136,3 +136,18 @@ def _pattern(member: Any) -> str | None:
 def _bounds(member: Any) -> list[str]:
     found = [(words, getattr(item, name, None)) for item in _constraints(member) for name, words in _BOUNDS.items()]
     return [f"{words} {inline(bound)}" for words, bound in found if bound is not None]
+
+
+def seconds_in(text: object, key: object) -> str | None:
+    """Return what to write in place of a duration with a unit, where a key takes seconds; None where it is none.
+
+    >>> seconds_in("30 min", "timeout_s")
+    'write 1800: it is in seconds'
+    """
+    units = {"ms": 0.001, "s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600}
+    units |= {"d": 86400, "day": 86400}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(text).lower())
+    scale = None if found is None else units.get(found[2], units.get(found[2].removesuffix("s")))
+    if found is None or scale is None or not str(key).endswith("_s"):
+        return None
+    return f"write {float(found[1]) * scale:g}: it is in seconds"

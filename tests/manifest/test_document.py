@@ -229,7 +229,8 @@ def test_a_byte_order_mark_is_no_part_of_the_text(folder):
         ("a = 1\nb = = 2\n", "run.toml:2:5: not valid TOML: invalid value; the line reads: b = = 2"),
         (
             "[train.x]\n[train.x]\n",
-            "run.toml:2:9: not valid TOML: cannot declare train.x twice; the line reads: [train.x]",
+            "run.toml:2:9: not valid TOML: cannot declare train.x twice; "
+            "[train.x] stands on line 1; write its keys there",
         ),
         ('a = "x\n', "run.toml:1:7: not valid TOML: illegal character '\\n'; the line reads: a = \"x"),
         ("a = [1\n", "run.toml:2:1: not valid TOML: unclosed array; the line is empty"),

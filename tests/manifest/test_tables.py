@@ -109,6 +109,32 @@ def outcome(text: str, cls: Any = Example, name: str = "train", **keywords: Any)
     return instance, [str(problem) for problem in problems]
 
 
+@table
+class Waiting:
+    """A duration.
+
+    Args:
+        timeout_s: In seconds.
+    """
+
+    timeout_s: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("30 min", "; write 1800: it is in seconds"),
+        ("5ms", "; write 0.005: it is in seconds"),
+        ("1.5 Hours", "; write 5400: it is in seconds"),
+        ("10s", "; write 10: it is in seconds"),
+        ("10 parsec", ""),
+    ],
+)
+def test_a_duration_with_a_unit_is_told_in_seconds(text, hint):
+    _, (problem,) = outcome(f'timeout_s = "{text}"', Waiting, "run")
+    assert problem == f'run.toml:3:1: [run] run.timeout_s must be a number, not the string "{text}"{hint}'
+
+
 def test_good_values_arrive_as_their_types():
     instance, problems = outcome(
         'steps = 2\nlr = 1\nunits = ["a"]\nbetas = [0, 1]\ntags = ["a"]\nreduction = "mean"\nfolder = "a/b"\n'

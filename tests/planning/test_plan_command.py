@@ -101,6 +101,21 @@ def test_a_plan_is_of_the_run_s_device_and_not_of_this_machine_s(tmp_path, asked
     assert all(row["wire_bytes"] == pytest.approx(3 / 4 * row["bytes"], abs=8) for row in rows.values())
 
 
+@pytest.mark.parametrize(
+    ("device", "asked"), [("cuda", {}), ("cpu", {"hardware": "h100"})], ids=["on-gpus", "of-cpus-asked-for-gpus"]
+)
+def test_an_axis_that_states_gloo_has_its_bytes_on_gpus_too(tmp_path, device, asked):
+    """Over gloo a reduce-scatter is an all-reduce inside; other axes' and other collectives are a ring's."""
+    path = tmp_path / "run.toml"
+    groups = 'communication.process_groups = { reduce_scatter = "native", axes.dp_shard.backend = "gloo" }'
+    kept = [line for line in GPUS.splitlines() if not line.startswith(("communication", "profiling", "precision"))]
+    path.write_text("\n".join([*kept, groups, f'run.device = "{device}"']))
+    (rank,) = plan(path, **asked).to_json()["ranks"]
+    rows = {row["op"]: row for row in rank["collectives"] if row["plugin"] == "fsdp2"}
+    sent = {op: row["wire_bytes"] / row["bytes"] for op, row in rows.items()}
+    assert sent == {"all_gather": pytest.approx(0.75, abs=0.01), "reduce_scatter": pytest.approx(1.5, abs=0.01)}
+
+
 def test_a_plan_for_cpus_says_that_gloo_s_reduce_scatters_send_twice_as_much(reported):
     _, found, _ = reported
     (row,) = [row for row in found["ranks"][0]["collectives"] if row["op"] == "reduce_scatter"]

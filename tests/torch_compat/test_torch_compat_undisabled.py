@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.utils.checkpoint import checkpoint
 
-from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.compilers import nothing_compiles
 
 # Its import cannot be undone, so that it is looked at in a process of its own.
 SCRIPT = """
@@ -17,7 +17,7 @@ import sys
 import torch
 from torch.utils.checkpoint import checkpoint
 from composer3d import torch_compat
-from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.compilers import nothing_compiles
 
 weight = torch.nn.Parameter(torch.ones(4))
 with nothing_compiles():

@@ -49,6 +49,10 @@ def load_hardware(name: str) -> Hardware:
         stem, _, network = name.lower().partition("/")
         path = _FOLDER / f"{stem}.toml"
         known = [known for known in hardware_names() if not known.startswith("/")]
+        if stem not in known and (Path(name).exists() or not stem.strip(".")):
+            raise ComposerError(
+                f'{name} is no description of hardware: the name of its file ends in ".toml"; {known_words("", known)}'
+            )
         if stem not in known:
             raise ComposerError(f'there is no hardware "{stem}"; {known_words(stem, known)}')
     content = _read(path)

@@ -23,7 +23,7 @@ from composer3d.composition import (
 from composer3d.errors import ManifestError
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
-from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.compilers import nothing_compiles
 from composer3d.transform import Phase
 
 if TYPE_CHECKING:

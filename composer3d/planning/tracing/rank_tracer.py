@@ -31,6 +31,7 @@ from composer3d.planning.tracing.fake_composition import (
 )
 from composer3d.planning.tracing.rank_roles import Contents, contents_of, first_ranks
 from composer3d.planning.tracing.second_process import Beside, halve
+from composer3d.planning.tracing.stated_backends import stated_backends
 from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import segments_of, summarise
 from composer3d.planning.tracing.traced import RankTrace, Segment
@@ -97,6 +98,7 @@ class Tracer:
         self._job, self._extrapolate = job, extrapolate
         self._enough = enough
         self._preparation = prepared(job)
+        self._backends = stated_backends(self._preparation)
         self._cuts = extrapolate and not self._preparation.context.claimants("depth")
         self._positions = first_ranks(self._preparation.context.layout)
         self._sent: dict[int, Any] = {}
@@ -163,7 +165,7 @@ class Tracer:
 
     def segments(self, sketch: Sketch) -> tuple[Segment, ...]:
         """Return what a step of a sketch from `depths` runs, in order of first appearance."""
-        return segments_of(sketch, self._preparation.context)
+        return segments_of(sketch, self._preparation.context, self._backends)
 
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.
@@ -217,6 +219,7 @@ class Tracer:
             stands_for=stands_for,
             is_extrapolated=is_extrapolated or more > 0,
             notes=[*traced.notes, *([_UNCOMPILED] if self._fuses else []), *self._assumptions],
+            backends=self._backends,
         )
 
     @property

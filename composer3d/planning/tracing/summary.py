@@ -36,6 +36,7 @@ def summarise(
     stands_for: int,
     is_extrapolated: bool,
     notes: Sequence[str] = (),
+    backends: Mapping[str, str] | None = None,
 ) -> RankTrace:
     """Return a rank's trace.
 
@@ -47,6 +48,7 @@ def summarise(
         stands_for: As in `RankTrace`.
         is_extrapolated: As in `RankTrace`.
         notes: As in `RankTrace`.
+        backends: As for `segments_of`.
     """
     several = max((stage.microbatch or 0 for stage in sketch.stretches), default=0) > 0
     return RankTrace(
@@ -54,7 +56,7 @@ def summarise(
         coordinates=dict(context.coordinates),
         stands_for=stands_for,
         memory=_memory(sketch, blocks, several=several),
-        segments=segments_of(sketch, context),
+        segments=segments_of(sketch, context, backends),
         is_extrapolated=is_extrapolated,
         notes=tuple(notes),
     )
@@ -94,8 +96,14 @@ def _module(place: Place, blocks: Sequence[Sequence[str]]) -> str:
     return names[int(block) if number is None else number] + name
 
 
-def segments_of(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
-    """Merge equal stretches into segments, in order of first appearance."""
+def segments_of(sketch: Sketch, context: RunContext, backends: Mapping[str, str] | None = None) -> tuple[Segment, ...]:
+    """Merge equal stretches into segments, in order of first appearance.
+
+    Args:
+        sketch: Of the rank's step.
+        context: Of the traced composition.
+        backends: From `stated_backends`; without them each axis has its device's own.
+    """
     counted: dict[tuple[object, ...], int] = {}
     firsts: dict[tuple[object, ...], Stage] = {}
     for stage in sketch.stretches:
@@ -104,7 +112,7 @@ def segments_of(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
         key = (stage.kind, stage.stage, frozenset(stage.operators.items()), frozenset(stage.messages.items()))
         counted[key] = counted.get(key, 0) + 1
         firsts.setdefault(key, stage)
-    plugins = _Plugins(context)
+    plugins = _Plugins(context, backends or {})
     return tuple(
         Segment(
             kind=stage.kind,
@@ -141,13 +149,14 @@ def sent_over(trace: RankTrace, *, gloo: bool) -> RankTrace:
 
     Args:
         trace: Of a run on any device.
-        gloo: Whether collectives run over gloo.
+        gloo: Whether collectives run over gloo, but for those over axes whose backend is stated.
     """
 
     def sent(transfer: Transfer) -> Transfer:
         if transfer.op != "reduce_scatter":
             return transfer
-        size = wire_bytes(transfer.op, transfer.bytes, len(transfer.ranks), over_gloo=gloo)
+        over_gloo = gloo if transfer.backend is None else transfer.backend == "gloo"
+        size = wire_bytes(transfer.op, transfer.bytes, len(transfer.ranks), over_gloo=over_gloo)
         return replace(transfer, wire_bytes=transfer.count * size)
 
     segments = tuple(replace(segment, transfers=tuple(map(sent, segment.transfers))) for segment in trace.segments)
@@ -156,7 +165,8 @@ def sent_over(trace: RankTrace, *, gloo: bool) -> RankTrace:
 
 def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
     op, axis, ranks, size, dtype, issuer, waits = message
-    name = _NAMES.get(op, op)
+    name, backend = _NAMES.get(op, op), plugins.backend_of(axis)
+    over_gloo = plugins.over_gloo if backend is None else backend == "gloo"
     return Transfer(
         op=name,
         axis=axis,
@@ -165,8 +175,9 @@ def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
         dtype=dtype,
         count=count,
         bytes=size,
-        wire_bytes=count * wire_bytes(name, size, len(ranks), over_gloo=plugins.over_gloo),
+        wire_bytes=count * wire_bytes(name, size, len(ranks), over_gloo=over_gloo),
         is_overlapped=waits and plugins.may_overlap(name, axis),
+        backend=backend,
     )
 
 
@@ -174,11 +185,11 @@ class _Plugins:
     """Owner of each collective: the plugin whose code issued it, else the one that owns the axis.
 
     Attributes:
-        over_gloo: Whether collectives run over gloo.
+        over_gloo: Whether collectives run over gloo, where no other backend is stated.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    def __init__(self, context: RunContext, backends: Mapping[str, str]) -> None:
+        self._context, self._backends = context, backends
         self.over_gloo = context.run_device.type == "cpu"
         self._modules: Mapping[str, str] = {
             type(registered.instance).__module__: registered.name for registered in context.plugins
@@ -196,6 +207,12 @@ class _Plugins:
         names = [name for name in names if roles.get(name) is not Role.SEQUENCE] or names
         owners = {self._context.owners[n].name for n in names if n in self._context.owners}
         return owners.pop() if len(owners) == 1 else None
+
+    def backend_of(self, axis: str) -> str | None:
+        """Return the stated backend of a dim: as for views of the mesh, its outermost axis with options has it."""
+        return next(
+            (self._backends[name] for name in self._context.layout.axes_of(axis) if name in self._backends), None
+        )
 
     def may_overlap(self, op: str, axis: str) -> bool:
         """Return whether a c10d collective over an axis runs on its own stream: data parallelism's, and messages."""

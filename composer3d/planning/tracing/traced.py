@@ -51,6 +51,7 @@ class Transfer:
             message.
         wire_bytes: Bytes that this rank sends in all of them together, by a ring.
         is_overlapped: Whether compute goes on beside it; False where the next operator waits for it.
+        backend: That a plugin states for its axis; None is the device's own.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Transfer:
     bytes: int
     wire_bytes: int
     is_overlapped: bool
+    backend: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.propagation.dry_run.attribute_state import KeptState
 from composer3d.propagation.module_calls import SMALL, Call
 from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of
-from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.compilers import nothing_compiles
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.compilers import nothing_compiles
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -163,6 +163,8 @@ def test_a_file_of_ones_own(tmp_path):
         ("h10", 'there is no hardware "h10"; did you mean "h100"?'),
         ("h100/efa", 'there is no network "efa"'),
         ("missing.toml", "missing.toml: cannot be read"),
+        ("/dev/null", '/dev/null is no description of hardware: the name of its file ends in ".toml"; known: a100-40'),
+        ("../mine", '../mine is no description of hardware: the name of its file ends in ".toml"; known: a100-40'),
     ],
 )
 def test_names_that_are_not_known(name, message):
