@@ -81,6 +81,20 @@ def test_the_first_machine_comes_again_as_one_of_the_others_and_takes_over_where
 
 
 @pytest.mark.slow
+def test_a_first_machine_with_another_folder_is_refused_where_another_one_serves(alone, tmp_path):
+    ends = [(1, 0, 0, 2, "before", "node-0 shoot")]
+    nodes = Nodes(tmp_path / "run", count=3, groups=3, servers=2, text=DATA, ends=ends, minimum=3)
+    with limit_ranks(3):
+        first, *others = [nodes.start(rank) for rank in range(3)]
+        assert ending(first) is None
+        elsewhere = ending(nodes.start(0, output="elsewhere"))
+        assert "folder" in elsewhere, elsewhere
+        assert [ending(child) for child in (nodes.start(0), *others)] == [FINISHED | {"restarts": 1}] * 3
+    assert_one_run(nodes.rows(), alone)
+    assert not list((nodes.folder / "elsewhere").glob(".*"))
+
+
+@pytest.mark.slow
 def test_a_first_machine_that_was_stopped_finds_that_others_go_on_and_ends(alone, tmp_path):
     ends = [(1, 0, 0, 2, "before", "node-0 freeze"), (1, 0, 0, 5, "before", "until fenced")]
     nodes = Nodes(tmp_path / "run", count=3, groups=3, servers=2, text=DATA, ends=ends, silent_s=4.0)

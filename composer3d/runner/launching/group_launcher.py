@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from composer3d.errors import NodeZeroError
 from composer3d.processes import temporary_folder
-from composer3d.replicas import ReplicaPolicy, listen
+from composer3d.replicas import ReplicaPolicy, connect, listen
 from composer3d.runner.launching.group_coordinator import Coordinator
 from composer3d.runner.launching.joined_node import JoinedNode
 from composer3d.runner.launching.launcher import LaunchResult
@@ -39,6 +39,7 @@ from composer3d.runner.launching.terms import Term, Terms
 __all__ = ["launch_groups"]
 
 _MARK = ".nodes-"
+_LOOK_S = 1.0  # for an answer of another machine, before this one begins a run
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def launch_groups(
         world: dict[str, Any] = {"num_ranks": num_ranks, "device": device, "grace_s": grace_s}
         work = GroupWork(function=function, args=tuple(args), output=output, private=private, lock=None, **world)
         run = _Run(work, policy, place, token, num_groups, max_restarts, fingerprint)
-        if place is not None and (place.rank > 0 or (place.may_move and _has_terms(output))):
+        if place is not None and (place.rank > 0 or _is_begun(place, output)):
             try:
                 return _joined(run, place, stack)
             except NodeZeroError:
@@ -198,9 +199,19 @@ def _succeeded(
         coordinator.close()
 
 
-def _has_terms(output: Path) -> bool:
-    """Return whether machines of a run that was not ended may still serve it."""
-    return any(folder.is_dir() for folder in output.glob(f"{_MARK}*"))
+def _is_begun(place: NodePlace, output: Path) -> bool:
+    """Return whether another machine may serve the run already: its folder says so, or somebody listens there."""
+    if not place.may_move:
+        return False
+    return any(folder.is_dir() for folder in output.glob(f"{_MARK}*")) or any(map(_listens, place.endpoints[1:]))
+
+
+def _listens(endpoint: str) -> bool:
+    try:
+        connect(endpoint, timeout_s=_LOOK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _local(run: _Run, *, address: str, close: Callable[[], None]) -> LocalGroups:
