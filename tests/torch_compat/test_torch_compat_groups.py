@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world, run_ranks
+from composer3d.torch_compat.collectives.processes import shared_lone_groups
 
 NCCL = {
     "high_priority_stream": True,
@@ -110,3 +111,17 @@ def test_reduce_scatters_of_operators_are_replaced_until_that_ends():
         assert rows == x.chunk(2, 0)[rank].tolist()
         assert output == (x.chunk(2, 0)[rank] * 10).tolist()
         assert is_back and is_set
+
+
+def lone_groups():
+    with shared_lone_groups():
+        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    apart = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    one, two, three = (mesh.get_group(name) for name in "abc")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=two)
+    return one is three, one is two, apart.get_group("a") is apart.get_group("c"), one.size(), float(total)
+
+
+def test_dims_of_one_rank_share_a_group_of_it():
+    assert run_ranks(lone_groups, 2) == [(True, False, False, 1, 2.0)] * 2
