@@ -258,7 +258,7 @@ def test_a_manifest_that_is_not_there(folder, command):
         ),
         (("timeline", "a\0b"), "argument RUN: a path holds no character NUL"),
         (("plan", "run.toml", "--memory", "-5GiB"), '"-5GiB" is not a size; write for example 5GiB or 500MB'),
-        (("plan", "run.toml", "--tokens", "-2e9"), '"-2e9" is not a number above 0, such as 2000'),
+        (("plan", "run.toml", "--tokens", "-2e9"), '"-2e9" is not a number above 0, such as 2000 or 2e3'),
         (("plan", "run.toml", "--storage", "9" * 400), f'"{"9" * 400}" is not a size; write for example 5GiB or 500MB'),
     ],
 )
