@@ -27,7 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -207,6 +207,32 @@ def figures(folder: Path, events: list[dict[str, Any]], reference: list[dict[str
     }
 
 
+def on_one_device(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Train undisturbed on one rank, in a folder that is made; return its rows."""
+    from composer3d.processes import Child
+    from composer3d.runner import launch_local
+
+    folder.mkdir()
+    (folder / "run.toml").write_text("composer3d = 1\n[train]\nmicrobatch = 1\n")
+    work = (str(folder / "run.toml"), str(folder), num_steps)
+
+    def undisturbed() -> dict[str, Any]:
+        return {"ok": launch_local(train, work, num_ranks=1, device="cpu", output=folder / "run").ok}
+
+    assert Child(undisturbed).result()["ok"], "one device runs undisturbed"
+    return [json.loads(line) for line in (folder / "0.jsonl").read_text().splitlines()]
+
+
+def tell(found: dict[str, Any], *, as_json: bool) -> NoReturn:
+    """Print what was found, and end: with 1 where a run did not go on."""
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        for key, value in found.items():
+            say(f"{key}: {value}")
+    sys.exit(0 if found["ended"] == "finished" and found["went_on"] == found["kills"] else 1)
+
+
 def main() -> None:
     """Disturb a run, and print what it has cost."""
     parser = argparse.ArgumentParser(description="Kill ranks of a run of two groups.")
@@ -218,7 +244,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     from composer3d.processes import Child, prewarm
-    from composer3d.runner import launch_local
 
     prewarm()
     found: dict[str, Any] = {
@@ -240,24 +265,9 @@ def main() -> None:
         rows = rows_of(folder)
         if not any(rows.values()):
             fail(found["ended"])
-        num_steps = 1 + max((row["step"] for each in rows.values() for row in each), default=-1)
-        alone = folder / "alone"
-        alone.mkdir()
-        (alone / "run.toml").write_text("composer3d = 1\n[train]\nmicrobatch = 1\n")
-        work = (str(alone / "run.toml"), str(alone), num_steps)
-
-        def undisturbed() -> dict[str, Any]:
-            return {"ok": launch_local(train, work, num_ranks=1, device="cpu", output=alone / "run").ok}
-
-        assert Child(undisturbed).result()["ok"], "one device runs undisturbed"
-        reference = [json.loads(line) for line in (alone / "0.jsonl").read_text().splitlines()]
-        found |= figures(folder, events, reference)
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-    else:
-        for key, value in found.items():
-            say(f"{key}: {value}")
-    sys.exit(0 if found["ended"] == "finished" and found["went_on"] == found["kills"] else 1)
+        num_steps = 1 + max(row["step"] for each in rows.values() for row in each)
+        found |= figures(folder, events, on_one_device(folder / "alone", num_steps))
+    tell(found, as_json=arguments.json)
 
 
 if __name__ == "__main__":

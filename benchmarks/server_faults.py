@@ -21,7 +21,6 @@ import secrets
 import signal
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,8 +28,8 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from faults import train
-from harness import conditions, fail, say
+from faults import on_one_device, tell, train
+from harness import conditions, fail
 
 NODES, SILENT_S, FIRST_KILL_S = 3, 5.0, 1.0
 
@@ -161,9 +160,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no machine is killed any more")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    from composer3d.processes import Child, ChildError, prewarm
+    from composer3d.processes import ChildError, prewarm
     from composer3d.replicas import TOKEN
-    from composer3d.runner import launch_local
 
     prewarm()
     os.environ[TOKEN] = secrets.token_hex(16)
@@ -184,24 +182,9 @@ def main() -> None:
         found["ended"] = next((each["report"] for each in ended if each["report"]), "finished")
         if not any(rows_of(folder).values()):
             fail(found["ended"])
-        num_steps = 1 + max(row["step"] for rows in rows_of(folder).values() for row in rows)
-        alone = folder / "alone"
-        alone.mkdir()
-        (alone / "run.toml").write_text("composer3d = 1\n[train]\nmicrobatch = 1\n")
-        work = (str(alone / "run.toml"), str(alone), num_steps)
-
-        def undisturbed() -> dict[str, Any]:
-            return {"ok": launch_local(train, work, num_ranks=1, device="cpu", output=alone / "run").ok}
-
-        assert Child(undisturbed).result()["ok"], "one device runs undisturbed"
-        reference = [json.loads(line) for line in (alone / "0.jsonl").read_text().splitlines()]
-        found |= figures(folder, events, reference)
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-    else:
-        for key, value in found.items():
-            say(f"{key}: {value}")
-    sys.exit(0 if found["ended"] == "finished" and found["went_on"] == found["kills"] else 1)
+        num_steps = 1 + max(row["step"] for each in rows_of(folder).values() for row in each)
+        found |= figures(folder, events, on_one_device(folder / "alone", num_steps))
+    tell(found, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.replica_groups import STEPS, difference, run_alone, run_groups
+from support.group_runs import assert_one_run
+from support.replica_groups import STEPS, run_alone, run_groups
 
 import composer3d
 
@@ -11,26 +12,11 @@ DATA = "dp_shard = {}\n[train]\nmicrobatch = 1\n[sharding.fsdp2]"
 TENSOR = "tp = 2\n[train]\nmicrobatch = 1\n[sharding.tensor_parallel]\n"
 TENSOR += 'plan = {"layers.*.up" = "colwise", "layers.*.down" = "rowwise"}'
 PIPELINE = 'pp = 2\n[train]\nmicrobatch = 1\n[model]\nblocks = "layers.*"\n[scheduling.pipeline]\nschedule = "1F1B"'
-TOLERANCE = 1e-12  # of float64 sums in another order
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return run_alone(tmp_path_factory.mktemp("alone") / "run")
-
-
-def steps(found):
-    return sorted({row["step"] for group in found for row in group})
-
-
-def assert_one_run(found, alone):
-    """Every step was made, with the numbers of one device, and groups have the same parameters after each."""
-    assert steps(found) == list(range(STEPS))
-    for group in found:
-        assert not group or difference(group, alone) < TOLERANCE
-    digests = {}
-    for row in (row for group in found for row in group):
-        assert digests.setdefault(row["step"], row["digest"]) == row["digest"], row["step"]
 
 
 # ---- numerics --------------------------------------------------------------------------------------------------------

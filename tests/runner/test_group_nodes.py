@@ -8,29 +8,19 @@ import signal
 
 import pytest
 from support.group_nodes import FINGERPRINT, Nodes, await_file, continuing, ending, linked_networks, noting, waiting
-from support.replica_groups import STEPS, difference, run_alone
+from support.group_runs import assert_one_run
+from support.replica_groups import STEPS, run_alone
 from support.sockets import watched_listeners
 
 from composer3d.processes.forking import limit_ranks
 from composer3d.replicas import connect
 
 DATA = "dp_shard = 1\n[train]\nmicrobatch = 1\n[sharding.fsdp2]"
-TOLERANCE = 1e-12  # of float64 sums in another order
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return run_alone(tmp_path_factory.mktemp("alone") / "run")
-
-
-def assert_one_run(found, alone):
-    """Every step was made, with the numbers of one device, and groups have the same parameters after each."""
-    assert sorted({row["step"] for group in found for row in group}) == list(range(STEPS))
-    digests = {}
-    for group in found:
-        assert not group or difference(group, alone) < TOLERANCE
-        for row in group:
-            assert digests.setdefault(row["step"], row["digest"]) == row["digest"], row["step"]
 
 
 def test_a_rank_and_a_machine_are_killed_and_come_again_and_the_run_is_one_devices(alone, tmp_path):
