@@ -70,6 +70,9 @@ COMMANDS = (
     "torch.distributed.tensor.debug",
 )
 
+# Rules over all sources, which one process parses once.
+RULES = ("tests/test_architecture.py", "tests/test_docstrings.py")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that are not about them: a backward in this process would end its forks, and ranks share."""
@@ -151,8 +154,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def scope_of(config: pytest.Config, nodeid: str) -> str:
-    """Return what stays together: a file if its tests share a fixture, and else the test itself."""
+    """Return what stays together: a file if its tests share a fixture, all that parse every source, else the test."""
     file = nodeid.partition("::")[0]
+    if file in RULES:
+        return RULES[0]
     return file if file in sharing_files(config.rootpath) else nodeid
 
 

@@ -113,6 +113,7 @@ def test_nothing_pickles_over_a_collective():
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         if str(path.relative_to(ROOT)) not in STAND_INS
+        and any(name in path.read_text(encoding="utf-8") for name in PICKLING)  # few files are parsed
         for line in pickling_names(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert len(files) > 100
