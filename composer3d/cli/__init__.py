@@ -88,6 +88,20 @@ class _Parser(argparse.ArgumentParser):
         # No option begins with a digit: `--memory -5GiB` is a size that is none, and not an option without its value.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse options that there are not by the name of their command, and before what else is missing."""
+        known = self._option_string_actions
+        for word in args or ():
+            name = word.partition("=")[0]
+            # What follows `--`, a command's name or `--words` is not this parser's.
+            is_over = word == "--" or (self._subparsers is not None and not word.startswith("-"))
+            if is_over or (name in known and known[name].nargs == argparse.REMAINDER):
+                break
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                options = [option for option in known if option.startswith("--")]
+                self.error(f'there is no option "{name}"; {did_you_mean(name, options)}')
+        return super().parse_known_args(args, namespace)
+
     def print_help(self, file: Any = None) -> None:
         if file is None:
             say(self.format_help().removesuffix("\n"))

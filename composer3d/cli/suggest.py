@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from pathlib import Path
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
 from composer3d.cli.output import print_problems, refuse_unwritable_folder, say, say_json
-from composer3d.errors import ManifestError
+from composer3d.errors import ComposerError, ManifestError
 
 __all__ = ["add", "execute"]
 
@@ -43,6 +45,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from composer3d import suggest
 
     refuse_unwritable_folder(arguments.write)
+    _refuse_suggestions_of_another(arguments.manifest, arguments.write)
     try:
         found = suggest(
             arguments.manifest,
@@ -59,6 +62,20 @@ def execute(arguments: argparse.Namespace) -> int:
         say_json(found.to_json())
     else:
         say(str(found))
-    if arguments.write is not None:  # afterwards: files of an earlier search that differ are refused
+    if arguments.write is not None:  # files of an earlier search for this manifest that differ are refused
         found.write(arguments.write)
     return 0 if found.ok else 1
+
+
+def _refuse_suggestions_of_another(manifest: str, folder: Path | None) -> None:
+    """Raise a ComposerError, before a search of minutes, if a folder has suggestions that extend another manifest."""
+    import tomli
+
+    for file in sorted(folder.glob("suggestion-*.toml")) if folder is not None and folder.is_dir() else ():
+        base = None
+        with contextlib.suppress(OSError, ValueError):
+            base = tomli.loads(file.read_text(encoding="utf-8")).get("extends")
+        if base not in (manifest, str(Path(manifest).resolve())):
+            raise ComposerError(
+                f"{file} is no suggestion for {manifest}, and is not overwritten; name another folder with --write"
+            )

@@ -66,6 +66,11 @@ def test_every_command_has_help_and_is_listed():
         (["check", "x", "--set=--"], '--set=--: "--" is no value; --set expects one'),
         (["check"], "composer3d check: error: the following arguments are required: MANIFEST"),
         (
+            ["suggest", "x", "--world_size", "8"],
+            'composer3d suggest: error: there is no option "--world_size"; did you mean "--world-size"?',
+        ),
+        (["--verson"], 'composer3d: error: there is no option "--verson"; did you mean "--version"?'),
+        (
             ["check", "x", "--world-size", "0"],
             'composer3d check: error: argument --world-size: "0" is not a whole number of at least 1',
         ),

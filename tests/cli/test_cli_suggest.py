@@ -69,6 +69,17 @@ def test_a_manifest_that_was_changed_by_hand_is_not_overwritten(manifest, tmp_pa
     assert file.read_text() == changed
 
 
+def test_a_folder_with_suggestions_for_another_manifest_is_refused_before_the_search(manifest, tmp_path, capsys):
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "suggestion-2.toml").write_text('composer3d = 1\nextends = "/elsewhere/other.toml"\n')
+    # A world size that nothing fits: a search would end with 1.
+    assert main(["suggest", manifest, "--world-size", "1000003", "--write", "found"]) == 2
+    assert (
+        "found/suggestion-2.toml is no suggestion for run.toml, and is not overwritten; name another folder with "
+        "--write" in " ".join(capsys.readouterr().err.split())
+    )
+
+
 def test_text(manifest, capsys):
     pins = [word for key in ("dp_shard", "recompute", "zero", "microbatch", "precision") for word in ("--keep", key)]
     assert main(["suggest", manifest, "--world-size", "4", *pins]) == 0
