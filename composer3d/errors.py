@@ -26,6 +26,7 @@ __all__ = [
     "NodeZeroError",
     "PlaceError",
     "NothingShared",
+    "NumberTakenError",
     "OrderError",
     "PatternError",
     "PluginError",
@@ -243,6 +244,10 @@ class PlaceError(ComposerError):
 
 class NodeZeroError(ComposerError):
     """The first of several machines does not answer, or cannot take this one yet; it may be started again."""
+
+
+class NumberTakenError(NodeZeroError):
+    """Another process takes part in the run under the number of this machine."""
 
 
 class RendezvousError(ComposerError):

@@ -92,6 +92,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return os.EX_TEMPFAIL if isinstance(error, NodeZeroError) else FAILED
     if result.failure is not None:
         complain(coloured(result.failure.render(Path(result.output)).rstrip(), good=False, stream=sys.stderr))
+    elif result.exit_code == os.EX_TEMPFAIL:
+        say("preempted: this machine has left the run, which the others go on with; started again, it takes part again")
     elif result.outcome is None:
         say(coloured(f"{result.status} before the first step", good=None))
     elif not is_rank() or os.environ["RANK"] == "0":

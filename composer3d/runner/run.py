@@ -128,18 +128,23 @@ def _refuse_at_once(source: str, overrides: Sequence[str], place: NodePlace | No
     from composer3d.manifest import read
     from composer3d.runner.launching.lock import refuse_held
     from composer3d.runner.launching.node_place import token_of
+    from composer3d.runner.launching.served_run import refuse_served
 
     if place is not None:
         token_of()
-    if place is not None and (place.rank > 0 or place.may_move):  # held by the machine that took over from this one
-        return
+        if place.may_move:  # the folder may be held by a machine that took over from this one
+            return
     try:
         document = read(source, overrides)
     except ManifestError:
         return  # what is wrong with it is told with all that is
     stated = document.get(("run", "output"))
+    output = Path(stated if isinstance(stated, str) and stated else f"runs/{document.stem}")
     try:
-        refuse_held(Path(stated if isinstance(stated, str) and stated else f"runs/{document.stem}"))
+        if place is not None:
+            refuse_served(place, output)
+        if place is None or place.rank == 0:
+            refuse_held(output)
     except ValueError:  # a path that is none
         return
 

@@ -112,7 +112,12 @@ def test_of_three_machines_one_is_killed_and_one_leaves_and_the_last_computes_al
     with limit_ranks(3):
         children = [nodes.start(rank) for rank in (1, 2, 0)]  # those that wait for node 0 first
         second, third, first = (ending(child) for child in children)
-    assert (second, first["outcome"], third["outcome"], third["code"]) == (None, "finished", "preempted", 0)
+    assert (second, first["outcome"], third["outcome"], third["code"]) == (
+        None,
+        "finished",
+        "preempted",
+        os.EX_TEMPFAIL,
+    )
     assert_one_run(nodes.rows(), alone)
     assert nodes.rows()[0][2]["members"] == [0, 2]
 
@@ -128,6 +133,7 @@ def test_where_node_0_is_killed_all_machines_end_and_say_so(tmp_path):
         assert (other["outcome"], other["code"]) == ("failed", os.EX_TEMPFAIL)
         assert other["failed"] == (
             f"run failed: node 0, which knows who takes part in a step, is gone: {nodes.endpoint} does not answer\n"
+            "try: start all machines again with the same commands: the run goes on from its newest checkpoint\n"
             "no checkpoint was complete\n"
         )
 

@@ -107,8 +107,9 @@ def test_a_first_machine_that_was_stopped_finds_that_others_go_on_and_ends(alone
         assert [ending(child) for child in others] == [FINISHED] * 2
     assert (found["outcome"], found["code"]) == ("failed", os.EX_TEMPFAIL)
     assert re.fullmatch(
-        r"run failed: this machine, node 0, was taken for lost, and the others go on without it: node 1 \(\S+, pid "
-        r"\d+\) serves the run since term 4\nno checkpoint was complete\n",
+        r"this machine, node 0, was taken for lost, and the others go on without it: node 1 \(\S+, pid \d+\) serves "
+        r"the run since term 4\ntry: start this machine again with the same command: it takes part again, if the run "
+        r"goes on\n",
         found["failed"],
     )
     assert_one_run(nodes.rows(), alone)
@@ -168,5 +169,6 @@ def test_where_no_machine_is_left_that_may_serve_the_others_end_and_say_so(tmp_p
     assert (last["outcome"], last["code"]) == ("failed", os.EX_TEMPFAIL)
     assert last["failed"] == (
         f"run failed: node 0, which knows who takes part in a step, is gone: {nodes.endpoint} does not answer\n"
+        "try: start all machines again with the same commands: the run goes on from its newest checkpoint\n"
         "no checkpoint was complete\n"
     )

@@ -73,15 +73,18 @@ class Nodes:
         manifest.write_text(f"composer3d = 1\n[mesh]\nreplica = {groups}\n{text}\n[communication.replicas]\n{table}\n")
         self.work = (str(manifest), str(folder), [list(each) for each in ends])
 
-    def start(self, rank, *, output="run", token=SECRET, fingerprint=FINGERPRINT, count=None, before=None):
+    def start(
+        self, rank, *, output="run", token=SECRET, fingerprint=FINGERPRINT, count=None, endpoint=None, before=None
+    ):
         """Start a machine; `before` is called in its process."""
 
         def launch():
             os.environ[TOKEN] = token
-            (self.folder / f"node-{rank}.pid").write_text(str(os.getpid()))
+            if endpoint is None:
+                (self.folder / f"node-{rank}.pid").write_text(str(os.getpid()))
             if before is not None:
                 before()
-            place = NodePlace(count=count or self.count, rank=rank, endpoint=self.endpoint)
+            place = NodePlace(count=count or self.count, rank=rank, endpoint=endpoint or self.endpoint)
             options = {"policy": ReplicaPolicy(**self.policy), "num_groups": self.groups, "num_ranks": self.ranks}
             options |= {"device": "cpu", "output": self.folder / output, "place": place, "fingerprint": fingerprint}
             options["max_restarts"] = self.max_restarts
@@ -157,6 +160,21 @@ def noting(file):
         logging.getLogger("composer3d").addHandler(handler)
 
     return add
+
+
+def read_only(folder, log):
+    """Return what makes a folder read-only for a machine alone, and has it note its warnings."""
+
+    def mount():
+        noting(log)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        bind, remount, private = 0x1000, 0x1000 | 0x20 | 0x1, 0x40000 | 0x4000
+        place = os.fsencode(folder)
+        done = libc.unshare(0x20000) or libc.mount(None, b"/", None, private, None)  # of mounts, from those of others
+        if done or libc.mount(place, place, None, bind, None) or libc.mount(place, place, None, remount, None):
+            log.write_text("no mounts")
+
+    return mount
 
 
 @contextlib.contextmanager

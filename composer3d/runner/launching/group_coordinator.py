@@ -18,7 +18,7 @@ from composer3d.runner.launching.group_takeover import Sharing, take_over
 from composer3d.runner.launching.known_run import KnownRun
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.local_groups import LocalGroups
-from composer3d.runner.launching.node_place import NodeMeeting
+from composer3d.runner.launching.node_place import NodeMeeting, same_number
 from composer3d.runner.launching.remote_nodes import Part, RemoteNode
 from composer3d.runner.launching.seat import Fenced, Seat
 from composer3d.runner.launching.watch import POLL_S, Ended
@@ -166,6 +166,7 @@ class Coordinator:
     def _fenced(self, fenced: Fenced) -> LaunchResult:
         """Return how this machine ends, after another one has taken over."""
         report = self._failures.about_all(fenced.of(self._own), is_recorded=False)
+        report = replace(report, kind="parted", advice=fenced.advice)
         return LaunchResult(outcome="failed", report=report, is_passing=True)
 
     # ---- other machines ----------------------------------------------------------------------------------------------
@@ -174,20 +175,19 @@ class Coordinator:
         """Let a machine in, or return why not."""
         assert self._meeting is not None
         rank, name = int(message["node"]), str(message["name"])[:200]
-        of = f"node {rank} ({name})"
         refused = self._meeting.objection(message)
         if refused is not None:
-            log.warning("%s is not let in: %s", of, refused)
-            return Refusal(refused)
+            if not refused.again:
+                log.warning("node %d (%s) is not let in: %s", rank, name, refused.reason)
+            return refused
         if rank in self._nodes:
-            there = f"{self._nodes[rank]} is there already"
-            return Refusal(f"{there}, and {of} has the same number: give each machine its own --node-rank", again=True)
+            return same_number(str(self._nodes[rank]), name, rank)
         if self._has_ended:
             return Refusal("the run has ended")
         groups = range(rank * self._groups_each, (rank + 1) * self._groups_each)
         running = {int(group): int(attempt) for group, attempt in message.get("running", {}).items()}
         node = RemoteNode(connection, rank=rank, name=name, groups=groups, coordinator=self, running=running)
-        welcome: dict[str, Any] = {"do": "welcome", "mark": self._meeting.mark}
+        welcome: dict[str, Any] = {"do": "welcome", "mark": self._meeting.mark, "endpoints": self._meeting.endpoints}
         if self._seat is not None:
             welcome |= self._seat.admit(rank, str(message["identity"])[:100])
         self._nodes[rank] = node
@@ -212,7 +212,7 @@ class Coordinator:
         if self._local.signals.terminate or self._has_ended:
             return
         if left and len(left) >= self._policy.minimum:
-            node.end(LaunchResult(outcome="preempted"))
+            node.end(LaunchResult(outcome="preempted", is_passing=True))
             node.dismiss("it was asked to stop")
         else:
             log.warning(

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from composer3d.errors import NodeZeroError
+from composer3d.errors import NodeZeroError, NumberTakenError
 from composer3d.processes import temporary_folder
-from composer3d.replicas import ReplicaPolicy, connect, listen
+from composer3d.replicas import ReplicaPolicy, listen
 from composer3d.runner.launching.group_coordinator import Coordinator
 from composer3d.runner.launching.joined_node import JoinedNode
 from composer3d.runner.launching.launcher import LaunchResult
@@ -33,13 +33,12 @@ from composer3d.runner.launching.local_groups import GroupWork, LocalGroups
 from composer3d.runner.launching.lock import RunLock
 from composer3d.runner.launching.node_place import NodeMeeting, NodePlace, host_name, token_of
 from composer3d.runner.launching.seat import Seat
+from composer3d.runner.launching.served_run import listens
 from composer3d.runner.launching.successor import Successor
-from composer3d.runner.launching.terms import Term, Terms
+from composer3d.runner.launching.terms import MARK, Term, Terms
 
 __all__ = ["launch_groups"]
 
-_MARK = ".nodes-"
-_LOOK_S = 1.0  # for an answer of another machine, before this one begins a run
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +111,8 @@ def launch_groups(
         if place is not None and (place.rank > 0 or _is_begun(place, output)):
             try:
                 return _joined(run, place, stack)
-            except NodeZeroError:
-                if place.rank > 0:
+            except NodeZeroError as error:
+                if place.rank > 0 or isinstance(error, NumberTakenError):
                     raise
                 log.warning("%s: nobody serves the run that was there; it is begun again from its checkpoint", output)
         return _coordinated(run, stack)
@@ -128,7 +127,7 @@ def _coordinated(run: _Run, stack: ExitStack) -> LaunchResult:
     address = str(work.private / "quorum") if place is None else place.endpoints[0]
     seat = None
     if place is not None and place.may_move and meeting is not None:
-        term = Term(number=1, node=0, name=host_name(), members={0: uuid.uuid4().hex})
+        term = Term(number=1, node=0, name=host_name(), members={0: uuid.uuid4().hex}, address=address)
         seat = Seat(Terms(work.output / meeting.mark), term)
         seat.terms.claim(term)
     coordinator = _coordinator(run, _listener(address, backlog=run.backlog), meeting=meeting, seat=seat)
@@ -167,7 +166,7 @@ def _recorded(result: LaunchResult, run: _Run, seat: Seat | None) -> LaunchResul
 def _joined(run: _Run, place: NodePlace, stack: ExitStack) -> LaunchResult:
     """Run the groups of a machine that is not the first, or not any more; it may take over."""
     work = run.work
-    successor = Successor(place, run.policy) if place.may_move else None
+    successor = Successor(place, run.policy, work.output) if place.may_move else None
     node = JoinedNode(
         place,
         policy=run.policy,
@@ -188,7 +187,8 @@ def _succeeded(
 ) -> LaunchResult:
     """Serve in place of a lost machine, in the term that this one has claimed."""
     lock = stack.enter_context(RunLock(run.work.output, attempts=run.work.private, takes_over=True))
-    meeting = NodeMeeting(count=place.count, fingerprint=run.fingerprint, mark=successor.mark, own=place.rank)
+    world: dict[str, Any] = {"count": place.count, "fingerprint": run.fingerprint, "endpoints": place.endpoints}
+    meeting = NodeMeeting(mark=successor.mark, own=place.rank, **world)
     assert successor.socket is not None, "it is in the list"
     successor.socket.listen(run.backlog)
     coordinator = _coordinator(run, successor.socket, meeting=meeting, seat=seat, known=successor.known)
@@ -203,15 +203,7 @@ def _is_begun(place: NodePlace, output: Path) -> bool:
     """Return whether another machine may serve the run already: its folder says so, or somebody listens there."""
     if not place.may_move:
         return False
-    return any(folder.is_dir() for folder in output.glob(f"{_MARK}*")) or any(map(_listens, place.endpoints[1:]))
-
-
-def _listens(endpoint: str) -> bool:
-    try:
-        connect(endpoint, timeout_s=_LOOK_S).close()
-    except OSError:
-        return False
-    return True
+    return any(folder.is_dir() for folder in output.glob(f"{MARK}*")) or any(map(listens, place.endpoints[1:]))
 
 
 def _local(run: _Run, *, address: str, close: Callable[[], None]) -> LocalGroups:
@@ -233,18 +225,18 @@ def _listener(address: str, *, backlog: int) -> socket.socket:
 @contextmanager
 def _meeting(place: NodePlace, fingerprint: Mapping[str, str], output: Path) -> Iterator[NodeMeeting]:
     """Write a file, or a folder for terms, into the run's folder: it tells other machines that theirs is the same."""
-    for stale in output.glob(f"{_MARK}*"):  # of a run that was killed
+    for stale in output.glob(f"{MARK}*"):  # of a run that was killed
         if stale.is_dir():
             shutil.rmtree(stale, ignore_errors=True)
         else:
             stale.unlink(missing_ok=True)
-    mark = output / f"{_MARK}{uuid.uuid4().hex}"
+    mark = output / f"{MARK}{uuid.uuid4().hex}"
     if place.may_move:
         mark.mkdir()
     else:
         mark.touch()
     try:
-        yield NodeMeeting(count=place.count, fingerprint=fingerprint, mark=mark.name)
+        yield NodeMeeting(count=place.count, fingerprint=fingerprint, mark=mark.name, endpoints=place.endpoints)
     finally:
         if not place.may_move:  # terms are removed where the run has ended, and not where it may go on elsewhere
             mark.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from composer3d.errors import ComposerError, NodeZeroError
+from composer3d.errors import ComposerError, NodeZeroError, NumberTakenError
 from composer3d.replicas import TOKEN, ReplicaPolicy, connect
 from composer3d.runner.launching.launcher import LaunchResult
 from composer3d.runner.launching.local_groups import EndedGroup, LocalGroups
@@ -84,7 +84,7 @@ class JoinedNode:
         self._place, self._policy, self._output, self._private = place, policy, output, private
         self._grace_s = grace_s
         self._greeting: dict[str, Any] = {"do": "node", "token": token, "node": place.rank, "nodes": place.count}
-        self._greeting |= {"name": host_name(), "fingerprint": dict(fingerprint)}
+        self._greeting |= {"name": host_name(), "fingerprint": dict(fingerprint), "endpoints": place.endpoints}
         self._greeting |= {} if successor is None else {"identity": successor.identity}
         self._socket: socket.socket | None = None
         self._received = b""
@@ -92,7 +92,7 @@ class JoinedNode:
         self._answer_by = float("inf")
         self._give_up_at = time.monotonic() + (policy.join_s if join_s is None else join_s)
         self._was_welcome = self._is_welcome = False  # by any coordinator, and by this one
-        self._is_last = True  # of those that may serve
+        self._asked, self._is_last = place.endpoint, True  # of those that may serve
         self._refused_until: float | None = None
         self._mark: tuple[Path, float] | None = None  # file to be found, and until when
         self._kill_at = float("inf")
@@ -144,9 +144,11 @@ class JoinedNode:
         if now < self._try_at:
             time.sleep(POLL_S)
             return
-        address, is_last = (self._place.endpoint, True) if self._successor is None else self._successor.next_address()
+        is_last = True
+        if self._successor is not None:
+            self._asked, is_last = self._successor.next_address()
         try:
-            self._socket = connect(address, timeout_s=_CONNECT_S)
+            self._socket = connect(self._asked, timeout_s=_CONNECT_S)
         except OSError as error:
             return self._unanswered(error, is_last=is_last)
         self._received, self._mark, self._is_last = b"", None, is_last
@@ -162,6 +164,9 @@ class JoinedNode:
         """Go on to the next one that may serve; after the last one, take over if it is this machine's turn."""
         if not is_last:
             return
+        obstacle = None if self._successor is None else self._successor.obstacle
+        if obstacle is not None and self._refused_until is None:  # and nobody there who would say why
+            raise obstacle
         if self._successor is not None and self._was_welcome:
             seat = self._successor.claim()
             if seat is not None and self._succeed is not None:
@@ -178,7 +183,8 @@ class JoinedNode:
         report = self._report(
             "stuck", f"{self._server}, which knows who takes part in a step, is gone: {where} does not answer"
         )
-        return _Over(LaunchResult(outcome="failed", report=report, is_passing=True))
+        advice = "start all machines again with the same commands: the run goes on from its newest checkpoint"
+        return _Over(LaunchResult(outcome="failed", report=replace(report, advice=advice), is_passing=True))
 
     def _lost(self, reason: str) -> None:
         """Come again; end the groups, whose ranks are not in the run any more, where nobody else may serve."""
@@ -198,6 +204,8 @@ class JoinedNode:
 
     @property
     def _server(self) -> str:
+        if self._successor is not None and not self._was_welcome:
+            return "the machine that serves the run"
         return f"node {0 if self._successor is None else self._successor.server}"
 
     @property
@@ -269,6 +277,7 @@ class JoinedNode:
             self._refused_until = None
             if self._successor is not None:
                 self._successor.welcomed(message, self._output)
+                self._local.know(self._asked)
             self._mark = self._output / Path(str(message["mark"])).name, time.monotonic() + _FOLDER_S
         elif kind == "start" and message["group"] in self._local.groups:
             self._local.start(int(message["group"]), int(message["attempt"]))
@@ -293,8 +302,8 @@ class JoinedNode:
         if self._refused_until is None:
             self._refused_until = now + self._policy.silent_s + _GONE_S
         if not again or now > self._refused_until:
-            kind = NodeZeroError if again else ComposerError
-            raise kind(f"{self._place.endpoint}: {self._server} refuses this machine: {reason}")
+            kind = NumberTakenError if again else ComposerError
+            raise kind(f"{self._asked}: {self._server} refuses this machine: {reason}")
         self.close()
         self._try_at = now + _AGAIN_S
         if self._successor is not None and self._is_last:
@@ -341,7 +350,7 @@ class JoinedNode:
         if is_alone:  # who serves then knows whether this machine may leave
             return
         if signals.terminate and self._socket is None:
-            raise _Over(LaunchResult(outcome="preempted"))
+            raise _Over(LaunchResult(outcome="preempted", is_passing=True))
         if signals.terminate and self._kill_at == float("inf"):
             self._kill_at = now + 2 * self._grace_s
             self._send({"do": "leave"})
@@ -352,8 +361,8 @@ class JoinedNode:
         return _Over(LaunchResult(outcome="failed", report=self._report("stuck", message)))
 
     def _fenced(self, fenced: Fenced) -> LaunchResult:
-        message = fenced.of(self._place.rank)
-        return LaunchResult(outcome="failed", report=self._report("stuck", message), is_passing=True)
+        report = replace(self._report("parted", fenced.of(self._place.rank)), advice=fenced.advice)
+        return LaunchResult(outcome="failed", report=report, is_passing=True)
 
     def _report(self, kind: FailureKind, message: str) -> FailureReport:
         """Return a report of no rank, which stands in no file: the run's folder is the coordinator's."""

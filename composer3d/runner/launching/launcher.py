@@ -56,7 +56,8 @@ class LaunchResult:
         report: What went wrong, None after a success.
         values: What each rank's function returned, pickled; empty after a failure.
         num_restarts: How often the ranks were started again.
-        is_passing: Whether the same command may succeed later: of several machines the first one was lost.
+        is_passing: Whether the same command may succeed later: this one of several machines has left the run, was
+            taken for lost, or lost the one that served.
     """
 
     outcome: Outcome
@@ -73,10 +74,10 @@ class LaunchResult:
     @property
     def exit_code(self) -> int:
         """Return 0, 2 (manifest or command line are wrong), 3 (the run failed or was interrupted) or 75."""
-        if self.report is None:
-            return 0
         if self.is_passing:
             return os.EX_TEMPFAIL
+        if self.report is None:
+            return 0
         return 2 if wrong_manifest(self.report) else 3
 
 

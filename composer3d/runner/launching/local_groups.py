@@ -108,6 +108,11 @@ class LocalGroups:
         """Groups that have come to the end of the run: a machine that takes over may not have heard of it."""
         return list(self._finished.values())
 
+    def know(self, address: str) -> None:
+        """Have groups that are started later find a server at an address, which may be in no list."""
+        if address not in self._address.split(","):
+            self._address = f"{address},{self._address}"
+
     def serve(self, *, lock: RunLock, close: Callable[[], None]) -> None:
         """Start later groups as the machine that serves does, which holds the lock, and has other sockets.
 

@@ -35,6 +35,7 @@ def result_to_json(result: LaunchResult) -> dict[str, Any]:
         "report": None if report is None else asdict(report),
         "value": result.values.get(0),
         "restarts": result.num_restarts,
+        "is_passing": result.is_passing,
     }
 
 
@@ -53,6 +54,7 @@ def result_from_json(content: Mapping[str, Any]) -> LaunchResult:
         report=None if stated is None else _reports().validate_json(json.dumps(stated)),
         values={} if value is None else {0: value},
         num_restarts=int(content["restarts"]),
+        is_passing=bool(content["is_passing"]),
     )
 
 

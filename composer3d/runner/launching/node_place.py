@@ -13,7 +13,7 @@ from composer3d.errors import PlaceError, Problem, RendezvousError
 from composer3d.manifest import Document, Manifest
 from composer3d.mesh import Layout, Role
 from composer3d.processes import find_launch, installed_version
-from composer3d.replicas import TOKEN, host_and_port
+from composer3d.replicas import TOKEN, Refusal, host_and_port
 
 __all__ = [
     "NodeMeeting",
@@ -23,6 +23,7 @@ __all__ = [
     "host_name",
     "node_place",
     "node_problems",
+    "same_number",
     "token_of",
 ]
 
@@ -75,14 +76,16 @@ class NodeMeeting:
         mark: Name of a file in the run's folder, which the others must find there; a folder, that of the terms, where
             several may serve.
         own: Number of this machine.
+        endpoints: Addresses of the machines that may serve, by their numbers.
     """
 
     count: int
     fingerprint: Mapping[str, str]
     mark: str
     own: int = 0
+    endpoints: tuple[str, ...] = ()
 
-    def objection(self, message: Mapping[str, Any]) -> str | None:
+    def objection(self, message: Mapping[str, Any]) -> Refusal | None:
         """Return in what a machine that greets differs from what this run's are; None where it does not.
 
         Args:
@@ -91,13 +94,16 @@ class NodeMeeting:
         rank = int(message["node"])
         if message["nodes"] != self.count:
             stated = str(message["nodes"])[:10]
-            return f"it was started with --nodes {stated}, and node {self.own} with --nodes {self.count}"
-        if not 0 <= rank < self.count or rank == self.own:
-            others = [each for each in range(self.count) if each != self.own]
-            return (
-                f"of {self.count} machines those beside node {self.own} are numbered from {others[0]} to {others[-1]}"
-            )
-        return fingerprint_difference(self.fingerprint, message["fingerprint"], own_rank=self.own)
+            return Refusal(f"it was started with --nodes {stated}, and node {self.own} with --nodes {self.count}")
+        if not 0 <= rank < self.count:
+            return Refusal(f"{self.count} machines are numbered from 0 to {self.count - 1}")
+        reason = fingerprint_difference(self.fingerprint, message["fingerprint"], own_rank=self.own)
+        if reason is None:
+            listed = [str(address)[:300] for address in message["endpoints"][: self.count]]
+            reason = _list_difference(self.endpoints, listed, own_rank=self.own)
+        if reason is None and rank == self.own:
+            return same_number(f"node {rank} ({host_name()})", str(message["name"])[:200], rank)
+        return None if reason is None else Refusal(reason)
 
 
 def node_place(
@@ -227,6 +233,32 @@ def fingerprint_difference(own: Mapping[str, Any], other: Mapping[str, Any], *, 
         if found != value:
             return f"it has {name} {found[:40]}, and node {own_rank} has {value}; install the same on all machines"
     return None
+
+
+def _list_difference(own: Sequence[str], other: Sequence[str], *, own_rank: int) -> str | None:
+    """Return in what another machine's list of addresses differs from this one's; None where it serves as well.
+
+    Single addresses that differ do not matter: a machine that was replaced has another one.
+    """
+    is_in_place = all(address not in own or own.index(address) == place for place, address in enumerate(other))
+    if len(own) == len(other) and is_in_place:
+        return None
+    return (
+        f"it was started with --endpoint {','.join(other)}, and node {own_rank} with --endpoint {','.join(own)}; give "
+        "all machines the same list, in the order of their numbers"
+    )
+
+
+def same_number(there: str, name: str, rank: int) -> Refusal:
+    """Return the refusal of a machine whose number another one has; that one may be about to leave.
+
+    Args:
+        there: The other one.
+        name: Host name and process of the one that is refused.
+        rank: The number.
+    """
+    reason = f"{there} is there already, and node {rank} ({name}) has the same number"
+    return Refusal(f"{reason}: give each machine its own --node-rank", again=True)
 
 
 def host_name() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from composer3d.runner.launching.terms import Term, Terms
 
@@ -18,6 +19,11 @@ class Fenced(Exception):
     def of(self, node: int) -> str:
         """Return the report of a machine."""
         return f"this machine, node {node}, was taken for lost, and the others go on without it: {self}"
+
+    @property
+    def advice(self) -> str:
+        """Advice for the user."""
+        return "start this machine again with the same command: it takes part again, if the run goes on"
 
 
 class Seat:
@@ -41,7 +47,7 @@ class Seat:
         Raises:
             Fenced: Another machine has begun it.
         """
-        following = Term(number=self.term.number + 1, node=self.term.node, name=self.term.name, members=dict(members))
+        following = replace(self.term, number=self.term.number + 1, members=dict(members))
         try:
             is_claimed = self.terms.claim(following)
         except FileNotFoundError:

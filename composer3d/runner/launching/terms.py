@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Term", "Terms"]
+__all__ = ["MARK", "Term", "Terms", "newest_term"]
+
+MARK = ".nodes-"  # with which the name of their folder begins, in the run's folder
 
 _WRITTEN_S = 2.0  # until the content of a file that is there is seen
 
@@ -29,12 +31,14 @@ class Term:
         node: Number of the machine that serves.
         name: Its host name and process.
         members: By their numbers, the machines that take part, as they call themselves; with the one that serves.
+        address: Where it serves, as `HOST:PORT`; empty where its maker died before it wrote.
     """
 
     number: int
     node: int
     name: str
     members: Mapping[int, str]
+    address: str = ""
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.name}) serves the run since term {self.number}"
@@ -95,8 +99,19 @@ class Terms:
             try:
                 content = json.loads(self._file(number).read_text())
                 members = {int(node): str(name) for node, name in content["members"].items()}
-                return Term(number=number, node=int(content["node"]), name=str(content["name"]), members=members)
+                node, name, address = int(content["node"]), str(content["name"]), str(content["address"])
+                return Term(number=number, node=node, name=name, members=members, address=address)
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 if time.monotonic() > deadline:
                     return Term(number=number, node=-1, name="unknown", members={})
                 time.sleep(0.02)
+
+
+def newest_term(output: Path) -> Term | None:
+    """Return the newest term of a run that is in a folder, or was killed there; None where there is none.
+
+    Args:
+        output: The run's folder.
+    """
+    found = [Terms(folder).after(0) for folder in output.glob(f"{MARK}*") if folder.is_dir()]
+    return max((term for term in found if term is not None), key=lambda term: term.number, default=None)

@@ -23,7 +23,7 @@ from composer3d.runner.reporting.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
 
-FailureKind = Literal["user", "machine", "crash", "killed", "left", "stuck", "interrupted"]
+FailureKind = Literal["user", "machine", "crash", "killed", "left", "stuck", "interrupted", "parted"]
 
 _SHORT = 10_000  # characters of a message, and of a traceback
 
@@ -197,7 +197,7 @@ class FailureReport:
         lines += self._rest()
         if self.advice:
             lines.append(f"try: {self.advice}")
-        if output is not None and not wrong_manifest(self):
+        if output is not None and not wrong_manifest(self) and self.kind != "parted":
             lines.append(self._where(output))
         return "\n".join(lines) + "\n"
 
@@ -224,7 +224,7 @@ class FailureReport:
         if wrong_manifest(self):
             return self.message
         if self.rank is None:
-            return f"run failed: {self.message}" if self.kind != "interrupted" else self.message
+            return self.message if self.kind in ("interrupted", "parted") else f"run failed: {self.message}"
         if self.kind in ("user", "machine"):
             alone = self.world_size > 1 and len(self._same()) + 1 < self.world_size
             return f"run failed: {self.message}" + (f" ({self._place(self.who())})" if alone else "")
