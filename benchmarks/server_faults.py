@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from faults import on_one_device, tell, train
 from harness import conditions, fail
 
-NODES, SILENT_S, FIRST_KILL_S = 3, 5.0, 1.0
+NODES, SILENT_S, FIRST_KILL_S, BACK_S = 3, 5.0, 1.0, 240.0
 
 
 def endpoints() -> str:
@@ -100,6 +100,12 @@ def send(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
+def are_together(folder: Path, since: float) -> bool:
+    """Return whether all machines have made a step together since a time."""
+    rows = rows_of(folder)
+    return all(any(row["time"] > since and row.get("groups") == NODES for row in rows[node]) for node in rows)
+
+
 def disturb(
     folder: Path, endpoint: str, machines: dict[int, Any], *, kills: int, stop: bool, until: float
 ) -> list[Any]:
@@ -107,17 +113,14 @@ def disturb(
     chosen, events = random.Random(0), list[dict[str, Any]]()
     while len(events) < kills and time.monotonic() < until:
         time.sleep(0.02)
-        since = events[-1]["time"] if events else 0.0
-        rows = rows_of(folder)
-        together = [any(row["time"] > since and row.get("groups") == NODES for row in rows[node]) for node in rows]
         node = serving(folder)
-        if not all(together) or node is None:
+        if node is None or not are_together(folder, events[-1]["time"] if events else 0.0):
             continue
         time.sleep(chosen.random() * FIRST_KILL_S)
         pids = tree(int((folder / f"node-{node}.pid").read_text()))
         send(pids, signal.SIGSTOP if stop else signal.SIGKILL)
         events.append({"time": time.time(), "node": node})
-        others = [each for each in rows if each != node]
+        others = [each for each in range(NODES) if each != node]
         while not any(row["time"] > events[-1]["time"] for each in others for row in rows_of(folder)[each]):
             if time.monotonic() > until or all(machines[each].ready() for each in others):
                 return events
@@ -173,7 +176,9 @@ def main() -> None:
         machines = {node: start(folder, node, endpoint) for node in range(NODES)}
         until = time.monotonic() + arguments.seconds
         events = disturb(folder, endpoint, machines, kills=arguments.kills, stop=arguments.stop, until=until)
-        time.sleep(2)
+        until = time.monotonic() + BACK_S  # one that came after the end would wait for somebody to serve
+        while events and not are_together(folder, events[-1]["time"]) and time.monotonic() < until:
+            time.sleep(0.1)
         (folder / "stop").touch()
         ended = []
         for machine in machines.values():

@@ -145,6 +145,21 @@ def test_what_a_run_of_the_layouts_says():
     )
 
 
+def test_what_the_loss_of_the_machine_that_serves_costs_is_on_record():
+    found = recorded("server_faults")
+    gap, back = found["gap_s"], found["back_s"]
+    text = " ".join(FIGURES.split())
+    assert (found["ended"], found["signal"], found["steps_missing"]) == ("finished", "KILL", 0)
+    assert (
+        f"Of {found['kills']} kills {found['went_on']} were survived, in {found['steps']} steps of which none is "
+        f"missing, and the losses differ from those of one undisturbed device by {found['loss_difference']:.1e} of "
+        f"their size. Those that were left made their next step {gap['median']:.2f} s after the kill (median; longest "
+        f"{gap['worst']:.2f} s) at a step of {found['step_ms'] / 1e3:.2f} s, and the lost machine was in step again "
+        f"after {back['median']:.1f} s (longest {back['worst']:.1f} s)."
+    ) in text
+    assert f"at a load of {found['conditions']['load_1min_before']:.0f} on 2 cores" in text
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -155,6 +170,7 @@ def test_what_a_run_of_the_layouts_says():
         "offload",
         "quickstart",
         "slurm_start",
+        "server_faults",
         "layout_time",
         "plan_time",
         "verify_time",
