@@ -70,8 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="composer3d",
         description="Compose parallelism onto any torch.nn.Module from a TOML manifest.",
         epilog="Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; "
-        "3 the run failed; 75 of groups on several machines, the first one is gone or does not answer; this one may be "
-        "started again.",
+        "3 the run failed; 75 of groups on several machines, this one may be started again; it has left, or is without "
+        "one that serves the run.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of composer3d and torch")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -6,6 +6,7 @@ import json
 import secrets
 
 from composer3d.errors import ComposerError
+from composer3d.jobs.group_shell import NUM_SERVERS
 from composer3d.jobs.kubernetes_yaml import CONFIG, FOLDER, OUTPUT, PORT, SERVICE, manifest_text, pod
 from composer3d.jobs.request import JobRequest
 
@@ -21,16 +22,9 @@ stringData:
   token: {token}
 """
 
-_DISRUPTED = """\
-              - action: Ignore
-                onPodConditions:
-                  - type: DisruptionTarget
-                    status: "True"
-"""
-
-# The set ends with the first machine's pod, which knows who takes part. A pod that ends is made again under its number;
-# one whose node is drained, or lost, is not counted. Exit codes 2 and 3 are of a manifest that is wrong, and of a run
-# that has failed: of the first machine they end the set.
+# The job, and with it the set, ends as a pod does with 0, since no machine ends so before the run. A pod that is lost,
+# or has left, is made again under its number; one whose node is drained, or lost, is not counted. Exit codes 2 and 3
+# are of a manifest that is wrong, and of a run that has failed.
 _JOBSET = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -40,31 +34,10 @@ spec:
   network:
     enableDNSHostnames: true
     subdomain: {name}
-  successPolicy:
-    operator: All
-    targetReplicatedJobs: [first]
   failurePolicy:
     maxRestarts: 0
   replicatedJobs:
-    - name: first
-      replicas: 1
-      template:
-        spec:
-          parallelism: 1
-          completions: 1
-          completionMode: Indexed
-          backoffLimit: {max_restarts}
-          podFailurePolicy:
-            rules:
-{disrupted}              - action: FailJob
-                onExitCodes:
-                  operator: In
-                  values: [2, 3]
-          template:
-{first}{others}"""
-
-_OTHERS = """\
-    - name: other
+    - name: machine
       replicas: 1
       template:
         spec:
@@ -72,9 +45,20 @@ _OTHERS = """\
           completions: {count}
           completionMode: Indexed
           backoffLimit: {tries}
+          successPolicy:
+            rules:
+              - succeededCount: 1
           podFailurePolicy:
             rules:
-{disrupted}          template:
+              - action: Ignore
+                onPodConditions:
+                  - type: DisruptionTarget
+                    status: "True"
+              - action: FailJob
+                onExitCodes:
+                  operator: In
+                  values: [2, 3]
+          template:
 {pod}"""
 
 _VARIABLES = """\
@@ -106,22 +90,7 @@ def group_kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> st
             "--kind trainjob: its operator starts torchrun, whose world ends as a whole; of groups of ranks that come "
             "and go write --kind jobset"
         )
-    count, others = request.nodes - 1, ""
-    if count:
-        name = f"{request.name}-first-0-0.{request.name}"
-        others = _OTHERS.format(
-            count=count,
-            tries=_TRIES,
-            disrupted=_DISRUPTED,
-            pod=_pod(request, "$((JOB_COMPLETION_INDEX + 1))", endpoint=f"{name}:{PORT}"),
-        )
-    jobset = _JOBSET.format(
-        name=request.name,
-        max_restarts=max(request.max_restarts, 6),  # Kubernetes' own, for a pod whose processes are killed
-        disrupted=_DISRUPTED,
-        first=_pod(request, "0", endpoint=f"$ADDRESS:{PORT}", port=PORT),
-        others=others,
-    )
+    jobset = _JOBSET.format(name=request.name, count=request.nodes, tries=_TRIES, pod=_pod(request))
     objects = [
         CONFIG.format(name=request.name, manifest=json.dumps(manifest_text(request))),
         _SECRET.format(name=request.name, token=json.dumps(secrets.token_hex(16))),
@@ -131,12 +100,20 @@ def group_kubernetes_objects(request: JobRequest, *, kind: str = "jobset") -> st
     return request.comment() + "# Who has this file's secret may take part in the run.\n" + "---\n".join(objects)
 
 
-def _pod(request: JobRequest, rank: str, *, endpoint: str, port: int | None = None) -> str:
-    """Return the pod of a machine; the shell reads its number and the endpoint, and no other word.
+def _pod(request: JobRequest) -> str:
+    """Return the pod of a machine; the shell reads its number and its address, and no other word.
 
-    The first one listens on its own address, since its name may not be known yet; an IPv6 one stands in brackets.
+    A pod that is made again has another address, of which its name stands for the last one for a while. One that may
+    serve listens on what the name stands for, and waits until that is its own.
     """
-    script = f'case $ADDRESS in *:*) ADDRESS="[$ADDRESS]" ;; esac; exec python3 "$@" --node-rank {rank}'
-    command = ["bash", "-c", f"{script} --endpoint {endpoint}", "machine", *request.machine(f"{FOLDER}/run.toml")]
+    names = [f"{request.name}-machine-0-{index}.{request.name}" for index in range(min(NUM_SERVERS, request.nodes))]
+    own = f"{request.name}-machine-0-$JOB_COMPLETION_INDEX.{request.name}"
+    script = (
+        f"trap 'exit 75' TERM; while [ $JOB_COMPLETION_INDEX -lt {len(names)} ] && "
+        f'! getent ahosts {own} | grep -q "^$ADDRESS "; do sleep 1; done; trap - TERM; '
+        'exec python3 "$@" --node-rank $JOB_COMPLETION_INDEX'
+    )
+    command = ["bash", "-c", script, "machine", *request.machine(f"{FOLDER}/run.toml")]
     command += ["--set", f"run.output={OUTPUT}/{request.name}"]
-    return pod(request, command, indent=12, port=port, variables=_VARIABLES.format(name=request.name))
+    command += ["--endpoint", ",".join(f"{name}:{PORT}" for name in names)]
+    return pod(request, command, indent=12, port=PORT, variables=_VARIABLES.format(name=request.name))

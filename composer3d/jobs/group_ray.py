@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from composer3d.jobs.group_shell import NUM_SERVERS
 from composer3d.jobs.request import JobRequest
 
 __all__ = ["group_ray_driver"]
@@ -18,16 +19,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-NODES, GPUS, MAX_RESTARTS = {nodes}, {gpus}, {max_restarts}
+NODES, SERVERS, GPUS, MAX_RESTARTS = {nodes}, {num_servers}, {gpus}, {max_restarts}
 COMMAND = {command}
 BUNDLE = {{"CPU": 1, "GPU": GPUS}} if GPUS else {{"CPU": 1}}
-FINAL = (0, 2, 3)  # to start a machine again would change nothing; all else is a loss, of it or of machine 0
+FINAL = (0, 2, 3)  # to start a machine again would change nothing; all else is a loss, or it has left
 
 
 def end_with_actor():
@@ -42,9 +42,11 @@ class Node:
             listener.bind(("", 0))
             return f"{{ray.util.get_node_ip_address()}}:{{listener.getsockname()[1]}}"
 
-    def run(self, secret, endpoint, rank):
+    def run(self, secret, endpoints, rank):
+        if rank < len(endpoints) and endpoints[rank].rpartition(":")[0] != ray.util.get_node_ip_address():
+            endpoints = [*endpoints[:rank], self.meeting_point(), *endpoints[rank + 1 :]]  # in place of a lost machine
         environment = {{**os.environ, "COMPOSER3D_QUORUM_TOKEN": secret}}
-        command = [sys.executable, *COMMAND, "--node-rank", str(rank), "--endpoint", endpoint]
+        command = [sys.executable, *COMMAND, "--node-rank", str(rank), "--endpoint", ",".join(endpoints)]
         return subprocess.run(command, env=environment, preexec_fn=end_with_actor).returncode
 
 
@@ -56,8 +58,7 @@ def placed(rank):
 
 def start(rank):
     """Start the groups of a machine; returns what will be its exit code."""
-    actors[rank] = placed(rank)
-    return actors[rank].run.remote(secret, endpoint, rank)
+    return actors[rank].run.remote(secret, endpoints, rank)
 
 
 def ended(result):
@@ -70,32 +71,31 @@ def ended(result):
 
 
 def train():
-    """Start all machines, and those that are lost again, until the first one has ended; returns its exit code."""
-    running = {{start(rank): rank for rank in range(1, NODES)}} | {{actors[0].run.remote(secret, endpoint, 0): 0}}
+    """Start all machines, and those that are lost again, until the run is over; returns its exit code."""
+    running, losses = {{start(rank): rank for rank in range(NODES)}}, 0
     while True:
-        (result,), _ = ray.wait(list(running))
-        rank, code = running.pop(result), ended(result)
-        if rank == 0:
-            if running:  # they end with the run, but for those that are lost
-                ray.wait(list(running), num_returns=len(running), timeout=60)
-            return code
-        if code not in FINAL:
+        ray.wait(list(running))
+        done, _ = ray.wait(list(running), num_returns=len(running), timeout=2)  # with others that are lost at once
+        codes = {{running.pop(result): ended(result) for result in done}}
+        final = [code for code in codes.values() if code in FINAL]
+        if final:
+            others, _ = ray.wait(list(running), num_returns=len(running), timeout=60) if running else ([], [])
+            return min(final + [code for code in map(ended, others) if code in FINAL])
+        losses += not running
+        if losses > MAX_RESTARTS:
+            return max(codes.values())
+        for rank, code in codes.items():
             print(f"machine {{rank}} is lost (exit code {{code}}), and started again", file=sys.stderr)
-            time.sleep(2)
+            actors[rank] = placed(rank)
             running[start(rank)] = rank
 
 
 ray.init()
 group = placement_group([BUNDLE] * NODES, strategy="STRICT_SPREAD")
 ray.get(group.ready())
-secret, actors = secrets.token_hex(16), {{}}
-for _ in range(MAX_RESTARTS + 1):
-    actors[0] = placed(0)
-    endpoint = ray.get(actors[0].meeting_point.remote())
-    code = train()
-    if code in FINAL:
-        break
-    print(f"machine 0 is lost (exit code {{code}})", file=sys.stderr)
+secret, actors = secrets.token_hex(16), [placed(rank) for rank in range(NODES)]
+endpoints = ray.get([actor.meeting_point.remote() for actor in actors[:SERVERS]])
+code = train()
 sys.exit(code if code >= 0 else 1)
 '''
 
@@ -104,8 +104,9 @@ def group_ray_driver(request: JobRequest) -> str:
     """Return the Python file that `ray job submit` runs.
 
     A placement group reserves all machines before any rank starts (STRICT_SPREAD: one bundle a machine). Where a
-    machine is lost, Ray places its bundle on another one, and its groups come back there. The secret is passed from
-    actor to actor, and stands in no command line and no file.
+    machine is lost, Ray places its bundle on another one, and its groups come back there, with an address that the
+    others do not have: it serves no run but one that is begun again. The secret is passed from actor to actor, and
+    stands in no command line and no file.
 
     Args:
         request: What is to be started.
@@ -114,6 +115,7 @@ def group_ray_driver(request: JobRequest) -> str:
         comment=request.comment(),
         name=request.name,
         nodes=request.nodes,
+        num_servers=min(NUM_SERVERS, request.nodes),
         gpus=request.gpus_per_node if request.uses_gpus else 0,
         max_restarts=request.max_restarts,
         command=json.dumps(request.machine(), indent=4),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from composer3d.jobs.group_shell import DECIDE, SECRET, machine_command
+from composer3d.jobs.group_shell import NUM_SERVERS, SECRET, again, machine_command
 from composer3d.jobs.request import JobRequest, quoted
 from composer3d.jobs.slurm_script import ADDRESS, directives
 
 __all__ = ["group_slurm_script"]
 
 # A step a machine: of one step over all of them a machine's processes could not be started again. Slurm tells the
-# script alone of its end (B:), and it the ranks, which save; machines other than the first then end with it.
+# script alone of its end (B:), and it the ranks, which save. Each listed machine has a port of
+# its own: nodes may share an address.
 _SCRIPT = """\
 #!/bin/bash
 {comment}{directives}
@@ -21,16 +22,24 @@ job=$SLURM_JOB_ID-$restarts
 mkdir -p "$logs"
 {secret}
 
-stopped= lost=0
+tell() {{
+  scancel --signal=TERM "$SLURM_JOB_ID"
+}}
+stopped=
 stop() {{ # the time limit or a preemption is near: the ranks save and end, and the job is queued again
   stopped=1
-  scancel --signal=TERM "$SLURM_JOB_ID"
+  touch "$over"
+  tell
 }}
 trap stop USR1
 
+index=0
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=${{hosts[0]}}
-{address}
+endpoints= # of the machine that knows who takes part, and of those that take over where it is lost
+for head in "${{hosts[@]:0:{num_servers}}}"; do
+  {address}
+  endpoints+=${{endpoints:+,}}$address:$((port + index++))
+done
 
 export secret
 program='
@@ -49,9 +58,10 @@ machine() {{ # the groups of machine $1, which is given up where it was silent f
   srun --job-name="$name" --nodes=1 --ntasks=1 --nodelist="${{hosts[$1]}}" --overlap --no-kill --kill-on-bad-exit=0 \
     --open-mode=append --output="$logs/slurm-$job-$1.log" bash -c "$program" "$alive" \
     {command} &
-  local step=$!
+  local step=$! silent
   while kill -0 "$step" 2>/dev/null; do
-    if [ $(($(date +%s) - $(stat --format=%Y "$alive"))) -gt {silent_s} ]; then
+    silent=$(($(date +%s) - $(stat --format=%Y "$alive"))) # below 0 until it has begun
+    if [ "$silent" -gt {silent_s} ] || {{ [ "$silent" -lt 0 ] && [ -e "$over" ]; }}; then
       steps=$(squeue --noheader --steps --job="$SLURM_JOB_ID" --format="%i %j")
       scancel --signal=KILL $(sed -n "s/ $name\\$//p" <<<"$steps")
       kill -KILL "$step"
@@ -62,22 +72,12 @@ machine() {{ # the groups of machine $1, which is given up where it was silent f
   wait "$step" || code=$?
   return "$code"
 }}
-{decide}
+{again}
 
-while :; do
-  rm -f "$over"
-  for index in "${{!hosts[@]}}"; do
-    [ "$index" = 0 ] || (trap '' USR1; again "$index") &
-  done
-  machine 0 & # which knows who takes part: as it ends, the run has
-  attend $!
-  for _ in {{1..30}}; do [ -z "$(jobs -rp)" ] || sleep 1; done
-  scancel --signal=KILL "$SLURM_JOB_ID" 2>/dev/null # steps of machines that are not there any more
-  wait
-  [ -z "$stopped" ] && is_lost "$code" && [ "$lost" -lt {max_restarts} ] || break
-  lost=$((lost + 1))
-  echo "machine 0 is lost (exit code $code): all are started again from the newest checkpoint ($lost)" >&2
+for index in "${{!hosts[@]}}"; do
+  (trap '' USR1; again "$index") &
 done
+attend
 if [ -n "$stopped" ]; then
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
@@ -93,8 +93,9 @@ _START_S = 900  # until a step is created, and its container's image is there
 def group_slurm_script(request: JobRequest) -> str:
     """Return the script that `sbatch` takes.
 
-    A machine that fails does not end the job (`--no-kill`), and is started again while it is part of it. Where the one
-    of the script fails, Slurm queues the job again, and it goes on from the newest checkpoint.
+    A machine that fails does not end the job (`--no-kill`), and is started again while it is part of it; where it
+    knew who takes part, another one takes over. Where the node of the script, which is machine 0, fails with it, Slurm
+    queues the job again, and it goes on from the newest checkpoint.
 
     Args:
         request: What is to be started.
@@ -104,10 +105,10 @@ def group_slurm_script(request: JobRequest) -> str:
         directives=directives(request, "--no-kill"),
         logs=quoted([f"{request.output}/logs"]),
         secret=SECRET,
-        address=ADDRESS,
-        command=machine_command(request, endpoint='"$address:$port"'),
-        decide=DECIDE,
-        max_restarts=request.max_restarts,
+        address=ADDRESS.replace("\n", "\n  "),
+        command=machine_command(request),
+        again=again(request),
+        num_servers=NUM_SERVERS,
         silent_s=_SILENT_S,
         start_s=_START_S,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.jobs.group_shell import DECIDE, SECRET, machine_command
+from composer3d.jobs.group_shell import NUM_SERVERS, SECRET, again, machine_command
 from composer3d.jobs.request import JobRequest, quoted
 from composer3d.jobs.ssh_script import refuse_hosts
 
@@ -21,12 +21,23 @@ logs={logs}
 mkdir -p "$logs"
 {secret}
 
-stopped= lost=0
+endpoints= # of the machine that knows who takes part, and of those that take over where it is lost
+for host in "${{hosts[@]:0:{num_servers}}}"; do
+  host=${{host#*@}}
+  case $host in *:*) host="[$host]" ;; esac
+  endpoints+=${{endpoints:+,}}$host:$port
+done
+
+tell() {{ # all machines that are there: any of them may serve
+  local index told
+  for index in $(ls "$there" 2>/dev/null); do
+    printf -v told 'cd %q && kill -TERM $(cat %q)' "$PWD" "$logs/.pid-$job-$index"
+    ssh -o BatchMode=yes -o ConnectTimeout=10 "${{hosts[$index]}}" "$told" &
+  done
+}}
 stop() {{ # the ranks save and end
-  local told
-  stopped=1
-  printf -v told 'cd %q && kill -TERM $(cat %q)' "$PWD" "$logs/.pid-$job-0"
-  ssh -o BatchMode=yes "${{hosts[0]}}" "$told" &
+  touch "$over"
+  tell
 }}
 trap stop TERM INT
 machine() {{ # the groups of machine $1
@@ -37,20 +48,12 @@ machine() {{ # the groups of machine $1
   ssh -tt -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${{hosts[$1]}}" \\
     "cd $(printf %q "$PWD") && $told$command" >>"$logs/ssh-$1.log" 2>&1 </dev/null
 }}
-{decide}
+{again}
 
-while :; do
-  rm -f "$over"
-  for index in "${{!hosts[@]}}"; do
-    [ "$index" = 0 ] || (trap '' TERM INT; again "$index") &
-  done
-  (trap '' TERM INT; machine 0) & # which knows who takes part: as it ends, the run has
-  attend $!
-  wait
-  [ -z "$stopped" ] && is_lost "$code" && [ "$lost" -lt {max_restarts} ] || break
-  lost=$((lost + 1))
-  echo "machine 0 is lost (exit code $code): all are started again from the newest checkpoint ($lost)" >&2
+for index in "${{!hosts[@]}}"; do
+  (trap '' TERM INT; again "$index") &
 done
+attend
 [ "$code" = 0 ] || tail -n 20 "$logs"/ssh-*.log >&2
 exit "$code"
 """
@@ -72,7 +75,7 @@ def group_ssh_script(request: JobRequest) -> str:
         name=request.name,
         logs=quoted([f"{request.output}/logs"]),
         secret=SECRET,
-        command=machine_command(request, endpoint='"${hosts[0]#*@}:$port"'),
-        decide=DECIDE,
-        max_restarts=request.max_restarts,
+        num_servers=NUM_SERVERS,
+        command=machine_command(request),
+        again=again(request),
     )

@@ -65,53 +65,75 @@ def test_a_node_of_slurm_may_be_lost(folder):
 
 # ---- ssh -------------------------------------------------------------------------------------------------------------
 
-# Machine 0 ends once machine 1 has been there twice, or as it is asked to.
+# Each start of a machine does what the file `how-K` says next: is killed, ends with a code, waits until another one has
+# come `again`, is there until it is told to end, since it came too `late` for the run, or is killed `together` with the
+# other one; then none is started again before the loss of all is noted.
 REMOTE = {
-    "ssh": '#!/bin/bash\necho "$*" >>argv\nexec bash -c "${!#}"\n',
-    "sleep": "#!/bin/bash\n",
+    "ssh": '#!/bin/bash\necho "$*" >>argv\nexec env --default-signal=TERM bash -c "${!#}"\n',
+    "sleep": """\
+#!/bin/bash
+until [ "$(cat 'out put/logs/'.losses-* 2>/dev/null | wc -l)" -ge $(($(wc -l <met) / 2)) ]; do
+  read -rt 0.1 <>again
+done
+""",
     "python3": """\
 #!/bin/bash
 echo "$*" >>argv
-case "$*" in *'--node-rank 1 '*)
-  echo "$COMPOSER3D_QUORUM_TOKEN" >>secrets
-  [ "$(wc -l <secrets)" = 1 ] && kill -9 $$
-  echo >twice
-  exit 0;;
-esac
+line="$*"
+node="${line##*--node-rank }" && node=${node%% *}
+echo "$COMPOSER3D_QUORUM_TOKEN" >>secrets
 stat --format=%a 'out put/logs/'.secret-* >mode
-echo "$COMPOSER3D_QUORUM_TOKEN" >first
-[ -e lost ] || { touch lost; [ "$HOW" = lost ] && kill -9 $$; }
-[ "$HOW" = failed ] && exit 3
-read -r <twice
+how=$(head -n 1 "how-$node") && sed -i 1d "how-$node"
+case $how in
+  killed) kill -9 $$ ;;
+  together)
+    echo >>met
+    while [ $(($(wc -l <met) % 2)) = 1 ]; do read -rt 0.1 <>again; done
+    kill -9 $$ ;;
+  wait) read -r <again && exit 0 ;;
+  again) echo >again && exit 0 ;;
+  late)
+    trap 'exit 75' TERM
+    while :; do read -rt 0.1 <>again; done ;;
+  *) exit "$how" ;;
+esac
 """,
 }
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "again"),
-    [("calm", 0, ["machine 1"]), ("lost", 0, ["machine 0"]), ("failed", 3, [])],
-    ids=["another", "first", "failed"],
+    ("starts", "code", "again"),
+    [
+        ((["wait"], ["killed", "again"]), 0, ["machine 1"]),
+        ((["killed", "again"], ["wait"]), 0, ["machine 0"]),
+        ((["75", "again"], ["wait"]), 0, ["machine 0"]),
+        ((["3"], ["3"]), 3, []),
+        ((["0"], ["late"]), 0, []),
+        ((["together", "0"], ["together", "0"]), 0, ["machine 0", "machine 1"]),
+        ((["together"] * 9, ["together"] * 9), 137, ["machine 0", "machine 1"]),
+    ],
+    ids=["another", "first", "left", "failed", "late", "all", "all, twice"],
 )
-def test_an_ssh_job_starts_again_what_is_lost_and_nothing_that_has_failed(folder, how, code, again, monkeypatch):
+def test_an_ssh_job_starts_again_what_is_lost_and_nothing_that_has_failed(folder, starts, code, again, monkeypatch):
     (folder / "bin").mkdir()
     for name, text in REMOTE.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    os.mkfifo(folder / "twice")
-    reader = os.open(folder / "twice", os.O_RDWR)  # what machine 1 writes waits for machine 0
+    for node, each in enumerate(starts):
+        (folder / f"how-{node}").write_text("\n".join(each) + "\n")
+    os.mkfifo(folder / "again")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOW", how)
-    (folder / "secrets").touch()
-    script = group_ssh_script(asked(hosts=("alice@node1", "node2")))
+    (folder / "met").touch()
+    script = group_ssh_script(asked(hosts=("alice@node1", "fd00::5")))
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
-    os.close(reader)
-    assert done.returncode == code
-    told = [line.partition(" (")[0].removesuffix(" is lost") for line in done.stderr.splitlines() if "is lost" in line]
-    assert set(again) <= set(told) <= {*again, "machine 1"}
-    secrets = (folder / "secrets").read_text().split()
-    secret = (folder / "first").read_text().strip()
-    assert len(secret) == 32 and set(secrets) <= {secret}
-    assert secret not in (folder / "argv").read_text()
+    assert done.returncode == code, done.stderr
+    told = {line.partition(" (")[0] for line in done.stderr.splitlines() if "is lost" in line}
+    assert told == set(again)
+    (secret,) = set((folder / "secrets").read_text().split())
+    argv = (folder / "argv").read_text()
+    assert len(secret) == 32 and secret not in argv
+    started = [line for line in argv.splitlines() if line.startswith("-m composer3d run")]
+    assert all(line.endswith("--endpoint node1:29400,[fd00::5]:29400") for line in started)
     assert (folder / "mode").read_text() == "600\n"
     assert not [path.name for path in (folder / "out put" / "logs").iterdir() if path.name.startswith(".")]
 
@@ -119,71 +141,68 @@ def test_an_ssh_job_starts_again_what_is_lost_and_nothing_that_has_failed(folder
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
-def jobs(**options):
-    """Return the objects by kind, and the specifications of the set's jobs by name, validated."""
+GETENT = "echo $2 >>asked; head -n 1 answers | sed 's/$/ STREAM/'; sed -i 1d answers"
+
+
+def pods(**options):
+    """Return the objects by kind, and the specification of the set's job, validated."""
     found = {document["kind"]: document for document in yaml.safe_load_all(group_kubernetes_objects(asked(**options)))}
     for kind in ("ConfigMap", "Secret", "Service"):
         kubernetes_validate.validate(found[kind], KUBERNETES, strict=True)
-    specs = {}
-    for replicated in found["JobSet"]["spec"]["replicatedJobs"]:
-        spec = replicated["template"]["spec"]
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
-        kubernetes_validate.validate(job, KUBERNETES, strict=True)
-        specs[replicated["name"]] = spec
-    return found, specs
+    (replicated,) = found["JobSet"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "machine"
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": replicated["template"]["spec"]}
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    return found, job["spec"]
 
 
-def test_a_lost_pod_comes_back_under_its_number(folder):
-    found, specs = jobs(nodes=3)
+def test_a_lost_pod_comes_back_under_its_number_and_none_is_special(folder):
+    found, spec = pods(nodes=3)
     assert sorted(found) == ["ConfigMap", "JobSet", "Secret", "Service"]
-    spec = found["JobSet"]["spec"]
-    assert set(spec) == {"network", "successPolicy", "failurePolicy", "replicatedJobs"}
-    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["first"]}
-    assert (specs["first"]["completions"], specs["other"]["completions"]) == (1, 2)
-    for each in specs.values():
-        pod = each["template"]["spec"]
-        # Values without an enumeration in the schema.
-        assert (each["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
-        ignored = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-        assert each["podFailurePolicy"]["rules"][0] == ignored
-        assert pod["terminationGracePeriodSeconds"] == 105
+    assert set(found["JobSet"]["spec"]) == {"network", "failurePolicy", "replicatedJobs"}
+    assert (spec["parallelism"], spec["completions"], spec["backoffLimit"]) == (3, 3, 10_000)
+    assert spec["successPolicy"] == {"rules": [{"succeededCount": 1}]}  # no machine ends with 0 before the run
+    ignored = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3]}}
-    assert specs["first"]["podFailurePolicy"]["rules"][1:] == [final]
-    assert specs["other"]["backoffLimit"] == 10_000
+    assert spec["podFailurePolicy"]["rules"] == [ignored, final]
+    pod = spec["template"]["spec"]
+    # Values without an enumeration in the schema.
+    assert (spec["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
+    assert pod["terminationGracePeriodSeconds"] == 105
 
 
 @pytest.mark.parametrize(
-    ("job", "environment", "place"),
-    [
-        ("first", {"ADDRESS": "10.1.2.3"}, "--node-rank 0 --endpoint 10.1.2.3:29400"),
-        ("first", {"ADDRESS": "fd00::5"}, "--node-rank 0 --endpoint [fd00::5]:29400"),
-        (
-            "other",
-            {"ADDRESS": "10.1.2.4", "JOB_COMPLETION_INDEX": "1"},
-            "--node-rank 2 --endpoint my-run-first-0-0.my-run:29400",
-        ),
-    ],
+    ("index", "address", "resolved"),
+    [(0, "10.1.2.3", "10.1.9.9 10.1.2.3"), (1, "fd00::5", "fd00::5"), (3, "10.1.2.6", "")],
+    ids=["of an earlier pod", "IPv6", "not listed"],
 )
-def test_a_pod_is_started_as_its_machine(folder, job, environment, place):
-    _, specs = jobs(nodes=3)
-    (container,) = specs[job]["template"]["spec"]["containers"]
-    (folder / "python3").write_text('#!/bin/bash\necho "$*"\n')
-    (folder / "python3").chmod(0o755)
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}"}
+def test_a_pod_is_started_as_its_machine_once_its_name_stands_for_it(folder, index, address, resolved):
+    _, spec = pods(nodes=4)
+    (container,) = spec["template"]["spec"]["containers"]
+    (folder / "answers").write_text("\n".join(resolved.split()) + "\n")
+    programs = {"python3": 'echo "$*"', "sleep": "", "getent": GETENT}
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {"ADDRESS": address, "JOB_COMPLETION_INDEX": str(index), "PATH": f"{folder}:{os.environ['PATH']}"}
     said = subprocess.run(container["command"], env=environment, capture_output=True, text=True, check=True).stdout
-    sizes = "-m composer3d run /etc/composer3d/run.toml --nproc-per-node 2 --nodes 3"
-    assert said == f"{sizes} --set run.output=/output/my-run {place}\n"
+    asked = folder / "asked"
+    names = [f"my-run-machine-0-{each}.my-run" for each in range(3)]
+    assert (asked.read_text().split() if asked.exists() else []) == names[index : index + 1] * len(resolved.split())
+    sizes = "-m composer3d run /etc/composer3d/run.toml --nproc-per-node 2 --nodes 4"
+    endpoints = ",".join(f"{name}:29400" for name in names)
+    place = f"--set run.output=/output/my-run --endpoint {endpoints} --node-rank {index}"
+    assert said == f"{sizes} {place}\n"
 
 
 def test_a_secret_of_pods_is_no_word_of_a_command_and_new_each_time(folder):
-    found, specs = jobs()
+    found, spec = pods()
     token = found["Secret"]["stringData"]["token"]
-    assert len(token) == 32 and token != jobs()[0]["Secret"]["stringData"]["token"]
-    for spec in specs.values():
-        (container,) = spec["template"]["spec"]["containers"]
-        assert token not in str(container)
-        reference = {"secretKeyRef": {"name": "my-run", "key": "token"}}
-        assert {"name": "COMPOSER3D_QUORUM_TOKEN", "valueFrom": reference} in container["env"]
+    assert len(token) == 32 and token != pods()[0]["Secret"]["stringData"]["token"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert token not in str(container)
+    reference = {"secretKeyRef": {"name": "my-run", "key": "token"}}
+    assert {"name": "COMPOSER3D_QUORUM_TOKEN", "valueFrom": reference} in container["env"]
 
 
 def test_a_file_with_a_secret_is_its_owners_and_submitted_again_as_it_is(folder, monkeypatch):
@@ -205,7 +224,7 @@ def test_a_file_with_a_secret_is_its_owners_and_submitted_again_as_it_is(folder,
 def test_a_ray_driver_of_groups_is_python_and_runs_no_torchrun(folder):
     text = group_ray_driver(asked())
     ast.parse(text)
-    assert "NODES, GPUS, MAX_RESTARTS = 2, 2, 1\n" in text
+    assert "NODES, SERVERS, GPUS, MAX_RESTARTS = 2, 2, 2, 1\n" in text
     assert "torch.distributed" not in text
 
 

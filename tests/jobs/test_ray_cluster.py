@@ -117,7 +117,8 @@ def raylet_of(machine):
     return machine.all_processes["raylet"][0].process.pid
 
 
-def test_a_machine_that_is_lost_comes_again_and_the_losses_are_those_of_an_undisturbed_run(cluster, tmp_path):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_is_lost_comes_again_and_the_losses_are_those_of_an_undisturbed_run(lost, cluster, tmp_path):
     machines = [cluster.add_node(num_cpus=1) for _ in range(2)]
     cluster.wait_for_nodes()
     manifest = tmp_path / "run.toml"
@@ -144,13 +145,15 @@ def test_a_machine_that_is_lost_comes_again_and_the_losses_are_those_of_an_undis
         while len(losses(tmp_path)) < 3:
             assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        launcher = launcher_of(tmp_path, "--node-rank 1")
+        launcher = launcher_of(tmp_path, f"--node-rank {lost}")
         raylet = parent_of(parent_of(launcher))
         os.kill(launcher, signal.SIGKILL)
         cluster.remove_node(next(each for each in machines if raylet_of(each) == raylet))
         cluster.add_node(num_cpus=1)
         assert job.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
-    assert "machine 1 is lost" in (tmp_path / "log").read_text()
+    told = (tmp_path / "log").read_text()
+    assert [f"machine {rank} is lost" in told for rank in range(2)] == [lost == 0, lost == 1]
+    assert ("this machine, node 1, knows who takes part in a step from now on" in told) is (lost == 0)
     alone = [sys.executable, "-m", "composer3d", "run", "run.toml", "--set", f"run.output={tmp_path / 'alone'}"]
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True)
     found, undisturbed = losses(tmp_path), losses(tmp_path, "alone")

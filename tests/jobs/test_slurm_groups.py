@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def processes_of(folder, word):
     return path
 
 
-def test_a_lost_node_comes_again_and_the_job_has_the_losses_of_an_undisturbed_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lost", [0, 1], ids=["processes of the first", "another node"])
+def test_a_lost_machine_comes_again_and_the_job_has_the_losses_of_an_undisturbed_run(lost, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (tmp_path / "run.toml").write_text(MANIFEST)
     request = JobRequest(
@@ -81,16 +83,20 @@ def test_a_lost_node_comes_again_and_the_job_has_the_losses_of_an_undisturbed_ru
         until(lambda: len(losses(tmp_path)) >= 3, "three steps are made")
         (secret,) = (tmp_path / "out" / "logs").glob(".secret-*")
         assert secret.stat().st_mode & 0o777 == 0o600
-        processes = processes_of(tmp_path, "--node-rank 1")
+        processes = processes_of(tmp_path, f"--node-rank {lost}")
         assert not [pid for pid in processes if secret.read_text() in Path(f"/proc/{pid}/cmdline").read_text()]
-        cluster.kill_node("n2")
+        if lost:  # the node of the script, which is the first one, would end the job
+            cluster.kill_node("n2")
         for pid in processes:  # the kernel ends the ranks with the last one
             os.kill(pid, signal.SIGKILL)
-        cluster.start_node("n2")
+        if lost:
+            cluster.start_node("n2")
         until(lambda: not cluster.said("squeue", "-h", "-j", number), "the job has ended")
     assert not secret.exists()
     out = (tmp_path / f"run-{number}.out").read_text()
-    assert "machine 1 (n2) is lost" in out
+    assert re.findall(r"machine \d \(n\d\) is lost", out) == [f"machine {lost} (n{lost + 1}) is lost"]
+    told = (tmp_path / "out" / "logs" / f"slurm-{number}-0-1.log").read_text()
+    assert ("this machine, node 1, knows who takes part in a step from now on" in told) is (lost == 0)
     alone = [sys.executable, "-m", "composer3d", "run", "run.toml", "--set", "run.output=alone"]
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True)
     found, undisturbed = losses(tmp_path), losses(tmp_path, "alone")
