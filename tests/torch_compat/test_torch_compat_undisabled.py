@@ -36,6 +36,45 @@ def test_dynamo_is_not_imported_inside():
     assert done.stdout.splitlines() == ["False", "True [2.0, 2.0, 2.0, 2.0]"]
 
 
+FAKES = """
+import sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from composer3d.torch_compat.compilers import nothing_compiles
+
+weight, given = torch.nn.Parameter(torch.ones(4)), torch.ones(4)
+weight.grad = torch.ones(4)
+with nothing_compiles():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        print(type(torch.empty(4) + given).__name__)
+    torch.optim.SGD([weight], lr=0.5).step()
+    from torch.distributed.pipelining import schedules
+kept = vars(FakeTensorMode.__torch_dispatch__.__wrapped__).get("__dynamo_disable")
+print([name for name in sys.modules if name.startswith("torch._dynamo")], vars(torch).get("_dynamo"), kept)
+with nothing_compiles():
+    from torch._dynamo.eval_frame import OptimizedModule
+import torch._dynamo
+module = torch._dynamo.eval_frame
+print(OptimizedModule is torch._dynamo.OptimizedModule, module is sys.modules["torch._dynamo.eval_frame"])
+print(torch._dynamo.config.fake_tensor_cache_enabled, module.__spec__.name, weight.tolist())
+compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+print(isinstance(compiled, schedules.OptimizedModule), isinstance(weight, schedules.OptimizedModule))
+print(compiled(torch.ones(2)).shape)
+"""
+
+
+def test_fake_tensors_and_optimizers_take_settings_alone_and_what_asks_for_more_gets_dynamo():
+    done = subprocess.run([sys.executable, "-c", FAKES], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [
+        "FakeTensor",
+        "[] None None",
+        "True True",
+        "True torch._dynamo.eval_frame [0.5, 0.5, 0.5, 0.5]",
+        "True False",
+        "torch.Size([2])",
+    ]
+
+
 def test_functions_and_hooks_are_as_before_behind_it():
     function = checkpoint.__wrapped__
     before = vars(function).get("__dynamo_disable")

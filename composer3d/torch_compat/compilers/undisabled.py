@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+from composer3d.torch_compat.compilers.settings_alone import KEPT, settings_alone
+
 __all__ = ["nothing_compiles"]
 
-_KEPT = "__dynamo_disable"
 # Where torch has functions that steps, optimizers, checkpoints and kernels on meta call, and dynamo is not to trace.
 _HOLDERS = (
     ("torch.distributed.tensor", "DTensor"),
@@ -38,16 +39,17 @@ def nothing_compiles() -> Iterator[None]:
     changed: list[tuple[Any, str, Any]] = []
     if not _open:
         holders = [found for found in map(_holder, _HOLDERS) if found is not None]
-        functions, hooks = _found(*holders)
-        changed += [(function, _KEPT, vars(function).get(_KEPT)) for function in functions]
+        functions, hooks = _found(*holders, *_modes())
+        changed += [(function, KEPT, vars(function).get(KEPT)) for function in functions]
         for function in functions:
-            setattr(function, _KEPT, function)
+            setattr(function, KEPT, function)
         for holder, name, hook in hooks:
             setattr(holder, name, _decorated(hook))
         changed += hooks
     _open += 1
     try:
-        yield
+        with settings_alone():
+            yield
     finally:
         _open -= 1
         for owner, name, before in changed:
@@ -61,6 +63,17 @@ def _holder(place: tuple[str, str]) -> Any:
     """Return a module or a class that was imported; what was not is not called."""
     module = sys.modules.get(place[0])
     return getattr(module, place[1], None) if place[1] else module
+
+
+def _modes() -> Iterator[Any]:
+    """Yield torch's classes of dispatch modes, fake ones among them; who defines others says how they are called."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    waiting = [TorchDispatchMode]
+    while waiting:
+        waiting += (cls := waiting.pop()).__subclasses__()
+        if cls.__module__.startswith("torch."):
+            yield cls
 
 
 @functools.lru_cache(maxsize=1)
