@@ -8,6 +8,7 @@ from support.models import write_manifest
 from torch import nn
 
 import composer3d
+from composer3d.step.sharded_tensors.written_values import sum_of_words
 from composer3d.testing import count_collectives, run_ranks
 
 LAYOUTS = {
@@ -96,3 +97,20 @@ def test_replicas_of_shards_are_compared():
     for way, fqn in WAYS.items():
         found = run_ranks(said, 4, write_manifest(HYBRID[1]), way, (0, 0, 1, 0))
         assert "rank 2 (" in found[0] and f'into "{fqn}"' in found[0]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
+)
+def test_sums_of_words_follow_each_value_and_no_place_in_memory(dtype):
+    torch.manual_seed(0)
+    for size in (1, 2, 7, 24):
+        values = torch.randn(size, dtype=torch.complex64 if dtype.is_complex else torch.float64).mul(9).to(dtype)
+        inside = torch.cat([torch.zeros(3).to(dtype), values])[3:]
+        columns = torch.stack([values, torch.zeros_like(values)], 1)[:, 0]
+        known = int(sum_of_words(values))
+        assert [int(sum_of_words(each)) for each in (inside, columns, values.clone())] == [known] * 3
+        for place in range(size):
+            other = values.clone()
+            other[place] = ~other[place] if dtype is torch.bool else -other[place] if other[place] else 1
+            assert int(sum_of_words(other)) != known

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from composer3d.step.gradients import local
 from composer3d.step.sharded_tensors.assigned_values import forget_aliases, num_alias_writes
-from composer3d.step.sharded_tensors.written_values import words_of
+from composer3d.step.sharded_tensors.written_values import sum_of_words
 from composer3d.torch_compat import held_tensor
 
 if TYPE_CHECKING:
@@ -111,10 +110,7 @@ class ShardWrites:
             parameters: By FQN.
             looks: Whether values are looked at before the next step.
         """
-        import torch
-
-        with torch.no_grad():
-            self._counts = [each for parameter in parameters.values() for each in (parameter, local(parameter))]
+        self._counts = [each for parameter in parameters.values() for each in (parameter, held_tensor(parameter))]
         self._parameters, self._versions = parameters, [each._version for each in self._counts]
         forget_aliases(parameters.values())
         self._sums = sums_of(parameters) if looks else {}
@@ -146,9 +142,10 @@ def sums_of(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sums of the words of every plain local tensor, by FQN. Collectives: none."""
     import torch
 
-    plain = {fqn: local(parameter.detach()) for fqn, parameter in parameters.items()}
+    # Of a DTensor `detach` and `to_local` would be dispatched in Python.
+    plain = {fqn: held_tensor(parameter).detach() for fqn, parameter in parameters.items()}
     plain = {fqn: tensor for fqn, tensor in plain.items() if type(tensor) is torch.Tensor and tensor.numel()}
-    words = [words_of(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
+    words = [sum_of_words(tensor) for tensor in plain.values()]
     return dict(zip(plain, torch.stack(words).tolist() if words else [], strict=True))
 
 
