@@ -21,6 +21,11 @@ __all__ = ["Block", "Hops", "blocks_between", "bias_of", "hops", "seen_blocks"]
 
 _MAX_TILE = {"cpu": 1024}
 _MAX_TILE_ELSEWHERE = 4096
+# Where a causal kernel computes what it hides, of up to so many keys, and what is added to scores costs little: rows of
+# a block whose last keys are its own, and the most scores of one.
+_ENDING_ROWS = {"cpu": 64}
+_ENDING_RUN = 512
+_ENDING_SCORES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,42 @@ def blocks_between(
     A run of keys that a causal run of queries lies in is divided there, so that only the diagonal is masked, by the
     kernel itself. What needs a mask is divided into tiles, so that the mask of a tile is small and tiles out of reach
     are left out; what needs none is joined into as few blocks as there can be.
+
+    On CPU a short causal run is divided into rows of which each is one block, with all that it sees.
     """
     found: list[Block] = []
     max_tile = _MAX_TILE.get(device_type, _MAX_TILE_ELSEWHERE)
-    for q_run, rows in _placed(queries):
+    ending = _ENDING_ROWS.get(device_type, 0) if pattern == Pattern.causal() and not is_masked else 0
+    for q_run, rows in (piece for placed in _placed(queries) for piece in _short(*placed, ending)):
         for k_run, columns in _placed(keys):
             for k_piece, piece in _divided(k_run, columns, q_run if pattern.ahead == 0 else None):
                 block = Block(q_run, k_piece, rows, piece, pattern.kind(q_run, k_piece), is_masked)
                 found += _tiled(block, pattern, max_tile)
-    return tuple(_joined(found))
+    blocks = _joined(found)
+    return tuple(_ending(blocks) if ending else blocks)
+
+
+def _short(run: Run, rows: Run, least: int) -> list[tuple[Run, Run]]:
+    """Divide a run of queries into four, of no fewer rows than so many."""
+    size = run[1] - run[0]
+    if not least or size > _ENDING_RUN:
+        return [(run, rows)]
+    return _pieces(run, rows, max(least, -(-size // 4)))
+
+
+def _ending(blocks: list[Block]) -> list[Block]:
+    """Join causal blocks with what their queries see right before them."""
+    found: list[Block] = []
+    for block in blocks:
+        before = found[-1] if found and found[-1].kind is Kind.ALL and found[-1].rows == block.rows else None
+        columns = block.columns if before is None else (before.columns[0], block.columns[1])
+        num_scores = (block.rows[1] - block.rows[0]) * (columns[1] - columns[0])
+        is_adjacent = before is not None and before.columns[1] == block.columns[0]
+        if block.kind is Kind.CAUSAL and is_adjacent and num_scores <= _ENDING_SCORES:
+            found[-1] = replace(block, columns=columns, kind=Kind.ENDING)
+        else:
+            found.append(block)
+    return found
 
 
 def _placed(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
@@ -197,6 +229,10 @@ def bias_of(
         [B|1, H|1, L, M].
     """
     seen = None
+    if block.kind is Kind.ENDING:
+        num_rows, num_columns = block.rows[1] - block.rows[0], block.columns[1] - block.columns[0]
+        bias_LM = like.new_full((num_rows, num_columns), float("-inf")).triu_(1 + num_columns - num_rows)
+        return bias_LM.view(1, 1, num_rows, num_columns)
     if block.kind is Kind.PART or (block.kind is Kind.CAUSAL and block.is_masked):
         q_positions = torch.arange(*block.queries, device=like.device)
         seen = pattern.mask(q_positions, torch.arange(*block.keys, device=like.device))

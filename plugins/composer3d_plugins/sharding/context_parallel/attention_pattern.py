@@ -18,6 +18,7 @@ class Kind(Enum):
     NOTHING = "nothing"
     ALL = "all"
     CAUSAL = "causal"  # the two runs are one, and each query sees the keys up to its own
+    ENDING = "ending"  # the last keys are those of a causal block, and all before them are seen
     PART = "part"  # a mask says it
 
 

@@ -49,9 +49,9 @@ from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     unpacked,
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
-from composer3d_plugins.sharding.context_parallel.summed_positions import SummedPositions, WrittenRuns
+from composer3d_plugins.sharding.context_parallel.summed_positions import SummedPositions, WrittenRuns, side_by_side
 
-__all__ = ["Sharded", "backward_gathered", "backward_ring", "by_position", "forward_gathered", "forward_ring"]
+__all__ = ["Sharded", "backward_gathered", "backward_ring", "forward_gathered", "forward_ring"]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -117,10 +117,15 @@ def backward_gathered(
         outgoing = Outgoing.of(pair, dim=2, positions=call.columns, dtype=rows.dtype)
         k, v = (SummedPositions(pieces) for pieces in outgoing.pieces)
         rows.add(pair, keys, (k, v))
-        d_k, d_v = outgoing.reduced(call.group)
+        d_k, d_v = (_own(x, shards[0].dtype) for x in outgoing.reduced(call.group))
     else:
-        d_k, d_v = rows.added(pair, keys)
-    return Gradients(rows.d_q().to(q_BHLE.dtype), d_k.to(shards[0].dtype), d_v.to(shards[1].dtype))
+        d_k, d_v = (x.to(shards[0].dtype) for x in rows.added(pair, keys))
+    return Gradients(rows.d_q().to(q_BHLE.dtype), d_k, d_v)
+
+
+def _own(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a gradient in memory of its own: operators return such tensors, and those that came are of one message."""
+    return side_by_side(gradient, dtype=dtype).copy_(gradient)
 
 
 def _all_keys(pair: _Pair, call: Sharded) -> _Pair:
@@ -160,15 +165,8 @@ def backward_ring(
         with visit.block_span():
             gradients = rows.added(visit.pair, call.columns.runs[visit.source])
         home.send_on(visit, gradients)
-    # Operators return tensors of their own, and gradients that came home are two views of one message.
-    d_k, d_v = (x.to(q_BHLE.dtype, copy=True) for x in home.result())
+    d_k, d_v = (_own(x, q_BHLE.dtype) for x in home.result())
     return Gradients(rows.d_q().to(q_BHLE.dtype), d_k, d_v)
-
-
-def by_position(q_BHLE: torch.Tensor, width: int) -> tuple[int, ...]:
-    """Return the shape [B, L, H, F] of an output whose heads stand side by side."""
-    batch, heads, length, _ = q_BHLE.shape
-    return batch, length, heads, width
 
 
 class _Forward:
@@ -178,8 +176,7 @@ class _Forward:
         self._q, self._mask, self._call = q_BHLE, mask, call
         wide = torch.promote_types(q_BHLE.dtype, torch.float32)
         self._rows = Result(
-            # In memory as torch's own kernels return it: code that puts heads side by side then needs no second copy.
-            q_BHLE.new_empty(by_position(q_BHLE, width), dtype=wide).transpose(1, 2),
+            side_by_side(q_BHLE, dtype=wide, width=width),
             q_BHLE.new_empty(q_BHLE.shape[:-1], dtype=wide),
         )
         self._begun = WrittenRuns()
@@ -247,7 +244,8 @@ class _Backward:
 def _block_call(block: Block, mask: torch.Tensor | None, q: torch.Tensor, call: Sharded) -> BlockCall:
     bias = bias_of(block, mask, call.pattern, q, has_whole_rows=call.has_whole_rows(mask))
     is_causal = block.kind is Kind.CAUSAL and bias is None
-    return BlockCall(bias=bias, is_causal=is_causal, scale=call.scale, softcap=call.softcap)
+    hides_rows = block.kind is not Kind.ENDING
+    return BlockCall(bias=bias, is_causal=is_causal, scale=call.scale, softcap=call.softcap, hides_rows=hides_rows)
 
 
 @dataclass(frozen=True)

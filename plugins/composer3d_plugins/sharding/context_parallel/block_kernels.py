@@ -38,12 +38,14 @@ class BlockCall:
         is_causal: Whether query i sees keys 0 to i, L == M; never with a bias.
         scale: Factor of the products of queries and keys.
         softcap: c of c * tanh(score / c); 0 for none.
+        hides_rows: Whether a bias may hide all keys from a query.
     """
 
     bias: torch.Tensor | None
     is_causal: bool
     scale: float
     softcap: float = 0.0
+    hides_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ def merge_(whole: Result, block: Result, rows: tuple[int, int], *, is_first: boo
 
 def positions_of(tensor: torch.Tensor, run: tuple[int, int]) -> torch.Tensor:
     """Return a run of the positions of [B, H, L, ...], a view; fake tensors of absent devices cannot be indexed."""
-    return tensor.narrow(2, run[0], run[1] - run[0])
+    start, end = run
+    return tensor if not start and end == tensor.shape[2] else tensor.narrow(2, start, end - start)
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
@@ -264,7 +267,7 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 def _without_hidden_rows(result: Result, call: BlockCall) -> Result:
     """Return results with 0 and -inf in rows that see nothing, whatever the kernel left there."""
-    if call.bias is None:
+    if call.bias is None or not call.hides_rows:
         return result
     hidden = (call.bias == -_INFINITY).all(-1)
     return Result(result.o_BHLF.masked_fill(hidden.unsqueeze(-1), 0.0), result.lse_BHL.masked_fill(hidden, -_INFINITY))

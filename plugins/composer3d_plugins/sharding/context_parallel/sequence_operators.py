@@ -23,7 +23,6 @@ from composer3d_plugins.sharding.context_parallel.block_attention import (
     Sharded,
     backward_gathered,
     backward_ring,
-    by_position,
     forward_gathered,
     forward_ring,
 )
@@ -42,6 +41,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     decoded_runs,
     encoded_runs,
 )
+from composer3d_plugins.sharding.context_parallel.summed_positions import side_by_side
 
 __all__ = ["block_attention", "exchange_heads", "gather_sequence", "gather_windows"]
 
@@ -131,7 +131,7 @@ def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(by_position(q, v.shape[-1])).transpose(1, 2), q.new_empty(q.shape[:-1], dtype=wide)
+    return side_by_side(q, width=v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 def _attention_backward(
@@ -147,7 +147,7 @@ def _attention_backward_fake(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     mask: torch.Tensor | None, *call: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return side_by_side(q), side_by_side(k), side_by_side(v)
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

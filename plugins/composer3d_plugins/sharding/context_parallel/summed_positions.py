@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from composer3d_plugins.sharding.context_parallel.block_kernels import positions_of
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Run
 
-__all__ = ["SummedPositions", "WrittenRuns"]
+__all__ = ["SummedPositions", "WrittenRuns", "side_by_side"]
 
 
 class WrittenRuns:
@@ -46,6 +47,20 @@ class WrittenRuns:
         return [part for part, is_written in self.write(run) if not is_written]
 
 
+def side_by_side(like: torch.Tensor, *, dtype: torch.dtype | None = None, width: int | None = None) -> torch.Tensor:
+    """Return memory for [B, H, n, E] in which the heads of a position are neighbours, as torch's kernels return it.
+
+    Code that has heads side by side before and after attention then needs no copy of it, nor of its gradient.
+
+    Args:
+        like: Has the other sizes.
+        dtype: Default that of `like`.
+        width: E, default that of `like`.
+    """
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width or like.shape[-1]), dtype=dtype or like.dtype).transpose(1, 2)
+
+
 class SummedPositions:
     """A sum of tensors [B, H, n, E] that are of runs of positions.
 
@@ -61,7 +76,7 @@ class SummedPositions:
     @classmethod
     def of(cls, like: torch.Tensor, dtype: torch.dtype) -> tuple[SummedPositions, torch.Tensor]:
         """Return a sum in one tensor, and that."""
-        total = like.new_empty(like.shape, dtype=dtype)
+        total = side_by_side(like, dtype=dtype)
         return cls([(0, total)]), total
 
     def add(self, run: Run, values: torch.Tensor) -> None:
@@ -69,8 +84,8 @@ class SummedPositions:
         for begin, piece in self._pieces:
             start, end = max(run[0], begin), min(run[1], begin + piece.shape[2])
             for (low, high), is_written in self._written.write((start, end)) if start < end else ():
-                view = piece.narrow(2, low - begin, high - low)
-                given = values.narrow(2, low - run[0], high - low)
+                view = positions_of(piece, (low - begin, high - begin))
+                given = positions_of(values, (low - run[0], high - run[0]))
                 if is_written:
                     view.add_(given)
                 else:
