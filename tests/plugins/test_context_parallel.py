@@ -29,10 +29,11 @@ def assert_equal_to_one_device(world_size, cases):
 
 
 def test_methods_equal_one_device_with_their_collectives():
-    cases = [("llama", cp(method)) for method in ("gather", "ring", "ulysses", "universal")]
-    gather, ring, ulysses, universal = assert_equal_to_one_device(2, cases)
+    cases = [("llama", cp(method)) for method in ("gather", "gather_once", "ring", "ulysses", "universal")]
+    gather, once, ring, ulysses, universal = assert_equal_to_one_device(2, cases)
     layers = 2
     assert (gather["all_gather"], gather["reduce_scatter"]) == (2 * layers, layers)
+    assert (once["all_gather"], once["reduce_scatter"]) == (layers, layers)
     assert ring["send"] == ring["recv"] == (3 * 2 - 2) * layers
     assert ulysses["all_to_all"] == 8 * layers
     assert (universal["all_gather"], universal["reduce_scatter"]) == (2 * layers, 2 * layers)

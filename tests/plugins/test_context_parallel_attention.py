@@ -36,7 +36,10 @@ from composer3d.testing import pairwise, run_ranks
 
 # Sums of at most 48 products in float64, in another order.
 TOLERANCE = 1e-14
-METHODS = {2: ("gather", "ring", "ulysses", "universal"), 4: ("gather", "ring", "ulysses", "usp", "universal")}
+METHODS = {
+    2: ("gather", "gather_once", "ring", "ulysses", "universal"),
+    4: ("gather", "gather_once", "ring", "ulysses", "usp", "universal"),
+}
 OPTIONS = {
     "pattern": tuple(PATTERNS),
     "mask": ("none", "documents", "padding", "head", "tail"),

@@ -63,6 +63,7 @@ class ContextParallel:
     that ranks cannot share equally are padded where the model is causal, which changes no loss, count or gradient.
 
     gather: keys and values are all-gathered, and again in the backward.
+    gather_once: they are all-gathered in the forward, and kept: as fast as it gets where they all fit.
     ring: they are passed from rank to rank while blocks are computed: no rank holds them all.
     ulysses: positions are exchanged for heads, of which cp has to be a divisor.
     usp: so are they within groups of neighbouring ranks, between which keys and values are passed around a ring.
@@ -72,12 +73,14 @@ class ContextParallel:
     universal and ulysses compute whatever the method, on torch's math path: always on CPU, and on CUDA where fused
     kernels are off (`sdpa_kernel(SDPBackend.MATH)`). These draw inside, by blocks of their own: other numbers than one
     device's, which `verify` notes.
-    Memory: activations / cp; gather and universal: the keys and values of one attention; of dropout one mask of all
-        positions at a time; of dropped weights, on the math path, S^2 / cp scores and bytes for each head.
-    Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
-    cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's
-    messages among cp / inner_degree ranks; universal 2 all-gathers forward, 2 reduce-scatters backward, and so do
-    attentions written out as products. A convolution 1 all-to-all forward, 1 backward.
+    Memory: activations / cp; gather and universal: the keys and values of one attention, gather_once: of all whose
+        backward is to come; of dropout one mask of all positions at a time; of dropped weights, on the math path,
+        S^2 / cp scores and bytes for each head.
+    Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward;
+    gather_once 1 all-gather forward, 1 reduce-scatter backward; ring cp - 1 messages forward, 2 cp - 1 backward;
+    ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's messages among cp / inner_degree ranks; universal
+    2 all-gathers forward, 2 reduce-scatters backward, and so do attentions written out as products. A convolution 1
+    all-to-all forward, 1 backward.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Dubey et
     al., The Llama 3 Herd of Models, arXiv:2407.21783.
@@ -95,7 +98,7 @@ class ContextParallel:
         sequence_dim: The dim of inputs and targets that is the sequence; samples are dim 0.
     """
 
-    method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = Field(
+    method: Literal["auto", "gather", "gather_once", "ring", "ulysses", "usp", "universal"] = Field(
         default="auto", examples=["gather", "ring"]
     )
     hardware: str | None = Field(default=None, examples=[])

@@ -10,13 +10,15 @@ __all__ = ["Method", "head_repeats", "inner_degrees", "unfit"]
 class Method(StrEnum):
     """Methods by which the queries of one rank attend to the keys of the others.
 
-    `auto` chooses by bytes; `gather` all-gathers keys and values; `ring` passes them around while blocks are computed;
-    `ulysses` exchanges positions for heads; `usp` does both, in groups; `universal` all-gathers and runs torch's
-    function on the rank's rows, with biases that have gradients and dropout.
+    `auto` chooses by bytes; `gather` all-gathers keys and values, and again in the backward, `gather_once` keeps them;
+    `ring` passes them around while blocks are computed; `ulysses` exchanges positions for heads; `usp` does both, in
+    groups; `universal` all-gathers and runs torch's function on the rank's rows, with biases that have gradients and
+    dropout.
     """
 
     AUTO = "auto"
     GATHER = "gather"
+    GATHER_ONCE = "gather_once"
     RING = "ring"
     ULYSSES = "ulysses"
     USP = "usp"
@@ -46,7 +48,7 @@ def unfit(
         inner_degree: Of usp, where it is given.
         needs_autograd: What has to be computed by torch's own function: `dropout`, `a bias with a gradient`.
     """
-    if needs_autograd and method in (Method.GATHER, Method.RING, Method.USP):
+    if needs_autograd and method in (Method.GATHER, Method.GATHER_ONCE, Method.RING, Method.USP):
         return (
             f'method = "{method}" computes blocks with kernels that take no {needs_autograd.removeprefix("a ")}; '
             'write method = "universal", or "ulysses" where the degree divides the heads'

@@ -106,8 +106,8 @@ def exchanges(method: Method, shape: AttentionShape, layout: Layout, *, rank: in
         return list(_ring(shape, layout, rank=rank, over="cp"))
     degree, positions = layout.columns.degree, layout.columns.degree * layout.columns.max_local_length
     each = [shape.batch * shape.num_kv_heads * dim for dim in (shape.head_dim, shape.value_dim)]
-    if method is Method.GATHER:
-        gathers, again, reduced = [sum(each)], [sum(each)], [sum(each)]
+    if method in (Method.GATHER, Method.GATHER_ONCE):
+        gathers, again, reduced = [sum(each)], [sum(each)] if method is Method.GATHER else [], [sum(each)]
     else:
         gathers, again, reduced = each, [], each
     cost = [("all_gather", n * shape.element_bytes, False) for n in gathers]
@@ -171,7 +171,7 @@ def saved_bytes(method: Method, shape: AttentionShape, layout: Layout, *, rank: 
     """Return the bytes that an attention keeps for its backward: queries, keys, values, output, and log-sum-exp.
 
     With equal shards and `gather`, `ring`, `ulysses` or `usp` that is 1 / cp of what one device keeps, key heads that
-    are repeated aside; `universal` keeps all keys and values.
+    are repeated aside; `gather_once` and `universal` keep all keys and values.
     """
     inner = {Method.ULYSSES: layout.rows.degree, Method.USP: layout.inner_degree}.get(method, 1)
     first = rank - rank % inner
@@ -179,7 +179,7 @@ def saved_bytes(method: Method, shape: AttentionShape, layout: Layout, *, rank: 
         sum(positions.local_lengths[first : first + inner]) for positions in (layout.rows, layout.columns)
     )
     repeats = head_repeats(shape.num_heads, shape.num_kv_heads, inner)
-    if method is Method.UNIVERSAL:
+    if method in (Method.GATHER_ONCE, Method.UNIVERSAL):
         num_columns = layout.columns.length
     heads, kv_elements = shape.batch * shape.num_heads // inner, shape.kv_elements * repeats // inner
     wide = heads * num_rows * (shape.head_dim + shape.value_dim) + kv_elements * num_columns
@@ -189,7 +189,7 @@ def saved_bytes(method: Method, shape: AttentionShape, layout: Layout, *, rank: 
 def held_bytes(method: Method, shape: AttentionShape, layout: Layout) -> int:
     """Return the bytes of keys and values that a rank holds at once in the forward, its own included."""
     own = layout.columns.max_local_length * shape.kv_elements * shape.element_bytes
-    if method in (Method.GATHER, Method.UNIVERSAL):
+    if method in (Method.GATHER, Method.GATHER_ONCE, Method.UNIVERSAL):
         return own * layout.columns.degree
     if method is Method.ULYSSES:
         repeats = head_repeats(shape.num_heads, shape.num_kv_heads, layout.columns.degree)

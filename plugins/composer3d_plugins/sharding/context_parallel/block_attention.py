@@ -89,29 +89,38 @@ class Sharded:
 
 
 def forward_gathered(
-    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, mask: torch.Tensor | None, call: Sharded
-) -> Result:
-    """Return output [B, H, L, F] and log-sum-exp [B, H, L] of this rank's queries.
+    q_BHLE: torch.Tensor, shards: _Pair, mask: torch.Tensor | None, call: Sharded
+) -> tuple[Result, _Pair]:
+    """Return output [B, H, L, F] and log-sum-exp [B, H, L] of this rank's queries, and all keys and values.
 
     Collectives: one all-gather of keys and values, unless this rank has all of them.
     """
-    rows = _Forward(q_BHLE, v_BKMF.shape[-1], mask, call)
-    rows.add(_all_keys((k_BKME, v_BKMF), call), ((0, call.columns.length),))
-    return rows.result()
+    rows, pair = _Forward(q_BHLE, shards[1].shape[-1], mask, call), _all_keys(shards, call)
+    rows.add(pair, ((0, call.columns.length),))
+    return rows.result(), pair
 
 
 def backward_gathered(
     grad_BHLF: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], whole: Result,
-    mask: torch.Tensor | None, call: Sharded,
+    mask: torch.Tensor | None, call: Sharded, *, is_kept: bool,
 ) -> Gradients:  # fmt: skip
     """Return this rank's gradients.
 
-    Collectives: one all-gather of keys and values, which are not kept from the forward, and one reduce-scatter of their
-    gradients. None if this rank has all keys: their gradients are then this rank's summand.
+    Args:
+        grad_BHLF: Of the output.
+        inputs: Queries, and shards of keys and values, or all of them.
+        whole: What the forward returned.
+        mask: As in the forward.
+        call: As in the forward.
+        is_kept: Whether keys and values are those that the forward has gathered.
+
+    Collectives: one all-gather of keys and values, unless they are kept, and one reduce-scatter of their gradients.
+    None if this rank has all keys: their gradients are then this rank's summand.
     """
     q_BHLE, *shards = inputs
     rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)
-    pair, keys = _all_keys((shards[0], shards[1]), call), ((0, call.columns.length),)
+    pair, keys = (shards[0], shards[1]), ((0, call.columns.length),)
+    pair = pair if is_kept else _all_keys(pair, call)
     if call.group:
         # Summed where they are sent from.
         outgoing = Outgoing.of(pair, dim=2, positions=call.columns, dtype=rows.dtype)

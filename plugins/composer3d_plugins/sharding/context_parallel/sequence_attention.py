@@ -9,7 +9,7 @@ Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Fang and Zhao, USP, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
 from composer3d_plugins.sharding.context_parallel.sequence_operators import (
+    Way,
     block_attention,
     exchange_heads,
     gather_sequence,
@@ -28,6 +29,8 @@ from composer3d_plugins.sharding.context_parallel.sequence_operators import (
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Attention", "SequencePlan", "attend", "local_attention"]
+
+WAYS: Mapping[Method, Way] = {Method.RING: "ring", Method.GATHER_ONCE: "gather_once"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +116,11 @@ def attend(
 
     Dropout and biases with a gradient are computed by `universal`, and by `ulysses`, whatever else is asked for.
 
-    Memory: gather and universal all keys and values; ring three shards of them; ulysses what one rank has, of all
-        positions and a part of the heads.
-    Collectives: gather one all-gather, backward one more and a reduce-scatter; ring degree - 1 messages, backward
-        2 degree - 1; ulysses four all-to-alls, backward as many; usp both, over its two groups; universal two
-        all-gathers, backward two reduce-scatters.
+    Memory: gather and universal all keys and values, gather_once until the backward; ring three shards of them; ulysses
+        what one rank has, of all positions and a part of the heads.
+    Collectives: gather one all-gather, backward a reduce-scatter and, but for gather_once, one more all-gather; ring
+        degree - 1 messages, backward 2 degree - 1; ulysses four all-to-alls, backward as many; usp both, over its two
+        groups; universal two all-gathers, backward two reduce-scatters.
 
     Args:
         q_BHLE: Queries of this rank.
@@ -136,7 +139,7 @@ def attend(
     return block_attention(
         q, k, v, _four_dims(attention.mask), rows=plan.rows, columns=plan.columns, rank=group.rank,
         pattern=attention.pattern, scale=_scale(attention, q), softcap=attention.softcap,
-        is_ring=method is Method.RING, group=group.name,
+        way=WAYS.get(method, "gather"), group=group.name,
     )  # fmt: skip
 
 
@@ -194,7 +197,7 @@ def _exchanged(
     if is_ring:
         o = block_attention(
             q, k, v, mask, rows=rows, columns=columns, rank=group.rank // degree, pattern=attention.pattern,
-            scale=scale, softcap=attention.softcap, is_ring=True, group=group.outer,
+            scale=scale, softcap=attention.softcap, way="ring", group=group.outer,
         )  # fmt: skip
     else:
         own = replace(attention, mask=mask, scale=scale)

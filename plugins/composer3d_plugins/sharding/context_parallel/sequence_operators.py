@@ -3,6 +3,7 @@
 Every exchange has its adjoint as backward, so that the losses of all ranks add up to the objective.
 
     composer3d::block_attention   attention of a rank's queries; keys here, gathered, or around the ring
+    composer3d::block_attention_kept  the same, which returns the keys that it has gathered too, for the backward
     composer3d::exchange_heads    all-to-all between shards of positions and shards of heads
     composer3d::gather_sequence   all-gather in order of positions; backward composer3d::scatter_sequence
     composer3d::take_windows      neighbours' positions, by all-to-all; backward composer3d::return_windows
@@ -13,7 +14,7 @@ Shape suffixes as in `block_attention`; S is the length of the full sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -43,7 +44,9 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import (
 )
 from composer3d_plugins.sharding.context_parallel.summed_positions import side_by_side
 
-__all__ = ["block_attention", "exchange_heads", "gather_sequence", "gather_windows"]
+__all__ = ["Way", "block_attention", "exchange_heads", "gather_sequence", "gather_windows"]
+
+Way: TypeAlias = Literal["gather", "gather_once", "ring"]
 
 _UNLIMITED = -1
 _CALL = "int[] rows, int[] columns, int rank, int behind, int ahead, float scale, float softcap, str method, str group"
@@ -52,7 +55,7 @@ _CALL = "int[] rows, int[] columns, int rank, int behind, int ahead, float scale
 def block_attention(
     q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, mask: torch.Tensor | None,
     *, rows: Positions, columns: Positions, rank: int, pattern: Pattern, scale: float, softcap: float = 0.0,
-    is_ring: bool = False, group: str = "",
+    way: Way = "gather", group: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """Return the output [B, H, L, F] of a rank's queries.
 
@@ -67,15 +70,17 @@ def block_attention(
         pattern: Visibility by position.
         scale: Factor of scores.
         softcap: c of c * tanh(score / c); 0 for none.
-        is_ring: Receive keys around the ring rather than by an all-gather.
+        way: How keys come where there is a group: by an all-gather, which the backward repeats unless they are kept, or
+            around the ring.
         group: Name of the process group; empty for no exchange.
     """
     behind, ahead = (_UNLIMITED if bound is None else bound for bound in (pattern.behind, pattern.ahead))
-    o, _ = _attention(
-        q_BHLE, k_BKME, v_BKMF, mask, rows.encoded, columns.encoded, rank, behind, ahead, scale, softcap,
-        "ring" if is_ring else "gather", group,
-    )  # fmt: skip
-    return o
+    operator = _attention_kept if way == "gather_once" and group else _attention
+    o, *_ = operator(
+        q_BHLE, k_BKME, v_BKMF, mask, rows.encoded, columns.encoded, rank, behind, ahead, scale, softcap, way, group
+    )
+    result: torch.Tensor = o
+    return result
 
 
 def exchange_heads(x: torch.Tensor, *, positions: Positions, group: str, to_heads: bool) -> torch.Tensor:
@@ -104,7 +109,7 @@ def gather_windows(
     return _windows(x, dim % x.dim(), positions.encoded, encoded_runs(windows), group)
 
 
-def _sharded(*call: Any) -> tuple[Sharded, bool]:
+def _sharded(*call: Any) -> tuple[Sharded, Way]:
     rows, columns, rank, behind, ahead, scale, softcap, method, group = call
     pattern = Pattern(*(None if bound == _UNLIMITED else bound for bound in (behind, ahead)))
     known = Sharded(
@@ -116,15 +121,22 @@ def _sharded(*call: Any) -> tuple[Sharded, bool]:
         softcap=softcap,
         group=group,
     )
-    return known, method == "ring"
+    return known, method
 
 
 def _attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    known, is_ring = _sharded(*call)
-    result = (forward_ring if is_ring else forward_gathered)(q, k, v, mask, known)
+    known, way = _sharded(*call)
+    result = forward_ring(q, k, v, mask, known) if way == "ring" else forward_gathered(q, (k, v), mask, known)[0]
     return result.o_BHLF, result.lse_BHL
+
+
+def _kept_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *call: Any
+) -> tuple[torch.Tensor, ...]:
+    result, pair = forward_gathered(q, (k, v), mask, _sharded(*call)[0])
+    return result.o_BHLF, result.lse_BHL, *pair
 
 
 def _attention_fake(
@@ -134,12 +146,23 @@ def _attention_fake(
     return side_by_side(q, width=v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide)
 
 
+def _kept_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *call: Any
+) -> tuple[torch.Tensor, ...]:
+    length = _sharded(*call)[0].columns.length
+    wholes = (x.new_empty((*x.shape[:2], length, x.shape[3])) for x in (k, v))
+    return *_attention_fake(q, k, v, mask, *call), *wholes
+
+
 def _attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     mask: torch.Tensor | None, *call: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    known, is_ring = _sharded(*call)
-    found = (backward_ring if is_ring else backward_gathered)(grad, (q, k, v), Result(o, lse), mask, known)
+    known, way = _sharded(*call)
+    if way == "ring":
+        found = backward_ring(grad, (q, k, v), Result(o, lse), mask, known)
+    else:
+        found = backward_gathered(grad, (q, k, v), Result(o, lse), mask, known, is_kept=way == "gather_once")
     return found.q_BHLE, found.k_BKME, found.v_BKMF
 
 
@@ -147,17 +170,26 @@ def _attention_backward_fake(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     mask: torch.Tensor | None, *call: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    known, way = _sharded(*call)
+    if way == "gather_once" and known.group:
+        length = known.columns.local_lengths[known.rank]
+        k, v = (x.new_empty((*x.shape[:2], length, x.shape[3])) for x in (k, v))
     return side_by_side(q), side_by_side(k), side_by_side(v)
 
 
-def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, mask, *call = inputs
-    ctx.save_for_backward(q, k, v, *output, mask)
+    o, lse, *kept = output
+    k, v = kept or (k, v)
+    ctx.set_materialize_grads(False)  # nobody else has the outputs after the first
+    ctx.save_for_backward(q, k, v, o, lse, mask)
     ctx.call = call
 
 
-def _attention_gradients(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+def _attention_gradients(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     q, k, v, o, lse, mask = ctx.saved_tensors
+    if grad is None:
+        return (None,) * (4 + len(ctx.call))
     gradients = _attention_backward_operator(grad, q, k, v, o, lse, mask, *ctx.call)
     return (*gradients, None, *[None] * len(ctx.call))
 
@@ -176,6 +208,15 @@ _attention = torch_compat.custom_operator(
     _attention_forward,
     kind="attention",
     fake=_attention_fake,
+    backward=_attention_gradients,
+    setup_context=_keep_attention,
+)
+_attention_kept = torch_compat.custom_operator(
+    "composer3d::block_attention_kept",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _kept_forward,
+    kind="attention",
+    fake=_kept_fake,
     backward=_attention_gradients,
     setup_context=_keep_attention,
 )
