@@ -60,7 +60,8 @@ def test_blocks_are_compiled_once_and_equal_one_device():
 
 @pytest.mark.slow
 def test_methods_recomputation_and_inductor():
-    cases = [cp("gather", FSDP + AC + COMPILE), cp("ulysses", "[sharding.ddp]\n" + COMPILE)]
+    cases = [cp("gather", FSDP + AC + COMPILE), cp("gather_once", FSDP + COMPILE)]
+    cases.append(cp("ulysses", "[sharding.ddp]\n" + COMPILE))
     assert_compiled(2, [*cases, cp("universal", COMPILE), cp("ring", FSDP + "[scheduling.compile]\n")])
 
 

@@ -134,7 +134,8 @@ def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positio
         every = _gathered(torch.stack(list(tensors)).view(-1), positions.degree, group)
         stacks = every.view(positions.degree, len(shapes), *shapes[0]).unbind()
         pieces = [stacks[rank].narrow(dim + 1, start, length) for rank, start, length in positions.pieces]
-        return list(torch.cat(pieces, dim + 1).unbind())
+        # Operators that return them may not return views of one tensor.
+        return [torch.cat([piece[at] for piece in pieces], dim) for at in range(len(shapes))]
     per_position = sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
     size = per_position * positions.max_local_length
     every = _gathered(packed(tensors, size=size), positions.degree, group)
