@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.utils.checkpoint import checkpoint
 
 from composer3d.torch_compat.compilers import nothing_compiles
+from composer3d.torch_compat.compilers.settings_alone import settings_alone
 
 # Its import cannot be undone, so that it is looked at in a process of its own.
 SCRIPT = """
@@ -73,6 +74,14 @@ def test_fake_tensors_and_optimizers_take_settings_alone_and_what_asks_for_more_
         "True False",
         "torch.Size([2])",
     ]
+
+
+def test_where_dynamo_is_imported_its_settings_do_not_take_its_place():
+    import torch._dynamo
+
+    before = sys.modules["torch._dynamo"], list(sys.meta_path), torch._dynamo.config
+    with settings_alone():
+        assert (sys.modules["torch._dynamo"], list(sys.meta_path), torch._dynamo.config) == before
 
 
 def test_functions_and_hooks_are_as_before_behind_it():
