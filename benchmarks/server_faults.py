@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +31,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from faults import on_one_device, tell, train
 from harness import conditions, fail
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.process_trees import tree_of  # noqa: E402  # the tests' own
 
 NODES, SILENT_S, FIRST_KILL_S, BACK_S = 3, 5.0, 1.0, 240.0
 
@@ -80,19 +85,6 @@ def serving(folder: Path) -> int | None:
     return max(found)[1] if found else None
 
 
-def tree(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
-
-
 def send(pids: list[int], number: signal.Signals) -> None:
     """Send a signal to processes, of which some may have ended."""
     for pid in pids:
@@ -117,7 +109,7 @@ def disturb(
         if node is None or not are_together(folder, events[-1]["time"] if events else 0.0):
             continue
         time.sleep(chosen.random() * FIRST_KILL_S)
-        pids = tree(int((folder / f"node-{node}.pid").read_text()))
+        pids = tree_of(int((folder / f"node-{node}.pid").read_text()))
         send(pids, signal.SIGSTOP if stop else signal.SIGKILL)
         events.append({"time": time.time(), "node": node})
         others = [each for each in range(NODES) if each != node]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,33 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.group_jobs import MANIFEST, STEPS, TOLERANCE, losses
 from support.slurm_cluster import NEEDS_SLURM, running_cluster, until
 
 from composer3d.jobs.group_slurm import group_slurm_script
 from composer3d.jobs.request import JobRequest
 
-STEPS = 12
-MANIFEST = f"""\
-composer3d = 1
-extends = "quickstart"
-run.output = "out"
-train.steps = {STEPS}
-model.args.dim = 32
-model.args.num_layers = 2
-checkpoint.every = 1000
-mesh.replica = 2
-mesh.dp_shard = 1
-communication.replicas.minimum = 2
-"""
-TOLERANCE = 2e-6  # of float32 sums in another order
-
 pytestmark = [pytest.mark.slow, NEEDS_SLURM]
-
-
-def losses(folder, output="out"):
-    file = folder / output / "metrics.jsonl"
-    rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return {row["step"]: row["loss"] for row in rows}
 
 
 def parent_of(pid):

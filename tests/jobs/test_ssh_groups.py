@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,34 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+from support.group_jobs import MANIFEST, STEPS, TOLERANCE, losses
 from support.process_trees import send_to_tree
 from support.slurm_cluster import free_ports
 
 from composer3d.jobs.group_ssh import group_ssh_script
 from composer3d.jobs.request import JobRequest
 
-STEPS = 12
-MANIFEST = f"""\
-composer3d = 1
-extends = "quickstart"
-run.output = "out"
-train.steps = {STEPS}
-model.args.dim = 32
-model.args.num_layers = 2
-checkpoint.every = 1000
-mesh.replica = 2
-mesh.dp_shard = 1
-communication.replicas.minimum = 2
-"""
 SSH = '#!/bin/bash\nexec bash -c "${!#}"\n'
 LIMIT_S = 400
-TOLERANCE = 2e-6  # of float32 sums in another order
-
-
-def losses(folder, output="out"):
-    file = folder / output / "metrics.jsonl"
-    rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return {row["step"]: row["loss"] for row in rows}
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def loss_fn(logits, targets):
 def gradients(text):
     """Return the gradients of one step, in full."""
     torch_compat.silence_redistribution()
-    # Under mxfp8 these have no value so near the middle of two codes that the ring's order of sums decides between them.
+    # Of these mxfp8 meets no value between two codes that the order of the ring's sums decides on.
     tokens = torch.randint(0, VOCAB, (4, 33), generator=torch.Generator().manual_seed(4))
     targets = tokens[:, 1:].masked_fill(torch.arange(32) < 3, -100)
     with (

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 
-def send_to_tree(pid, number):
-    """Send a signal to a process and all that it has started."""
+def tree_of(pid):
+    """Return a process and all that it has started."""
     children = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
@@ -17,6 +17,11 @@ def send_to_tree(pid, number):
     found = [pid]
     for each in found:
         found += children.get(each, [])
-    for each in found:
+    return found
+
+
+def send_to_tree(pid, number):
+    """Send a signal to a process and all that it has started."""
+    for each in tree_of(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, number)

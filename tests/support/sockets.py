@@ -9,6 +9,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from support.process_trees import tree_of
+
 ELSEWHERE = "127.0.1.5"
 
 
@@ -32,7 +34,7 @@ def watched_listeners():
 
     def look():
         while not over.wait(0.02):
-            for pid in _descendants(os.getpid()):
+            for pid in tree_of(os.getpid()):
                 with contextlib.suppress(OSError):  # it has ended
                     found.update(listening(pid))
 
@@ -43,18 +45,6 @@ def watched_listeners():
     finally:
         over.set()
         thread.join()
-
-
-def _descendants(pid):
-    children = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
 
 
 def _listeners(pid):
