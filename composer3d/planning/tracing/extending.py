@@ -117,7 +117,7 @@ def _extended(one: Stage, other: Stage, by: int) -> Stage | None:
     if messages is None or operators is None:
         return None
     peaks: dict[Place, tuple[int, int, int, int]] = {}
-    for place in one.peaks.keys() & other.peaks.keys():
+    for place in (place for place in one.peaks if place in other.peaks):  # of equal ones, the first is shown
         sizes = (_line(a, b, by) for a, b in zip(one.peaks[place], other.peaks[place], strict=True))
         live, made, gradients, number = sizes
         peaks[place] = (live, made, gradients, number)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.scheduling.pipeline.carried_values import refuse_carried_values
 from composer3d_plugins.scheduling.pipeline.plain_state import Changes
+from composer3d_plugins.scheduling.pipeline.repeated_blocks import RepeatedBlocks
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
-    Origins,
     Source,
     leaves_of,
     run_on_meta,
@@ -121,12 +121,11 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
     return seen
 
 
-class _Watch(Origins):
+class _Watch(RepeatedBlocks):
     """Propagates sources through a forward in which every block is called once, in order."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        super().__init__(model)
-        self._blocks = tuple(blocks)
+        super().__init__(model, blocks)
         self._needs: dict[str, set[int]] = {fqn: set() for fqn in self._firsts}
         self._buffer_needs: dict[str, set[int]] = {fqn: set() for fqn in self._buffers.values()}
         self._called: list[int] = []
@@ -176,7 +175,7 @@ class _Watch(Origins):
             block = self.skeleton.get_submodule(fqn)
             handles.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True, prepend=True))
             handles.append(block.register_forward_hook(self._leaving(index)))
-        return handles + self._attach_names()
+        return [*handles, *self._attach_names(), *self._attach_repeats()]
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

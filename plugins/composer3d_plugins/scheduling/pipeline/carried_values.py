@@ -36,6 +36,7 @@ def refuse_carried_values(watch: Origins, make: Callable[[], Origins], example: 
     if not left:
         return
     second = make()
+    second.repeats = False
     for name in left:
         fqn, _, attribute = name.rpartition(".")
         owner, before = second.skeleton.get_submodule(fqn), watch.skeleton.get_submodule(fqn)

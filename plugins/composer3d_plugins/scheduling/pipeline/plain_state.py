@@ -138,6 +138,20 @@ class PlainState:
         found = {name: [*_without_restored(events)] for name, events in self._events.items()}
         return {name: events for name, events in found.items() if any(event.is_change for event in events)}
 
+    def num_events(self) -> dict[str, int]:
+        """Return how many reads and writes there were of each attribute."""
+        return {name: len(events) for name, events in self._events.items()}
+
+    def events_since(self, before: Mapping[str, int]) -> Iterator[tuple[str, Event | None]]:
+        """Yield reads and writes since `num_events`, by name; None in place of those of containers."""
+        for name, events in self._events.items():
+            for event in events[before.get(name, 0) :]:
+                yield name, None if name in self._held else event
+
+    def add(self, name: str, event: Event) -> None:
+        """Add a read of an attribute that is no container."""
+        self._events[name].append(event)
+
     # ---- what is recorded --------------------------------------------------------------------------------------------
 
     def _recording(self, cls: Any, owner: str) -> type:

@@ -46,6 +46,8 @@ class Origins(abc.ABC):
         model: Unchanged; a skeleton of it, on meta, runs.
     """
 
+    repeats = False  # whether modules may take over what an equal one did, and not run
+
     def __init__(self, model: nn.Module) -> None:
         self.skeleton = skeleton = on_meta(model)
         self.values = Values(self._unknown)

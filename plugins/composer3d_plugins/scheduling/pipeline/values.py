@@ -8,7 +8,7 @@ depend on weights are unknown and read as one, or true, so that every branch is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -35,6 +35,7 @@ class Values:
 
     Attributes:
         is_guessing: Some values are made up: `unknown` is called with all that is read.
+        num_reads: How many operators have read values.
 
     Memory: at most four million elements for each tensor that has values.
     """
@@ -42,6 +43,7 @@ class Values:
     def __init__(self, unknown: Callable[[Tensor], None] | None = None) -> None:
         self._unknown = unknown
         self.is_guessing = False
+        self.num_reads = 0
         self._results = torch_compat.MetaResults()
         self._known: dict[int, Tensor] = {}
         self._twins: dict[int, Tensor] = {}
@@ -89,6 +91,18 @@ class Values:
         result = self._results.run(func, args, kwargs, lambda: func(*args, **kwargs))
         self._since.append((func, args, kwargs, tensors, result))
         return result
+
+    def references(self) -> Iterator[int]:
+        """Yield the identity of a tensor, or of its container, for every reference to it that is held here."""
+        yield from map(id, self._alive)
+        pending: list[Any] = [value for _, *values in self._since for value in values]
+        while pending:
+            value = pending.pop()
+            yield id(value)
+            if isinstance(value, list | tuple):
+                pending += value
+            elif isinstance(value, dict):
+                pending += value.values()
 
     # ---- what is known -----------------------------------------------------------------------------------------------
 
@@ -155,6 +169,7 @@ class Values:
                 return known
             return torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 
+        self.num_reads += 1
         self._catch_up()
         args, kwargs = torch_compat.tree_map(value, (args, kwargs))
         result = func(*args, **_on_cpu(kwargs))
