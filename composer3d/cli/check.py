@@ -6,6 +6,7 @@ import argparse
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, print_problems, say, say_json
+from composer3d.processes import end_without_collecting
 
 __all__ = ["add", "execute"]
 
@@ -34,6 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
     from composer3d import check
 
+    end_without_collecting()
     found = check(
         arguments.manifest,
         world_size=arguments.world_size,

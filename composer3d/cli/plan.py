@@ -20,6 +20,7 @@ from composer3d.cli.options import (
 )
 from composer3d.cli.output import PAGE, coloured, print_problems, refuse_unwritable, say, say_json, write_output
 from composer3d.errors import ComposerError, ManifestError
+from composer3d.processes import end_without_collecting
 
 if TYPE_CHECKING:
     from composer3d.planning import Failures, Plan
@@ -111,6 +112,7 @@ def _rank(text: str) -> str | int:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, and print; 1 if it does not fit, 2 if the manifest is wrong."""
+    end_without_collecting()
     if len(arguments.manifests) > 1:
         return _table(arguments)
     source = arguments.manifests[0]

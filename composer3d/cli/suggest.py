@@ -9,6 +9,7 @@ from pathlib import Path
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
 from composer3d.cli.output import print_problems, refuse_unwritable_folder, say, say_json
 from composer3d.errors import ComposerError, ManifestError
+from composer3d.processes import end_without_collecting
 
 __all__ = ["add", "execute"]
 
@@ -44,6 +45,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
     from composer3d import suggest
 
+    end_without_collecting()
     refuse_unwritable_folder(arguments.write)
     _refuse_suggestions_of_another(arguments.manifest, arguments.write)
     try:

@@ -16,7 +16,7 @@ from composer3d.processes.forking import (
     refuse_open_group,
     refuse_unsafe_fork,
 )
-from composer3d.processes.garbage import scanning_new_objects_only
+from composer3d.processes.garbage import end_without_collecting, scanning_new_objects_only
 from composer3d.processes.host_memory import keep_freed_memory
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
@@ -49,6 +49,7 @@ __all__ = [
     "default_device",
     "device_index",
     "die_with",
+    "end_without_collecting",
     "fake_world",
     "file_objection",
     "find_launch",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -37,6 +39,51 @@ def new_objects_are_scanned_and_older_ones_not():
 def test_garbage_is_collected_before_and_new_objects_meanwhile():
     gc.collect()  # the rank would free what earlier tests have left, a group of another process's among it
     assert run_ranks(new_objects_are_scanned_and_older_ones_not, 1, init=False) == [(True, (True, False), True, 0)]
+
+
+def what_died_before_stays_where_nothing_is_collected():
+    gc.unfreeze()
+    gc.disable()
+    dead = cycle()
+    with scanning_new_objects_only(collects=False):
+        gc.collect()
+        inside = dead() is None
+    gc.collect()
+    return inside, dead() is None
+
+
+def test_the_first_collection_may_be_left_out():
+    gc.collect()
+    assert run_ranks(what_died_before_stays_where_nothing_is_collected, 1, init=False) == [(False, True)]
+
+
+CYCLE = """
+import atexit, sys
+class Node:
+    def __del__(self):
+        print("collected")
+node = Node()
+node.itself = node
+atexit.register(print, "ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("", ["ended", "collected"]),
+        ("from composer3d.processes import end_without_collecting as end\nend()\nend()", ["ended"]),
+        *(
+            (f"from composer3d.cli import main\nmain(['{command}', 'none.toml', '--world-size=1'])", ["ended"])
+            for command in ("plan", "suggest", "check")
+        ),
+    ],
+)
+def test_a_command_that_only_computes_ends_without_a_last_collection(code, output, tmp_path):
+    started = subprocess.run(
+        [sys.executable, "-c", CYCLE + code], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=100
+    )
+    assert started.stdout.split() == output
 
 
 def frozen_objects_stay_frozen():

@@ -118,8 +118,8 @@ class Tracer:
         Args:
             chosen: Number of ranks of the world that each rank represents; earlier stages first.
         """
-        # Objects from before are scanned once; those that runs make are collected before each of them.
-        with scanning_new_objects_only():
+        # Objects from before are not scanned; those that runs make are collected before each of them.
+        with scanning_new_objects_only(collects=False):
             return self._trace_all(chosen)
 
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
