@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from types import MappingProxyType
+from typing import Any
 
 from composer3d.errors import MeshError, NothingShared
 
@@ -68,6 +69,7 @@ class Layout:
     axes: tuple[Axis, ...]
     degrees: Mapping[str, int]
     _products: dict[tuple[Role, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _alike: dict[Any, tuple[tuple[int, ...], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def dense_axes(self) -> tuple[Axis, ...]:
@@ -154,6 +156,31 @@ class Layout:
         for name in self.names(*roles):
             result = result * self.degrees[name] + coordinates[name]
         return result
+
+    def alike(self, ranks: Sequence[int], axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return groups of positions of ranks that have the same place along dense axes; those of one are left out.
+
+        Found once for the same question: of 16,384 ranks each takes 0.1 s of CPU time.
+
+        Args:
+            ranks: Of this world.
+            axes: Names of dense axes.
+
+        Memory: a number for each rank, kept as long as the layout.
+        """
+        key = ranks if isinstance(ranks, range) else tuple(ranks), tuple(axes)
+        if key not in self._alike:
+            strides, stride = [], 1
+            for axis in reversed(self.dense_axes):
+                if axis.name in axes:
+                    strides.append((stride, self.degrees[axis.name]))
+                stride *= self.degrees[axis.name]
+            found: dict[tuple[int, ...], list[int]] = {}
+            for position, rank in enumerate(key[0]):
+                place = tuple([rank // stride % degree for stride, degree in strides if degree > 1])
+                found.setdefault(place, []).append(position)
+            self._alike[key] = tuple(tuple(group) for group in found.values() if len(group) > 1)
+        return self._alike[key]
 
     def who(self, rank: int) -> str:
         """Return `rank 3 (dp_shard 1, tp 1)`: a rank with its place along the axes that have more than one."""

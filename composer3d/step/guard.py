@@ -137,12 +137,8 @@ class Guard:
 
     def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
         """Return the positions of ranks that must receive the same batch: those that differ in `sharing` roles only."""
-        found: dict[tuple[int, ...], list[int]] = {}
         axes = [axis.name for axis in self._layout.dense_axes if axis.role not in sharing]
-        for position, rank in enumerate(self._ranks):
-            coordinates = self._layout.coordinates(rank)
-            found.setdefault(tuple(coordinates[name] for name in axes), []).append(position)
-        return tuple(tuple(group) for group in found.values() if len(group) > 1)
+        return self._layout.alike(self._ranks, axes)
 
     @property
     def compares(self) -> bool:

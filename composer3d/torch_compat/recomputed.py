@@ -31,6 +31,8 @@ def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for module in model.modules():
         hooks = module._forward_pre_hooks.values()
+        if not hooks:
+            continue
         names = {getattr(hook, key, None): hook for hook in hooks for key in ("name", "_tensor_name")}
         for name, value in vars(module).items():
             if name not in names or not isinstance(value, torch.Tensor):

@@ -106,6 +106,17 @@ def test_degrees_that_do_not_fit(world_size, stated, message):
     assert refusal(layout, world_size, **stated) == message
 
 
+@pytest.mark.parametrize("axes", [(), ("pp",), ("tp", "pp"), ("dp_shard", "cp"), ("pp", "dp_shard", "cp", "tp")])
+def test_ranks_of_one_place_along_axes_are_grouped_by_their_positions(axes):
+    made = layout(pp=2, dp_shard=3, cp=2, tp=2)
+    for ranks in (range(24), [5, 1, 7, 23, 0, 12]):
+        places = [tuple(made.coordinates(rank)[axis] for axis in axes) for rank in ranks]
+        expected = {place: tuple(p for p, other in enumerate(places) if other == place) for place in places}
+        found = made.alike(ranks, axes)
+        assert sorted(found) == sorted(group for group in expected.values() if len(group) > 1)
+        assert made.alike(list(ranks) if isinstance(ranks, list) else ranks, axes) is found
+
+
 def test_experts_do_not_multiply_the_world():
     assert layout(8, dp_shard=4, cp=2, ep=8).world_size == 8
 

@@ -308,20 +308,12 @@ def _digest(sums: Sequence[int]) -> int:
 
 def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return groups of positions of ranks with the same stage: they hold shards of the same parameters."""
-    return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.role is Role.STAGE])
+    return layout.alike(ranks, [axis.name for axis in layout.dense_axes if axis.role is Role.STAGE])
 
 
 def same_pieces(layout: Layout, ranks: Sequence[int], replicas: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return groups of positions of ranks with the same shards, given the axes of replicas."""
-    return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.name not in replicas])
-
-
-def _alike(layout: Layout, ranks: Sequence[int], axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    found: dict[tuple[int, ...], list[int]] = {}
-    for position, rank in enumerate(ranks):
-        coordinates = layout.coordinates(rank)
-        found.setdefault(tuple(coordinates[name] for name in axes), []).append(position)
-    return tuple(tuple(group) for group in found.values() if len(group) > 1)
+    return layout.alike(ranks, [axis.name for axis in layout.dense_axes if axis.name not in replicas])
 
 
 def _numbers(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -51,10 +51,12 @@ class Derived:
         whole: Parameters that code multiplies and that stay whole, by the reasons.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         is_sharded: Whether those of any block are.
+        traced: Of the model with these blocks.
     """
 
     rules: Rules
     blocks: tuple[str, ...]
+    traced: Traced
     whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsharded: frozenset[str] = frozenset()
     is_sharded: bool = False
@@ -110,6 +112,7 @@ def derive(
     return Derived(
         rules=rules,
         blocks=blocks,
+        traced=traced,
         whole={why: tuple(names) for why, names in whole.items()},
         unsharded=frozenset(unsharded),
         is_sharded=bool(sharded),

@@ -28,6 +28,7 @@ class Codes:
         blocks: The repeated blocks, where they are known.
         sequence_dim: The dim of activations that sequence_parallel shards; None without it.
         unsharded: Blocks whose activations it does not shard.
+        traced: Of the model with these blocks; None runs it.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class Codes:
     blocks: tuple[str, ...]
     sequence_dim: int | None
     unsharded: frozenset[str] = frozenset()
+    traced: Traced | None = None
 
     def find(self) -> Code:
         """Return how the code of every module is run, by the model's FQNs.
@@ -44,7 +46,7 @@ class Codes:
             PluginError: Heads do not divide by tp, or code needs what other ranks hold.
         """
         try:
-            traced = trace(self.model, self.context, blocks=self.blocks)
+            traced = self.traced or trace(self.model, self.context, blocks=self.blocks)
         except PluginError:
             return self._all_propagated()
         self._refuse_read(traced)

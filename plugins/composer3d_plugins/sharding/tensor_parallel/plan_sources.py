@@ -108,6 +108,7 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
         blocks=derived.blocks,
         sequence_dim=sequence_dim if derived.is_sharded else None,
         unsharded=derived.unsharded,
+        traced=derived.traced,
     )
     return replace(_with_code(codes, unread), whole=derived.whole)
 
