@@ -98,7 +98,7 @@ if TYPE_CHECKING:
         linear_sharding,
         on_local_shards,
     )
-    from composer3d.manifest import Manifest, load_manifest, resolve_reference
+    from composer3d.manifest import Manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, Layout, Role
     from composer3d.mesh.batch_pieces import SampleWeights, pieces_of
@@ -106,11 +106,11 @@ if TYPE_CHECKING:
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
     from composer3d.planning.schedules.warm_up import WarmUp
-    from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
-    from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
+    from composer3d.planning.suggesting.manifest_suggestions import SuggestResult, suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json, receive_json, send_json
     from composer3d.registry import plugin
     from composer3d.replicas import ReplicaPolicy
+    from composer3d.runner.loaded_manifest import load_manifest
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gradients import average_whole, averaging_action
@@ -128,7 +128,8 @@ _MODULES = {
     "checking.checked": ("CheckResult", "check"),
     "planning.manifest_plan": ("PlanResult", "plan"),
     "planning.schedules.warm_up": ("WarmUp",),
-    "planning.suggesting.manifest_suggestions": ("SuggestResult",),
+    "planning.suggesting.manifest_suggestions": ("SuggestResult", "suggest"),
+    "runner.loaded_manifest": ("load_manifest",),
     "runner.run": ("RunResult", "run"),
     "jobs.job": ("Job", "launch"),
     "verification.verify": ("VerifyResult", "verify"),
@@ -178,7 +179,7 @@ _MODULES = {
     "step.units.own_meshes": ("own_meshes", "whole_in_own_meshes"),
     "step.units.unit_dtypes": ("divide_by_dtype",),
     "linear_selection": ("ConvertedLayers", "LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
-    "manifest": ("Manifest", "load_manifest", "resolve_reference"),
+    "manifest": ("Manifest", "resolve_reference"),
     "mesh": ("Axis", "Layout", "Role"),
     "mesh.batch_pieces": ("SampleWeights", "pieces_of"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json", "receive_json", "send_json"),
@@ -376,8 +377,6 @@ def __getattr__(name: str) -> Any:
             return "0+unknown"
     if name == "select_fqns":
         return import_module("composer3d.patterns").select
-    if name == "suggest":
-        return import_module("composer3d.planning.suggesting.manifest_suggestions").suggest_for
     if name in ("propagation", "runner", "torch_compat"):
         return import_module(f"composer3d.{name}")
     if name not in _HOME:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CheckpointError",
     "ComposerError",
@@ -47,6 +50,7 @@ __all__ = [
 
 
 _LONGEST = 1500  # characters of what somebody else's exception says
+_LONGEST_VALUE = 60  # of an argument's value
 
 
 class ComposerError(Exception):
@@ -109,6 +113,50 @@ class ManifestError(ComposerError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.file or "", p.line or 0, p.column or 0)))
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ArgumentError(ComposerError):
+    """An argument of a function is none that it takes; on the command line the option is named that it came from.
+
+    Args:
+        argument: Its name in Python.
+        said: What is accepted, or what is wrong; other arguments stand in it in braces: `{hardware}`.
+        value: What came; left out where it is not the value that is wrong.
+
+    Attributes:
+        function: Which was called; "" as long as that is not known.
+        shown: The value as text, "" without one.
+    """
+
+    def __init__(self, argument: str, said: str, *, value: object = ...) -> None:
+        self.argument, self.said, self.function = argument, said, ""
+        self.shown = "" if value is ... else _shown(value)
+        super().__init__(argument, said)
+
+    def __str__(self) -> str:
+        named = self.argument + (f"={self.shown}" if self.shown else "")
+        return f"{f'{self.function}({named})' if self.function else named}: {self._said({})}"
+
+    def for_command(self, options: Mapping[str, str]) -> str:
+        """Return the text for a command line.
+
+        Args:
+            options: By argument, such as `--set` by `overrides`.
+        """
+        return f"{options.get(self.argument, self.argument)} {self.shown}".rstrip() + f": {self._said(options)}"
+
+    def _said(self, options: Mapping[str, str]) -> str:
+        return re.sub(r"\{([a-z_]+)\}", lambda found: options.get(found[1], found[1]), self.said)
+
+
+def _shown(value: object) -> str:
+    """Return a value in a few words, also one that cannot be shown."""
+    try:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    text = " ".join(text.split())
+    return _visible(text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}...")
 
 
 class MeshError(ComposerError):
@@ -179,7 +227,20 @@ class QueryError(ComposerError):
 
 
 class TransformError(ComposerError):
-    """A transform matched nothing, renamed parameters, or did not touch what it had selected."""
+    """A transform matched nothing, renamed parameters, or did not touch what it had selected.
+
+    Args:
+        message: Names the transform.
+        path: Of the table of the transform's plugin, its family and its name; None where no plugin is at fault.
+        place: Where the table stands.
+    """
+
+    def __init__(self, message: str, *, path: tuple[str, str] | None = None, place: str = "") -> None:
+        super().__init__(message)
+        self.message, self.path, self.place = message, path, place
+
+    def __str__(self) -> str:
+        return self.message if self.path is None else f"[{'.'.join(self.path)}] ({self.place}): {self.message}"
 
 
 class InitialisationError(ComposerError):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from composer3d.checking.plugin_descriptions import BESIDES, PHASES, describe_plugin
     from composer3d.checking.rules import find_factory
     from composer3d.checking.stated_worlds import world_size_problems
+    from composer3d.checking.verbs import above_zero, as_set, verb, whole_number
 
 _MODULES = {
     "check": ("Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"),
@@ -21,6 +22,7 @@ _MODULES = {
     "plugin_descriptions": ("BESIDES", "PHASES", "describe_plugin"),
     "rules": ("find_factory",),
     "stated_worlds": ("world_size_problems",),
+    "verbs": ("above_zero", "as_set", "verb", "whole_number"),
 }
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "CheckResult",
     "Inspection",
     "PHASES",
+    "above_zero",
+    "as_set",
     "check_for_any_model",
     "collected_rarely",
     "describe_plugin",
@@ -36,6 +40,8 @@ __all__ = [
     "inspect",
     "open_manifest",
     "problem_of",
+    "verb",
+    "whole_number",
     "world_size_problems",
 ]
 

@@ -161,8 +161,6 @@ def inspect(
         result.problems += layout_problems(manifest, result.preparation)
         problems, result.unknown = first_forward_problems(manifest, factory, result.preparation)
         result.problems += problems
-    if layout is not None and rank >= layout.world_size:
-        result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,8 @@ from composer3d.checking.fqn_ranges import compress
 from composer3d.checking.stand_ins import inspect_any, stand_ins
 from composer3d.checking.stated_worlds import world_size_problems
 from composer3d.checking.step_plan import StepRow, step_rows
-from composer3d.errors import HookError, ManifestError, OrderError, PluginError, Problem
+from composer3d.checking.verbs import as_set, verb
+from composer3d.errors import ArgumentError, HookError, ManifestError, OrderError, PluginError, Problem
 from composer3d.manifest import CORE_TABLES, MeshTable, fields
 from composer3d.mesh import Role
 from composer3d.registry import FAMILIES
@@ -50,30 +52,35 @@ class CheckResult:
         return "\n".join([*map(str, self.problems), *self.lines])
 
 
+@verb()
 @collected_rarely()
 def check(
     manifest: str | Path,
     *,
     world_size: int | None = None,
     rank: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     strict: bool = False,
 ) -> CheckResult:
     """Find every problem of a manifest, or return the ordered plan of what would be done to the model.
 
     No process group, no weights. Code of others that the manifest names runs in a child process, which is ended where
-    that code hangs.
+    that code hangs. What the caller has set up for its own tensors, as a default dtype or device, autocast or
+    `torch.no_grad()`, plays no part, and is left as it was; so are the states of random numbers.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
         world_size: Ranks of the run; default: what the degrees multiply to.
         rank: Whose view is taken, and whose groups are in the text; default: rank 0, without its groups.
-        overrides: `table.key=value`, as given to `--set`.
+        overrides: `table.key=value`, as given to `--set`, or values by key.
         strict: Treat warnings as errors.
+
+    Raises:
+        ComposerError: An argument is none that it takes, or the world has no such rank.
     """
     from composer3d.checking.foreign_problems import names_foreign_code, watched
 
-    source = str(manifest)
+    source, overrides = str(manifest), as_set(overrides)
 
     def look() -> Mapping[str, Any]:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
@@ -84,6 +91,8 @@ def check(
         answer = watched(look, source, overrides) if names_foreign_code(source, overrides) else look()
     except ManifestError as error:
         answer = _answer(Inspection(problems=list(error.problems)), (), strict=strict, with_groups=False)
+    if rank is not None and rank >= (num_ranks := answer["num_ranks"] or math.inf):
+        raise ArgumentError("rank", f"it is not in a world of {num_ranks} rank{'s' * (num_ranks > 1)}", value=rank)
     return _result(answer)
 
 
@@ -95,7 +104,8 @@ def _answer(found: Inspection, steps: Sequence[StepRow], *, strict: bool, with_g
         lines.append("for compose(): the loop has the model; the plan depends on it, and is not known here")
     if ok and found.unknown is not None:
         lines.append(f"the first forward was not tried in full: {found.unknown}")
-    return {"ok": ok, "report": _report(found, steps), "lines": lines}
+    num_ranks = None if found.layout is None else found.layout.world_size
+    return {"ok": ok, "report": _report(found, steps), "lines": lines, "num_ranks": num_ranks}
 
 
 def check_for_any_model(manifest: str | Path, *, world_size: int | None, overrides: Sequence[str]) -> CheckResult:

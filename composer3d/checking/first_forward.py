@@ -46,7 +46,7 @@ def first_forward_problems(
     Returns:
         Problems, and why nothing is known of the first forward, or less than with values: None if all is.
     """
-    from composer3d.processes import Child, ChildError, ForeignCodeError
+    from composer3d.processes import Child, ForeignCodeError
 
     try:
         found = Child(lambda: _look(manifest, factory, preparation)).result()
@@ -61,7 +61,7 @@ def first_forward_problems(
         return [manifest.document.problem(path, f"{error}, with the first samples")], None
     except ForkError:
         return [], "this process has computed with tensors, and cannot fork another one for it"
-    except (ChildError, ComposerError) as error:
+    except ComposerError as error:
         return [], f"it could not be run by itself: {str(error).strip().splitlines()[-1]}"  # the run says what it meets
     if "message" not in found:
         return [], found.get("note")

@@ -35,8 +35,8 @@ from composer3d.cli import (
 )
 from composer3d.cli.output import complain, print_problems, say
 from composer3d.cli.standard_streams import OutputError, discard, flush, open_missing_streams
-from composer3d.errors import ComposerError, ForkError, ManifestError, did_you_mean
-from composer3d.processes import machine_error
+from composer3d.errors import ArgumentError, ComposerError, ForkError, ManifestError, did_you_mean
+from composer3d.processes import ChildError, machine_error
 
 __all__ = ["build_parser", "main"]
 
@@ -77,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)
+    for each in subparsers.choices.values():
+        each.set_defaults(option_names=each.option_names())
     return parser
 
 
@@ -101,6 +103,15 @@ class _Parser(argparse.ArgumentParser):
                 options = [option for option in known if option.startswith("--")]
                 self.error(f'there is no option "{name}"; {did_you_mean(name, options)}')
         return super().parse_known_args(args, namespace)
+
+    def option_names(self) -> dict[str, str]:
+        """Return how an argument is written on the command line, by its name in Python."""
+        return {
+            action.dest if action.option_strings else str(action.metavar).lower(): (
+                action.option_strings[-1] if action.option_strings else str(action.metavar)
+            )
+            for action in self._actions
+        }
 
     def print_help(self, file: Any = None) -> None:
         if file is None:
@@ -180,7 +191,10 @@ def _run(words: Sequence[str]) -> int:
     except ManifestError as error:
         print_problems(error.problems)
         return WRONG
-    except ForkError as error:  # the request is valid, but this process cannot start ranks
+    except ArgumentError as error:
+        complain(error.for_command(arguments.option_names))
+        return WRONG
+    except (ForkError, ChildError) as error:  # the request is valid, but this process cannot start ranks
         complain(str(error))
         return FAILED
     except ComposerError as error:

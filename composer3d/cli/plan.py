@@ -59,7 +59,13 @@ def add(subparsers: Subparsers) -> None:
         metavar="WHICH",
         help="worst: one of each distinct role; all: one of every pipeline position; or a number; default: worst",
     )
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
+    parser.add_argument(
+        "--memory",
+        dest="memory_bytes",
+        type=memory,
+        metavar="SIZE",
+        help="of a device, for example 80GiB: does it fit?",
+    )
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
     _add_questions(parser)
     parser.add_argument("--html", type=path, metavar="FILE", help="also write the plan as a page")
@@ -236,7 +242,7 @@ def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None 
             source,
             world_size=world_size or arguments.world_size,
             rank=arguments.rank,
-            memory_bytes=arguments.memory,
+            memory_bytes=arguments.memory_bytes,
             hardware=arguments.hardware,
             tokens=arguments.tokens,
             samples=arguments.samples,

@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
-from composer3d.errors import ComposerError, LockError, ManifestError, NodeZeroError, PlaceError
-
-if TYPE_CHECKING:
-    from composer3d.runner import Outcome
+from composer3d.errors import ArgumentError, ComposerError, LockError, ManifestError, NodeZeroError, PlaceError
 
 __all__ = ["add", "execute"]
 
@@ -80,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
             on_problems=print_problems,
             report=complain,
         )
-    except ManifestError:
+    except (ManifestError, ArgumentError):
         raise  # a mistake of the user, unlike failures of the machine or of another run
     except PlaceError as error:  # a wrong command line
         complain(str(error))
@@ -91,18 +86,11 @@ def execute(arguments: argparse.Namespace) -> int:
         complain(str(error))
         return os.EX_TEMPFAIL if isinstance(error, NodeZeroError) else FAILED
     if result.failure is not None:
-        complain(coloured(result.failure.render(Path(result.output)).rstrip(), good=False, stream=sys.stderr))
+        complain(coloured(str(result), good=False, stream=sys.stderr))
     elif result.exit_code == os.EX_TEMPFAIL:
-        say("preempted: this machine has left the run, which the others go on with; started again, it takes part again")
+        say(str(result))
     elif result.outcome is None:
-        say(coloured(f"{result.status} before the first step", good=None))
-    elif not is_rank() or os.environ["RANK"] == "0":
-        _print_end(result.outcome)
+        say(coloured(str(result), good=None))
+    elif result.status == "finished" and (not is_rank() or os.environ["RANK"] == "0"):
+        say(coloured(str(result), good=True))  # how others end the trainer has said
     return result.exit_code
-
-
-def _print_end(outcome: Outcome) -> None:
-    """Print how the run ended, where the trainer has not."""
-    if outcome.status == "finished":
-        loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"
-        say(coloured(f"finished: {outcome.step} steps{loss}; {outcome.output}", good=True))

@@ -28,7 +28,13 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--hardware", default="h100", metavar="NAME|FILE", help="a shipped cluster or a TOML file; default: h100"
     )
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device; default: what the cluster's has")
+    parser.add_argument(
+        "--memory",
+        dest="memory_bytes",
+        type=memory,
+        metavar="SIZE",
+        help="of a device; default: what the cluster's has",
+    )
     parser.add_argument(
         "--keep",
         action="append",
@@ -53,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
             arguments.manifest,
             world_size=arguments.world_size,
             hardware=arguments.hardware,
-            memory_bytes=arguments.memory,
+            memory_bytes=arguments.memory_bytes,
             keep=arguments.keep,
             overrides=arguments.overrides,
         )

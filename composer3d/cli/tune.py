@@ -24,7 +24,13 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--hardware", metavar="NAME|FILE", help="what to plan for; default: this machine, measured for half a minute"
     )
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device; default: what the hardware's has")
+    parser.add_argument(
+        "--memory",
+        dest="memory_bytes",
+        type=memory,
+        metavar="SIZE",
+        help="of a device; default: what the hardware's has",
+    )
     parser.add_argument(
         "--keep",
         action="append",
@@ -56,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
             arguments.manifest,
             num_ranks=arguments.nproc_per_node,
             hardware=arguments.hardware,
-            memory_bytes=arguments.memory,
+            memory_bytes=arguments.memory_bytes,
             keep=arguments.keep,
             overrides=arguments.overrides,
             num_steps=arguments.steps,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d import pieces_of
-from composer3d.checking import Inspection, collected_rarely, device_of, inspect
-from composer3d.errors import ComposerError, ManifestError
+from composer3d.checking import (
+    Inspection,
+    above_zero,
+    as_set,
+    collected_rarely,
+    device_of,
+    inspect,
+    verb,
+    whole_number,
+)
+from composer3d.errors import ArgumentError, ComposerError, ManifestError
 from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
@@ -53,6 +61,36 @@ class PlanResult:
         return show_plan(self.plan)
 
 
+def _rank(value: Any) -> RankChoice:
+    if isinstance(value, str) and value in ("worst", "all"):
+        return value  # type: ignore[return-value]
+    try:
+        return int(whole_number(0)(value))
+    except ValueError as error:
+        raise ValueError(f'"worst", "all" or {error}') from None
+
+
+def _factors(value: Any) -> dict[str, float]:
+    try:
+        return {str(part): above_zero(factor) for part, factor in value.items()}
+    except (AttributeError, ValueError):
+        raise ValueError('numbers above 0 by part of a cluster, such as {"network": 0.5}') from None
+
+
+def _expected_failures(value: Any) -> Failures:
+    from composer3d.planning.costs.whole_run import Failures
+
+    try:
+        if isinstance(value, Failures):
+            above_zero(value.hours), above_zero(value.storage)
+            above_zero(value.restart_s or 1)  # 0 of a run that loses no time in it
+            return value
+    except ValueError:
+        pass
+    raise ValueError("a composer3d.planning.Failures, of numbers above 0")
+
+
+@verb(rank=_rank, what_if=_factors, failures=_expected_failures)
 @collected_rarely()
 def plan(
     manifest: str | Path,
@@ -67,11 +105,14 @@ def plan(
     currency: str = "$",
     failures: Failures | None = None,
     what_if: Mapping[str, float] | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     full: bool = False,
     routing_skew: float = 1.0,
 ) -> PlanResult:
     """Plan what a manifest costs: memory, collectives, bubble and time, per rank, without the ranks.
+
+    What the caller has set up for its own tensors, as a default dtype or device, autocast or `torch.no_grad()`, plays
+    no part, and is left as it was; so are the states of random numbers.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -85,29 +126,30 @@ def plan(
         currency: Of the price, as it is written before a number.
         failures: To be expected, for goodput; needs `hardware`.
         what_if: Factors by which parts of the hardware are faster, or wait longer, such as `{"network": 0.5}`.
-        overrides: `table.key=value`, as given to `--set`.
+        overrides: `table.key=value`, as given to `--set`, or values by key.
         full: Trace every block, where two depths of equal blocks would do.
         routing_skew: Rows that the ranks planned are sent over the mean of all ranks, where experts are sharded.
 
     Raises:
         ManifestError: The manifest has problems, all of which it has.
-        ComposerError: It cannot be composed, or an argument says nothing without another.
+        ComposerError: It cannot be composed, or an argument is none that it takes, or says nothing without another.
     """
     from composer3d.planning.costs.whole_run import Questions
     from composer3d.planning.hardware.hardware_file import load_hardware
     from composer3d.planning.hardware.scaled_hardware import scaled
     from composer3d.planning.plan import plan_of
 
-    _refuse_none(tokens=tokens, samples=samples, price=price, memory_bytes=memory_bytes)
-    _refuse_none(**{} if failures is None else asdict(failures))
     _refuse_idle(tokens or samples, price, hardware, what_if, failures)
     cluster = None if hardware is None else load_hardware(hardware)
     if cluster is not None:
-        scaled(cluster, what_if or {})  # what cannot be is refused before anything is traced
+        try:
+            scaled(cluster, what_if or {})  # what cannot be is refused before anything is traced
+        except ComposerError as error:
+            raise ArgumentError("what_if", str(error)) from None
     asked = Questions(price=price, currency=currency, failures=failures, what_if=what_if or {})
     device = None if cluster is None else cluster.device.kind
     trace = partial(traced_manifest, world_size=world_size, choice=rank, device=device)
-    traced = trace(manifest, overrides, extrapolate=not full, routing_skew=routing_skew)
+    traced = trace(manifest, as_set(overrides), extrapolate=not full, routing_skew=routing_skew)
     asked = replace(asked, num_units=_amount_of(traced.unit, tokens=tokens, samples=samples))
     return PlanResult(plan=plan_of(traced, hardware=cluster, memory_bytes=memory_bytes, asked=asked))
 
@@ -278,16 +320,8 @@ def _skew(found: Inspection, routing_skew: float) -> None:
             if degree > 1
             else ("no ranks of this manifest share experts; set ep in [mesh]")
         )
-        raise ComposerError(f"--routing-skew {routing_skew:g}: {allowed}")
+        raise ArgumentError("routing_skew", allowed, value=routing_skew)
     found.preparation.context.stash(DataDependent).routing_skew = routing_skew
-
-
-def _refuse_none(**amounts: float | None) -> None:
-    """Refuse amounts that are none, which the command line's own types do before."""
-    for name, amount in amounts.items():
-        may_be_none = name == "restart_s" and amount == 0  # of a run that loses no time in it
-        if amount is not None and not 0 < amount < math.inf and not may_be_none:
-            raise ComposerError(f"{name} = {amount:g}; it is a number above 0")
 
 
 def _refuse_idle(
@@ -299,20 +333,21 @@ def _refuse_idle(
 ) -> None:
     """Refuse what would say nothing, before anything is composed."""
     if (amount or price) and hardware is None:
-        raise ComposerError("--tokens, --samples and --price need --hardware: without it there is no time")
+        raise ArgumentError("hardware", "{tokens}, {samples} and {price} need it: without it there is no time")
     if price and not amount:
-        raise ComposerError("--price needs --tokens, or --samples: how much there is to pay for")
+        raise ArgumentError("price", "it needs {tokens}, or {samples}: how much there is to pay for")
     if what_if and hardware is None:
-        raise ComposerError("--what-if needs --hardware: there is nothing to change without it")
+        raise ArgumentError("what_if", "it needs {hardware}: there is nothing to change without it")
     if failures is not None and hardware is None:
-        raise ComposerError("--failures needs --hardware: without it there is no time")
+        raise ArgumentError("failures", "it needs {hardware}: without it there is no time")
 
 
 def _amount_of(unit: str, **amounts: float | None) -> float | None:
     """Return how much a whole run sees, in the unit of its model's inputs."""
     other = "samples" if unit == "tokens" else "tokens"
     if amounts[other] is not None:
-        raise ComposerError(f"--{other}: the model is given {unit}, and a run is as long as these; write --{unit}")
+        said = f"the model is given {unit}, and a run is as long as these; write {{{unit}}}"
+        raise ArgumentError(other, said)
     return amounts[unit]
 
 

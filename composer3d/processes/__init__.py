@@ -14,6 +14,7 @@ from composer3d.processes.forking import (
     limit_ranks,
     prewarm,
     refuse_open_group,
+    refuse_side_thread,
     refuse_unsafe_fork,
 )
 from composer3d.processes.garbage import end_without_collecting, scanning_new_objects_only
@@ -29,6 +30,7 @@ from composer3d.processes.launchers import (
     note_round,
 )
 from composer3d.processes.machine_errors import machine_error
+from composer3d.processes.neutral_state import neutral_state
 from composer3d.processes.private_folder import private_folder_in, user_folder, write_private
 from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
@@ -67,6 +69,7 @@ __all__ = [
     "launch_round",
     "limit_ranks",
     "machine_error",
+    "neutral_state",
     "note_round",
     "own_attribute",
     "prewarm",
@@ -74,6 +77,7 @@ __all__ = [
     "private_folder_in",
     "refuse_foreign_peers",
     "refuse_open_group",
+    "refuse_side_thread",
     "refuse_unsafe_fork",
     "remove_if_abandoned",
     "running",

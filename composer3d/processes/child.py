@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer3d.errors import ComposerError
+from composer3d.errors import ArgumentError, ComposerError, describe_error
 from composer3d.processes.foreign_code import Running, listen
 from composer3d.processes.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError", "ForeignCodeError"]
 
 
-class ChildError(Exception):
+class ChildError(ComposerError):
     """The child failed otherwise than by a mistake of the user.
 
-    Its text is the traceback, what the machine lacks, or how the child ended.
+    Its text says what it raised, with the traceback below, what the machine lacks, or how the child ended.
     """
 
 
@@ -102,10 +102,14 @@ class Child:
             if self._runs is not None:
                 raise ForeignCodeError(self._runs, f"ended the process, which {how},", hung=False)
             raise ChildError(f"{self._called} {how} and left no result")
+        if "argument" in self._answer:
+            mistake = ArgumentError(self._answer["argument"], self._answer["said"])
+            mistake.shown = self._answer["shown"]
+            raise mistake
         if "mistake" in self._answer:
             raise ComposerError(self._answer["mistake"])
         if "traceback" in self._answer:
-            raise ChildError(self._answer["traceback"].rstrip())
+            raise ChildError(f"{self._called} failed: {self._answer['traceback'].rstrip()}")
         result: dict[str, Any] = self._answer["result"]
         return result
 
@@ -180,11 +184,14 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
         listen(note)
         try:
             answer: dict[str, Any] = {"result": function()}
+        except ArgumentError as error:
+            answer = {"argument": error.argument, "said": error.said, "shown": error.shown}
         except ComposerError as error:
             answer = {"mistake": str(error)}
         except BaseException as error:
             machine = machine_error(error)
-            text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
+            seen = f"{describe_error(error)}\n{traceback.format_exc()}"
+            text = f"{machine}\ntry: {machine.advice}" if machine else seen
             answer = {"traceback": text}
         flush_output()  # what the factory printed
         write(answer)

@@ -51,8 +51,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise RankError(f"a world of {world_size} ranks has no rank {rank}; its ranks are 0 to {world_size - 1}")
     if dist.is_initialized():
         raise RankError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already; "
-            "call torch.distributed.destroy_process_group() before fake_world"
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, as of a composition that is "
+            "open, and a fake process group cannot be made beside that one; write run.close() first, or "
+            "torch.distributed.destroy_process_group()"
         )
     # Of an earlier world of this process too: torch remembers results by meshes that are equal, with their groups.
     clear_sharding_caches()

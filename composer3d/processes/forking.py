@@ -35,6 +35,7 @@ __all__ = [
     "limit_ranks",
     "prewarm",
     "refuse_open_group",
+    "refuse_side_thread",
     "refuse_unsafe_fork",
 ]
 
@@ -94,6 +95,19 @@ def refuse_open_group() -> None:
         raise ForkError(
             "ranks cannot be forked from this process: it is in a process group, as of a composition that is open, and "
             "they would be in it too; write run.close() first, or torch.distributed.destroy_process_group()"
+        )
+
+
+def refuse_side_thread() -> None:
+    """Refuse to start ranks from another thread than the main one, which alone may handle signals.
+
+    Raises:
+        ForkError: This is another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ForkError(
+            f'ranks cannot be started from the thread "{threading.current_thread().name}": the signals that end them '
+            "reach the main thread alone; start them there, or in a process of their own"
         )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import collected_rarely, device_of, inspect, open_manifest
-from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes import join_launcher, machine_error, refuse_open_group
+from composer3d.checking import as_set, collected_rarely, device_of, inspect, open_manifest, verb
+from composer3d.errors import ArgumentError, ComposerError, ManifestError, Problem
+from composer3d.processes import join_launcher, machine_error, refuse_open_group, refuse_side_thread
 from composer3d.runner.startable import Startable, output_of, resume_problems, startable
 
 if TYPE_CHECKING:
@@ -60,16 +60,30 @@ class RunResult:
             "output": self.output,
         }
 
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return self.failure.render(Path(self.output)).rstrip()
+        if self.exit_code == os.EX_TEMPFAIL:
+            return (
+                "preempted: this machine has left the run, which the others go on with; started again, it takes part "
+                "again"
+            )
+        if self.outcome is None:
+            return f"{self.status} before the first step"
+        loss = "" if self.outcome.loss is None else f", loss {self.outcome.loss:.4f}"
+        return f"{self.status}: {self.outcome.step} steps{loss}; {self.outcome.output}"
 
+
+@verb()
 def run(
     manifest: str | Path,
     *,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     nproc_per_node: int | None = None,
     nodes: int | None = None,
     node_rank: int | None = None,
     endpoint: str | None = None,
-    resume: str = "auto",
+    resume: str | Path = "auto",
     strict: bool = False,
     on_problems: Callable[[Sequence[Problem]], None] = lambda problems: None,
     report: Callable[[str], None] = lambda text: None,
@@ -77,11 +91,12 @@ def run(
     """Train the run of a manifest, as `composer3d run` does.
 
     Under torchrun, srun, mpirun or another launcher this process is a rank. Otherwise ranks are started on this
-    machine, by fork on a CPU and by spawn on CUDA, and this process waits for them.
+    machine, by fork on a CPU and by spawn on CUDA, and this process waits for them, in its main thread. A default dtype
+    or device, autocast, `torch.no_grad()` or other modes of the caller play no part, and stay.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
-        overrides: `table.key=value`, as given to `--set`.
+        overrides: `table.key=value`, as given to `--set`, or values by key.
         nproc_per_node: Ranks to start; default: what the degrees multiply to, and of an open one this machine's GPUs.
         nodes: Machines, of groups of ranks that come and go; each is started with these three arguments.
         node_rank: Number of this one, from 0.
@@ -94,33 +109,41 @@ def run(
     Raises:
         ManifestError: The manifest has problems, all of which it has.
         LockError: Another run has the folder.
-        ForkError: This process has computed with tensors, so forked ranks would hang; or a composition of it is open.
-        ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
+        ForkError: This process has computed with tensors, so forked ranks would hang; a composition of it is open; or
+            signals, which end a run, do not reach this thread.
+        ComposerError: The machine cannot run it: a full disk, a read-only folder, too few files; or an argument is
+            none that it takes.
     """
     from composer3d.runner.launching.node_place import node_place
 
+    refuse_side_thread()
+    manifest, overrides, resume = str(manifest), as_set(overrides), str(resume)
     place = node_place(nodes, node_rank, endpoint)
     if nodes is None and join_launcher() is not None:
         if nproc_per_node is not None:
-            message = "--nproc-per-node: a launcher has started this process as a rank, and says how many there are"
-            raise ComposerError(message)
-        told = _join(str(manifest), overrides, resume, strict=strict, report=report)
-        return RunResult(status=told.status, exit_code=0, outcome=told, failure=None, problems=(), output=told.output)
+            said = "a launcher has started this process as a rank, and says how many there are"
+            raise ArgumentError("nproc_per_node", said, value=nproc_per_node)
+        return _join(manifest, overrides, resume, strict=strict, report=report)
     refuse_open_group()
-    _refuse_at_once(str(manifest), overrides, place)
+    _refuse_at_once(manifest, overrides, place)
     checked = startable(
-        str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, num_nodes=nodes, strict=strict
+        manifest, overrides, resume=resume, nproc_per_node=nproc_per_node, num_nodes=nodes, strict=strict
     )
     if not checked.ok:
         raise ManifestError(checked.problems)
     if checked.problems:
         on_problems(checked.problems)
+    _announce(checked, place, report)
+    return _start(checked, place)
+
+
+def _announce(checked: Startable, place: NodePlace | None, report: Callable[[str], None]) -> None:
+    """Report what is about to be started."""
     if checked.unknown is not None:
         report(f"the first forward was not tried in full: {checked.unknown}")
     num_ranks = checked.num_ranks // (1 if place is None else place.count)
     of = "" if place is None else f", node {place.rank} of {place.count}"
     report(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} on {checked.device}{of}")
-    return _start(checked, place)
 
 
 def _refuse_at_once(source: str, overrides: Sequence[str], place: NodePlace | None) -> None:
@@ -209,7 +232,7 @@ def _join(
     *,
     strict: bool,
     report: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> RunResult:
     """Be one rank of a launcher's world; a failure is reported once for all of them.
 
     Args:
@@ -244,7 +267,8 @@ def _join(
         outcome: Outcome = rank_main(_train, manifest, overrides, resume, strict, report, output=output)
         stack.pop_all().close()
         leave_world(outcome)
-        return outcome
+    status, output = outcome.status, Path(outcome.output)
+    return RunResult(status=status, exit_code=0, outcome=outcome, failure=None, problems=(), output=str(output))
 
 
 def _train(

@@ -70,7 +70,7 @@ def startable(
         ComposerError: The check itself failed.
     """
     from composer3d.checking import problem_of
-    from composer3d.processes import Child, ChildError, ForeignCodeError, prewarm
+    from composer3d.processes import Child, ForeignCodeError, prewarm
     from composer3d.torch_compat import lazy_modules
 
     child = Child(lambda: _look(manifest, overrides, resume, nproc_per_node, num_nodes, strict=strict))
@@ -82,8 +82,6 @@ def startable(
         found = child.result()
     except ForeignCodeError as error:
         raise ManifestError([problem_of(error, manifest, overrides)]) from error
-    except ChildError as error:
-        raise ComposerError(str(error)) from error
     problems = tuple(Problem(**problem) for problem in found.pop("problems"))
     return Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
 

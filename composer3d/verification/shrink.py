@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError
+from composer3d.errors import ArgumentError
 from composer3d.mesh import Layout, Role
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def reduce_degrees(layout: Layout, max_ranks: int) -> dict[str, int]:
         max_ranks: Most ranks that the machine runs.
 
     Raises:
-        ComposerError: Even 2 ranks on every axis exceed `max_ranks`.
+        ArgumentError: Even 2 ranks on every axis exceed `max_ranks`.
 
     >>> from composer3d.mesh import AXES, resolve
     >>> stated = dict.fromkeys((axis.name for axis in AXES), 1) | {"pp": 4, "dp_shard": 16, "tp": 8}
@@ -65,9 +65,11 @@ def reduce_degrees(layout: Layout, max_ranks: int) -> dict[str, int]:
     smallest = 2 ** len(degrees)
     if smallest > max_ranks:
         names = ", ".join(degrees)
-        raise ComposerError(
-            f"{names} are all above 1, so the smallest world of this shape has {smallest} ranks, and {max_ranks} are "
-            f"allowed; pass --max-ranks {smallest}, or set one of the axes to 1 with --set and verify in several calls"
+        raise ArgumentError(
+            "max_ranks",
+            f"{names} {'are all' if len(degrees) > 1 else 'is'} above 1, so the smallest world of this shape has "
+            f"{smallest} ranks; allow as many, or set one of the axes to 1 by {{overrides}}, and verify several times",
+            value=max_ranks,
         )
     size = layout.world_size
     while size > max_ranks:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import Inspection, device_of, inspect, open_manifest
+from composer3d.checking import Inspection, as_set, device_of, inspect, open_manifest, verb
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes import temporary_folder
+from composer3d.processes import refuse_side_thread, temporary_folder
 from composer3d.verification.manifest_run import read_manifest, subject_of
 from composer3d.verification.prove import prove
 from composer3d.verification.proven_world import ProvenWorld, proven_world
@@ -88,6 +88,7 @@ class _Request:
     report: Callable[[str], None]
 
 
+@verb()
 def verify(
     manifest: str | Path,
     *,
@@ -96,14 +97,16 @@ def verify(
     max_dim: int | None = None,
     world_size: int | None = None,
     max_ranks: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     strict: bool = False,
     on_problems: Callable[[Sequence[Problem]], None] = lambda problems: None,
     report: Callable[[str], None] = lambda text: None,
 ) -> VerifyResult:
     """Compare a manifest's ranks with one device without plugins, in float64 and in the run's dtypes.
 
-    Ranks are forked on a CPU, so it is called before this process computes with tensors.
+    Ranks are forked on a CPU, so it is called before this process computes with tensors, and in its main thread. What
+    the caller has set up for its own tensors, as a default dtype or device, autocast or `torch.no_grad()`, plays no
+    part, and is left as it was; so are the states of random numbers.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -112,7 +115,7 @@ def verify(
         max_dim: The model's sizes and the sequence are halved until none is larger.
         world_size: Ranks of the run; default: 2 on a data-parallel axis that the manifest leaves open.
         max_ranks: Degrees are reduced until so many are enough; default: 8, and on GPUs as many as there are.
-        overrides: `table.key=value`, as given to `--set`.
+        overrides: `table.key=value`, as given to `--set`, or values by key.
         strict: Refuse warnings too.
         on_problems: Called with the check's warnings before ranks start.
         report: Called with each stage of the work as it begins.
@@ -120,11 +123,13 @@ def verify(
     Raises:
         ManifestError: The manifest has problems, all of which it has.
         VerificationError: The ranks failed, or were interrupted.
-        ForkError: This process has computed with tensors, so forked ranks would hang.
+        ForkError: This process has computed with tensors, so forked ranks would hang; or this is not its main thread.
+        ComposerError: An argument is none that it takes.
     """
+    refuse_side_thread()
     request = _Request(
         manifest=str(manifest),
-        overrides=tuple(overrides),
+        overrides=as_set(overrides),
         steps=steps,
         max_blocks=max_blocks,
         max_dim=max_dim,

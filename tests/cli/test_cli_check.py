@@ -27,7 +27,7 @@ def test_a_good_manifest_gives_its_plan(folder, command):
 def test_the_view_of_a_rank(folder, command):
     code, out, _ = command("check", "run.toml", "--rank", "1")
     assert (code, out.splitlines()[1]) == (0, "rank 1: pp=0, dp_replicate=0, dp_shard=1, cp=0, tp=0, ep=0")
-    assert command("check", "run.toml", "--rank", "2") == (2, "", "rank 2 is not in a world of 2 ranks\n1 problem\n")
+    assert command("check", "run.toml", "--rank", "2") == (2, "", "--rank 2: it is not in a world of 2 ranks\n")
 
 
 def test_cycles_are_looked_for_seldom_and_as_before_afterwards():

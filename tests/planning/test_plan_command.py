@@ -182,7 +182,7 @@ def test_a_rank_of_a_later_stage_is_planned_alone(manifest, capsys):
 
 def test_a_rank_that_there_is_not_is_refused(manifest, capsys):
     assert main(["plan", str(manifest), "--rank", "9"]) == 2
-    assert "rank 9 is not in a world of 4 ranks" in capsys.readouterr().err
+    assert "--rank 9: it is not in a world of 4 ranks" in capsys.readouterr().err
 
 
 CLASSES = """

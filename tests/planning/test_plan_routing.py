@@ -83,4 +83,6 @@ def test_the_fullest_rank_needs_more_where_routing_is_skewed(tmp_path):
 def test_a_skew_that_cannot_be_is_refused(tmp_path, skew):
     with pytest.raises(composer3d.ComposerError) as caught:
         planned(tmp_path, "shipped", routing_skew=skew)
-    assert str(caught.value) == f"--routing-skew {skew:g}: it is at least 1 and at most the 2 ranks that share experts"
+    assert (
+        str(caught.value) == f"plan(routing_skew={skew}): it is at least 1 and at most the 2 ranks that share experts"
+    )

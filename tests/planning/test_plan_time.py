@@ -104,8 +104,8 @@ def test_the_screen_shows_time():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--tokens", "1e9"], "need --hardware"),
-        (["--hardware", "h100", "--price", "2"], "--price needs --tokens, or --samples"),
+        (["--tokens", "1e9"], "--hardware: --tokens, --samples and --price need it"),
+        (["--hardware", "h100", "--price", "2"], "--price: it needs --tokens, or --samples"),
         (["--hardware", "h200x"], 'no hardware "h200x"'),
     ],
 )

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from composer3d.errors import ComposerError, DataError
+from composer3d.errors import ArgumentError, ComposerError, DataError
 from composer3d.processes.child import Child, ChildError
 from composer3d.processes.foreign_code import running
 from composer3d.processes.forking import fork
@@ -73,12 +73,25 @@ def test_mistakes_of_the_user_come_back():
         Child(fail).result()
 
 
+def test_an_argument_comes_back_as_it_was_raised():
+    def fail():
+        raise ArgumentError("rank", "{world_size} is less", value=5)
+
+    with pytest.raises(ArgumentError) as caught:
+        Child(fail).result()
+    assert str(caught.value) == "rank=5: world_size is less"
+    assert (
+        caught.value.for_command({"rank": "--rank", "world_size": "--world-size"}) == "--rank 5: --world-size is less"
+    )
+
+
 def test_other_failures_come_back_with_their_traceback():
     with pytest.raises(ChildError) as caught:
         Child(lambda: {"x": 1 // 0}).result()
-    assert str(caught.value).startswith("Traceback") and str(caught.value).endswith(
-        "ZeroDivisionError: integer division or modulo by zero"
-    )
+    error = "ZeroDivisionError: integer division or modulo by zero"
+    first, *others, last = str(caught.value).splitlines()
+    assert first == f"the process that checks the manifest failed: {error}"
+    assert others[0].startswith("Traceback") and last == error
 
 
 @pytest.mark.parametrize(

@@ -32,37 +32,37 @@ def test_groups_are_divided_over_machines_in_order():
         (
             (2, None, None),
             {},
-            "--node-rank and --endpoint are missing: groups of ranks on several machines are started by --nodes N "
-            "--node-rank K --endpoint HOST:PORT on each, K from 0 to N - 1",
+            "nodes=2: node_rank and endpoint are missing: groups of ranks on several machines are started with nodes "
+            "N, node_rank K and endpoint HOST:PORT on each, K from 0 to N - 1",
         ),
-        ((2, 2, "node0:29400"), {}, "--node-rank 2: of --nodes 2 they are numbered from 0 to 1"),
+        ((2, 2, "node0:29400"), {}, "node_rank=2: 2 machines are numbered from 0 to 1"),
         (
             (2, 0, "node0:29400"),
             {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
-            "--nodes: torchrun has started this process as rank 1 of 2; start composer3d run once a machine, without "
+            "nodes=2: torchrun has started this process as rank 1 of 2; start composer3d run once a machine, without "
             "torchrun",
         ),
         (
             (2, 0, "node0"),
             {},
-            '"node0" is no HOST:PORT; write the address of the first machine by which the others reach it, and a free '
-            "port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
+            'endpoint: "node0" is no HOST:PORT; write the address of the first machine by which the others reach it, '
+            "and a free port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
         ),
         (
             (2, 0, "node0:29400,node1"),
             {},
-            '"node1" is no HOST:PORT; write the address of the first machine by which the others reach it, and a free '
-            "port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
+            'endpoint: "node1" is no HOST:PORT; write the address of the first machine by which the others reach it, '
+            "and a free port there: node0:29400, 10.0.0.5:29400 or [fd00::5]:29400",
         ),
         (
             (2, 0, "node0:29400,node0:29400"),
             {},
-            "--endpoint: node0:29400 stands there twice; give the address of each machine once",
+            "endpoint: node0:29400 stands there twice; give the address of each machine once",
         ),
         (
             (2, 0, "a:1,b:1,c:1"),
             {},
-            "--endpoint: 3 addresses for 2 machines; give those of machines 0, 1, ... in order",
+            "endpoint: 3 addresses for 2 machines; give those of machines 0, 1, ... in order",
         ),
     ],
 )

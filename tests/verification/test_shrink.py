@@ -38,8 +38,8 @@ def test_four_axes_do_not_fit_eight_ranks():
     with pytest.raises(ComposerError) as caught:
         reduce_degrees(layout(pp=8, dp_replicate=4, dp_shard=16, tp=8), 8)
     assert str(caught.value) == (
-        "pp, dp_replicate, dp_shard, tp are all above 1, so the smallest world of this shape has 16 ranks, and 8 are "
-        "allowed; pass --max-ranks 16, or set one of the axes to 1 with --set and verify in several calls"
+        "max_ranks=8: pp, dp_replicate, dp_shard, tp are all above 1, so the smallest world of this shape has 16 "
+        "ranks; allow as many, or set one of the axes to 1 by overrides, and verify several times"
     )
 
 

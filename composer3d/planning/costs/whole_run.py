@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from composer3d.errors import ComposerError
+from composer3d.errors import ArgumentError
 from composer3d.planning.costs.figure import Figure
 
 __all__ = ["Failures", "Questions", "Reliability", "Training", "reliability", "training"]
@@ -169,17 +169,18 @@ def reliability(step_s: Figure, failures: Failures, *, checkpoint_bytes: int, wo
         world_size: Devices, each of which may fail.
 
     Raises:
-        ComposerError: The world fails before it has saved and restarted: nothing is kept.
+        ArgumentError: The world fails before it has saved and restarted: nothing is kept.
     """
     save_s = checkpoint_bytes / failures.storage
     failure_s = failures.hours * 3600 / world_size
     interval_s = max(math.sqrt(2 * save_s * failure_s) - save_s, step_s.value)
     lost = save_s / (interval_s + save_s) + (interval_s / 2 + failures.restart_s) / failure_s
     if lost >= 1:
-        raise ComposerError(
+        raise ArgumentError(
+            "failures",
             f"{world_size} devices fail every {failure_s:.0f} s, and a save of {checkpoint_bytes / 1e9:.3g} GB takes "
-            f"{save_s:.0f} s, a restart {failures.restart_s:.0f} s: nothing would be kept; give --storage more "
-            "bandwidth, or --failures more hours"
+            f"{save_s:.0f} s, a restart {failures.restart_s:.0f} s: nothing would be kept; give {{storage}} more "
+            f"bandwidth, or {{failures}} more hours",
         )
     good = 1 - lost
     return Reliability(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking import collected_rarely
+from composer3d.checking import as_set, collected_rarely, verb
 from composer3d.errors import ComposerError
 from composer3d.processes import single_threaded
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.planning.formulas.layout_numbers import Setup
+    from composer3d.planning.suggesting.given_manifest import GivenManifest
     from composer3d.planning.suggesting.search import Candidate, Found
     from composer3d.planning.suggesting.suggest import Suggestion
 
-__all__ = ["SuggestResult", "suggest_for"]
+__all__ = ["SuggestResult", "suggest"]
 
 GIB = 2**30
 
@@ -118,18 +119,21 @@ class SuggestResult:
             raise ComposerError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
+@verb()
 @collected_rarely()
 @single_threaded()
-def suggest_for(
+def suggest(
     manifest: str | Path,
     *,
     world_size: int,
     hardware: str = "h100",
     memory_bytes: int | None = None,
     keep: Sequence[str] = (),
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> SuggestResult:
     """Search the layouts that plugins offer by traced costs, and let `check` and `plan` confirm what is proposed.
+
+    A default dtype or device, autocast, `torch.no_grad()` or other modes of the caller play no part, and stay.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -137,33 +141,26 @@ def suggest_for(
         hardware: A shipped cluster's name, or its file.
         memory_bytes: Of a device; default: what the cluster's has.
         keep: Pinned choices: `tp=8`, `tp<=8`, `recompute=full`; a key alone keeps the manifest's.
-        overrides: `table.key=value`, as given to `--set`.
+        overrides: `table.key=value`, as given to `--set`, or values by key.
 
     Raises:
-        ComposerError: The manifest is wrong in more than its layout, no layout of the model can be traced, or a pin
-            means nothing.
+        ComposerError: The manifest is wrong in more than its layout, no layout of the model can be traced, a pin means
+            nothing, or an argument is none that it takes.
     """
     from composer3d.planning.hardware.hardware_file import load_hardware
     from composer3d.planning.suggesting.given_manifest import GivenManifest
     from composer3d.planning.suggesting.pinned import kept
     from composer3d.planning.suggesting.search import nearest_worlds, search_choices
-    from composer3d.planning.suggesting.suggest import suggest
 
+    overrides = as_set(overrides)
     given = GivenManifest.of(str(manifest), overrides, world_size, load_hardware(hardware))
     memory = memory_bytes or given.hardware.device.memory_bytes
-    costs, choices, blocks = given.costs, search_choices(given.offers), given.costs.num_blocks
-    pinned: dict[str, Any] = {"keep": kept(list(keep), given.own, choices.words), "choices": choices}
-    suggestions, searched, refused = suggest(
-        costs,
-        given.own,
-        given.hardware,
-        world_size=world_size,
-        memory_bytes=memory,
-        plan=given.planned,
-        given=None if isinstance(given.as_given, str) else given.as_given,
-        **pinned,
-    )
-    worlds = () if searched.num_tried else nearest_worlds(blocks, given.own, given.hardware, world_size, **pinned)
+    costs, choices = given.costs, search_choices(given.offers)
+    pinned: dict[str, Any] = {"keep": kept(keep, given.own, choices.words, world_size=world_size), "choices": choices}
+    suggestions, searched, refused = _searched(given, memory, pinned)
+    worlds: Sequence[int] = ()
+    if not searched.num_tried:
+        worlds = nearest_worlds(costs.num_blocks, given.own, given.hardware, world_size, **pinned)
     if costs.refused and not searched.num_tried:
         raise _untraced(costs.refused[0], given.own.global_batch, world_size, worlds)
     return SuggestResult(
@@ -178,7 +175,25 @@ def suggest_for(
         context_bytes=given.hardware.device.context_bytes,
         hardware_name=given.hardware.name,
         worlds=tuple(worlds),
-        overrides=tuple(overrides),
+        overrides=overrides,
+    )
+
+
+def _searched(
+    given: GivenManifest, memory_bytes: float, pinned: Mapping[str, Any]
+) -> tuple[tuple[Suggestion, ...], Found, tuple[str, ...]]:
+    """Return the best layouts, what was searched, and what was refused."""
+    from composer3d.planning.suggesting.suggest import suggest as best_layouts
+
+    return best_layouts(
+        given.costs,
+        given.own,
+        given.hardware,
+        world_size=given.world_size,
+        memory_bytes=memory_bytes,
+        plan=given.planned,
+        given=None if isinstance(given.as_given, str) else given.as_given,
+        **pinned,
     )
 
 

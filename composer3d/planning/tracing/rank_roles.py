@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from composer3d.errors import ComposerError
+from composer3d.errors import ArgumentError
 from composer3d.mesh import Layout, Role
 from composer3d.planning.schedules.simulation import Simulation
 
@@ -37,11 +37,12 @@ def chosen_ranks(
         contents: From `contents_of`; without them all positions between count as equal.
 
     Raises:
-        ComposerError: The world has no such rank.
+        ArgumentError: The world has no such rank.
     """
     if isinstance(choice, int):
         if choice >= layout.world_size:
-            raise ComposerError(f"rank {choice} is not in a world of {layout.world_size} ranks")
+            size = layout.world_size
+            raise ArgumentError("rank", f"it is not in a world of {size} rank{'s' * (size > 1)}", value=choice)
         return {choice: 1}
     firsts = first_ranks(layout)
     share = layout.world_size // len(firsts)

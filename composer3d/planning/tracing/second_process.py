@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from composer3d.errors import ComposerError, ForkError
-from composer3d.processes import Child, ChildError
+from composer3d.processes import Child
 
 __all__ = ["Beside", "halve"]
 
@@ -50,7 +50,7 @@ class Beside:
             return None
         try:
             text = self._child.result()["pickled"]
-        except (ComposerError, ChildError) as error:
+        except ComposerError as error:
             logger.info("no result of a second process: %s", error)
             return None
         return pickle.loads(base64.b64decode(text))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.errors import PlaceError, Problem, RendezvousError
+from composer3d.errors import ArgumentError, PlaceError, Problem, RendezvousError
 from composer3d.manifest import Document, Manifest
 from composer3d.mesh import Layout, Role
 from composer3d.processes import find_launch, installed_version
@@ -112,34 +112,40 @@ def node_place(
     """Return the place of this machine as options state it; None where it is the only one.
 
     Args:
-        nodes: Of `--nodes`.
-        node_rank: Of `--node-rank`.
-        endpoint: Of `--endpoint`.
+        nodes: As for `run`.
+        node_rank: As for `run`.
+        endpoint: As for `run`.
         environment: Of this process.
 
     Raises:
-        PlaceError: Some of them are missing, are out of range, or a launcher has started this process as a rank.
+        ArgumentError: Some of them are missing, are out of range, or a launcher has started this process as a rank.
     """
-    stated = {"--nodes": nodes, "--node-rank": node_rank, "--endpoint": endpoint}
+    stated = {"nodes": nodes, "node_rank": node_rank, "endpoint": endpoint}
     missing = [name for name, value in stated.items() if value is None]
     if len(missing) == len(stated):
         return None
     if missing:
-        raise PlaceError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: groups of ranks on several "
-            "machines are started by --nodes N --node-rank K --endpoint HOST:PORT on each, K from 0 to N - 1"
+        (name, value), *_ = [(name, value) for name, value in stated.items() if value is not None]
+        raise ArgumentError(
+            name,
+            f"{' and '.join(f'{{{other}}}' for other in missing)} {'is' if len(missing) == 1 else 'are'} missing: "
+            "groups of ranks on several machines are started with {nodes} N, {node_rank} K and {endpoint} HOST:PORT on "
+            "each, K from 0 to N - 1",
+            value=value,
         )
     assert nodes is not None and node_rank is not None and endpoint is not None
     # srun and mpirun start a process a machine as torchrun's users do: of these, RANK and WORLD_SIZE are no matter.
     plain = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in environment}
     launch = find_launch(plain)
     if launch is not None:
-        raise PlaceError(
-            f"--nodes: {launch.launcher} has started this process as rank {launch.rank} of {launch.world_size}; start "
-            "composer3d run once a machine, without torchrun"
+        raise ArgumentError(
+            "nodes",
+            f"{launch.launcher} has started this process as rank {launch.rank} of {launch.world_size}; start "
+            "composer3d run once a machine, without torchrun",
+            value=nodes,
         )
-    if nodes < 1 or not 0 <= node_rank < nodes:
-        raise PlaceError(f"--node-rank {node_rank}: of --nodes {nodes} they are numbered from 0 to {nodes - 1}")
+    if not 0 <= node_rank < nodes:
+        raise ArgumentError("node_rank", f"{nodes} machines are numbered from 0 to {nodes - 1}", value=node_rank)
     _refuse_endpoints(endpoint.split(","), nodes)
     return NodePlace(count=nodes, rank=node_rank, endpoint=endpoint) if nodes > 1 else None
 
@@ -148,19 +154,19 @@ def _refuse_endpoints(endpoints: Sequence[str], nodes: int) -> None:
     """Refuse addresses that are none, that are of more machines than there are, or of one of them twice.
 
     Raises:
-        PlaceError: Names the address.
+        ArgumentError: Names the address.
     """
     for endpoint in endpoints:
         try:
             host_and_port(endpoint)
         except RendezvousError as error:
-            raise PlaceError(str(error)) from None
+            raise ArgumentError("endpoint", str(error)) from None
         if endpoints.count(endpoint) > 1:
-            raise PlaceError(f"--endpoint: {endpoint} stands there twice; give the address of each machine once")
+            said = f"{endpoint} stands there twice; give the address of each machine once"
+            raise ArgumentError("endpoint", said)
     if len(endpoints) > nodes:
-        raise PlaceError(
-            f"--endpoint: {len(endpoints)} addresses for {nodes} machines; give those of machines 0, 1, ... in order"
-        )
+        said = f"{len(endpoints)} addresses for {nodes} machines; give those of machines 0, 1, ... in order"
+        raise ArgumentError("endpoint", said)
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> str:

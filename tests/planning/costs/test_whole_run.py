@@ -83,6 +83,6 @@ def test_a_world_that_keeps_nothing_is_refused():
     with pytest.raises(ComposerError) as caught:
         reliability(STEP, failures, checkpoint_bytes=10**12, world_size=1000)
     assert str(caught.value) == (
-        "1000 devices fail every 36 s, and a save of 1e+03 GB takes 1000 s, a restart 300 s: nothing would be kept; "
-        "give --storage more bandwidth, or --failures more hours"
+        "failures: 1000 devices fail every 36 s, and a save of 1e+03 GB takes 1000 s, a restart 300 s: nothing would "
+        "be kept; give storage more bandwidth, or failures more hours"
     )

@@ -132,7 +132,7 @@ def test_pins_are_kept(pins, holds):
 def test_pins_that_mean_nothing(pin, message):
     with pytest.raises(ComposerError) as caught:
         kept([pin], RUN, Choices().words)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"keep: {message}")
 
 
 def planned_by(costs, needs_gib=None):
