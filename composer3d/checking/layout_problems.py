@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError, ForkError, HookError, Problem
+from composer3d.errors import ComposerError, ForkError, HookError, Problem, TransformError
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Proble
         manifest: Typed, and without a problem so far.
         preparation: Of its model.
     """
-    from composer3d.processes import Child, ChildError
+    from composer3d.processes import Child, ChildError, refuse_open_group
 
+    try:
+        refuse_open_group()
+    except ForkError:
+        return []  # no other group can be made in this process
     document = manifest.document
     foreign = {
         registered.name
@@ -77,6 +81,10 @@ def _compose(preparation: Preparation, rank: int, foreign: Set[str]) -> Mapping[
             with torch_compat.fake_tensors():
                 give_memory(preparation)
                 _ask_last(preparation, foreign)
+        except TransformError as error:
+            if error.path is None:
+                raise
+            return {"path": error.path, "message": error.message}
         except HookError as error:
             # What torch raised may be of what is not here: values, and other ranks.
             return {"path": error.path, "message": error.message} if error.is_own else {}

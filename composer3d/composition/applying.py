@@ -44,7 +44,7 @@ def apply_transforms(
         mark_composed(model)  # stages are copies; without them the transforms change the module that compose was given
     for transform, fqns in preparation.selected:
         if transform.phase is not Phase.MATERIALISE:
-            _apply(transform, fqns, context)
+            _apply(transform, fqns, preparation)
     unheard = [
         str(registered)
         for registered in preparation.hooks.implementing("composer3d_dtypes")
@@ -75,7 +75,18 @@ def _is_of_experts(fqn: str, context: RunContext) -> bool:
     return own is not None and bool({*(own.mesh.mesh_dim_names or ())} & {*context.layout.names(Role.EXPERT)})
 
 
-def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
+def _apply(transform: Transform, fqns: Sequence[str], preparation: Preparation) -> None:
+    """Apply a transform; what it did otherwise than declared is told with its plugin's table."""
+    try:
+        _apply_checked(transform, fqns, preparation.context)
+    except TransformError as error:
+        by = preparation.declared_by.get(transform.name)
+        if by is None or error.path is not None:
+            raise
+        raise TransformError(error.message, path=(by.info.family, by.name), place=by.place) from error
+
+
+def _apply_checked(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
     trained = _num_trained(context)
     _apply_to_parts(transform, fqns, context)
     if trained and not _num_trained(context) and context.layout.degree(Role.STAGE) == 1:  # stages may have none
@@ -168,7 +179,7 @@ def give_memory(preparation: Preparation) -> None:
 def _finish(preparation: Preparation) -> None:
     for transform, fqns in preparation.selected:
         if transform.phase is Phase.MATERIALISE:
-            _apply(transform, fqns, preparation.context)
+            _apply(transform, fqns, preparation)
     _carry_over(preparation)
 
 

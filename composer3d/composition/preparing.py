@@ -18,12 +18,7 @@ from composer3d.composition.composed_model.unsuitable_models import refuse_unsui
 from composer3d.composition.error_places import asking, at_plugin, located, named_in
 from composer3d.composition.model_findings import ModelFindings
 from composer3d.context import Purpose, RunContext
-from composer3d.errors import (
-    ComposerError,
-    ManifestError,
-    Problem,
-    TransformError,
-)
+from composer3d.errors import ComposerError, ManifestError, Problem, TransformError, did_you_mean
 from composer3d.hooks import Hooks, blamed, blamed_listing
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
 
     from composer3d.initialisation import Recipe
     from composer3d.interfaces import Action, Example
-    from composer3d.manifest import Manifest
+    from composer3d.manifest import Document, Manifest
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 
@@ -67,6 +62,7 @@ class Preparation:
         recipe: Initialisation of its weights; None where the model came with weights.
         attachments: Attributes and hooks of its parameters.
         selected: The ordered transforms with the FQNs each selected on the whole model.
+        declared_by: The plugin of each transform, by its name.
         problems: Every mistake found.
     """
 
@@ -76,6 +72,7 @@ class Preparation:
     recipe: Recipe | None
     attachments: Attachments
     selected: list[tuple[Transform, tuple[str, ...]]] = field(default_factory=list)
+    declared_by: dict[str, Registered] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -111,6 +108,7 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_al
     try:
         owners = hooks.owners()
         axes = mesh.arrange([axis for info in infos for axis in info.axes])
+        _refuse_unknown_axes(owners, [axis.name for axis in axes], document)
         batch = [axis.name for axis in axes if axis.role is Role.BATCH]
         default = next((info.owns[0] for info in infos if info.owns and info.owns[0] in batch), None)
         world_size = world_size or max(map(int, manifest.mesh.layouts), default=None)
@@ -118,6 +116,8 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_al
         if of_all_groups and world_size is not None:
             world_size = ranks_of_group(stated, axes=axes, num_ranks=world_size)
         layout = mesh.resolve(stated, axes=axes, world_size=world_size, default=default)
+    except ManifestError:
+        raise
     except ComposerError as error:
         raise ManifestError([document.problem(("mesh",), str(error), whole_table=True)]) from error
     ownerless = [
@@ -132,6 +132,26 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None, of_al
     if ownerless:
         raise ManifestError(ownerless)
     return layout
+
+
+def _refuse_unknown_axes(owners: Mapping[str, Registered], known: Sequence[str], document: Document) -> None:
+    """Refuse plugins that own what is no axis.
+
+    Raises:
+        ManifestError: At their tables.
+    """
+    problems = [
+        document.problem(
+            (owner.info.family, owner.name),
+            f'{owner.name} owns "{name}", which is no axis of the mesh, and none that a plugin of this manifest adds',
+            hint=did_you_mean(name, known),
+            whole_table=True,
+        )
+        for name, owner in owners.items()
+        if name not in known
+    ]
+    if problems:
+        raise ManifestError(problems)
 
 
 def prepare(
@@ -296,7 +316,8 @@ def _select(preparation: Preparation) -> None:
             for transform in answer if isinstance(answer, list | tuple) else (answer,):
                 if transform is not None:
                     collected.append((registered, _blaming(registered, transform)))
-    by_name = {transform.name: registered for registered, transform in collected}
+    by_name = preparation.declared_by
+    by_name |= {transform.name: registered for registered, transform in collected}
     try:
         alone = context.purpose == "verify" and context.world_size == 1
         ordered = resolve((transform for _, transform in collected), alone=alone)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from composer3d.errors import ComposerError, ManifestError, PluginError, Problem, ReferenceFailure, did_you_mean
+from composer3d.manifest.descriptions import fields
 from composer3d.manifest.document import Document, read
 from composer3d.manifest.habits import explained
 from composer3d.manifest.references import resolve_reference
@@ -18,6 +19,8 @@ from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, Train
 from composer3d.manifest.toml_writer import dotted, inline
 from composer3d.manifest.validation import secret_paths
 from composer3d.registry import FAMILIES, Catalogue, Registered, info_of
+
+_MOST_OWNERS = 3  # tables that a key is looked for in; what more have is a word of many meanings
 
 __all__ = ["InspectedManifest", "Manifest", "inspect_manifest", "load_manifest", "type_manifest"]
 
@@ -156,7 +159,8 @@ def inspect_manifest(
     document = replace(document, secrets=secrets)
     remember_secrets(document.tables, secrets)
     problems = [
-        explained(problem, value=_value_at(document, problem), tables=(*classes, *FAMILIES)) for problem in problems
+        explained(_at_its_table(problem, classes), value=_value_at(document, problem), tables=(*classes, *FAMILIES))
+        for problem in problems
     ]
     return InspectedManifest(
         manifest=Manifest(document=document, tables=instances, plugins=tuple(plugins)),
@@ -178,6 +182,17 @@ def _instance(document: Document, path: tuple[str, ...], cls: type, value: Any) 
         return instance, problems
     wrong = {_key_of(problem, path) for problem in problems}
     return validate(document, path, cls, {key: item for key, item in value.items() if key not in wrong})[0], problems
+
+
+def _at_its_table(problem: Problem, classes: Mapping[str, type]) -> Problem:
+    """Name the tables that have an unknown key, where none of its own is near it."""
+    if not problem.message.startswith("unknown ") or (problem.hint or "").startswith("did you mean"):
+        return problem
+    key = problem.key or (problem.table or "").strip('"')
+    owners = [name for name, cls in classes.items() if key in fields(cls) and name != problem.table]
+    if not key or not 0 < len(owners) <= _MOST_OWNERS:
+        return problem
+    return replace(problem, hint=f"write {' or '.join(f'{name}.{key}' for name in owners)}")
 
 
 def _value_at(document: Document, problem: Problem) -> Any:

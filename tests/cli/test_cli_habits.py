@@ -74,6 +74,10 @@ ELSEWHERE = {
     "sharding = { zero = 3 }": '[sharding] "zero" must be a table; it is a key of [sharding.fsdp2]; write zero there',
     'sharding = "fsdp2"': "[sharding.NAME]; write [sharding.fsdp2]; NAME is one of",
     "sharding.fsdp2.stage = 3": '[sharding.fsdp2] unknown key "stage"; write zero',
+    # Of another table of ours.
+    "train.seq_len = 16": '[train] unknown key "seq_len"; write data.seq_len',
+    "seq_len = 16": '[seq_len] unknown table "seq_len"; write data.seq_len',
+    "checkpoint.grad_clip = 1.0": '[checkpoint] unknown key "grad_clip"; write train.grad_clip',
     'optimizer = "adamw_torch"': 'use = "adamw_torch" is not adamw, sgd, muon or "module:Class"; write "adamw"',
     'optimizer = "adam"': 'write "torch.optim:Adam"',
     'lr_schedule = "cosine_with_warmup"': 'write "cosine"',

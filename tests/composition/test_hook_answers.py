@@ -265,8 +265,7 @@ def trained():
 def test_what_a_plugin_s_objects_and_functions_return_is_checked_too(trained, what):
     kind, _, text = trained[what].partition(": ")
     assert text.endswith(LATER[what])
-    if kind != "TransformError":
-        assert kind in ("HookError", "ManifestError") and "[precision.odd]" in text
+    assert kind in ("HookError", "ManifestError", "TransformError") and "[precision.odd]" in text
 
 
 def test_a_plugin_that_changes_metrics_changes_its_own(trained):

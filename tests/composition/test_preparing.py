@@ -38,10 +38,10 @@ def refused(text, model=Net, **options):
     return shown(caught.value.problems)
 
 
-def applied(text, model=Net):
-    """Compose on a rank that is alone, and return what is wrong."""
+def applied(text):
+    """Compose on a rank that is alone, and return what is wrong, beside what names the plugin's table."""
     with fake_world(1), pytest.raises(TransformError) as caught:
-        composer3d.compose(model, write_manifest(text))
+        composer3d.compose(Net, write_manifest(text))
     return str(caught.value)
 
 
@@ -305,6 +305,13 @@ def test_what_a_transform_declares_is_checked(options, place, message):
     assert problem == f"{place} {message}"
 
 
+def test_an_axis_that_nobody_adds_is_owned_by_nobody():
+    assert refused('[sharding.owner]\nuse = "support.refused_plugins:OwnerOfNothing"\n') == [
+        '2:11: [sharding.owner] owner owns "dp_shards", which is no axis of the mesh, and none that a plugin of this '
+        'manifest adds; did you mean "dp_shard"?'
+    ]
+
+
 def test_a_transform_that_may_be_empty_is_left_out_where_it_is():
     text = f'{FAULTY}fault = "selects_nothing"\nmay_be_empty = {{}}\n'
     found = prepared(text.format("true"))
@@ -336,12 +343,13 @@ def test_a_cycle_of_two_plugins_is_at_one_of_them():
     ],
 )
 def test_what_a_transform_does_is_checked(fault, message):
-    assert applied(f'{FAULTY}fault = "{fault}"\n') == message
+    place, _, told = applied(f'{FAULTY}fault = "{fault}"\n').partition("run.toml:2): ")
+    assert place.startswith("[sharding.faulty] (") and told == message
 
 
 def test_transforms_of_the_last_phase_are_checked_too():
     message = 'faulty renamed or dropped "layers.1.up.bias"; FQNs must stay'
-    assert applied(f'{FAULTY}fault = "drops"\nphase = "MATERIALISE"\n') == message
+    assert applied(f'{FAULTY}fault = "drops"\nphase = "MATERIALISE"\n').endswith(f"run.toml:2): {message}")
 
 
 def test_conversions_may_add_parameters():

@@ -134,3 +134,8 @@ class FailsToClose:
     @hookimpl
     def composer3d_close(self, context):
         raise OSError("the disk is full")
+
+
+@plugin(family="sharding", owns=("dp_shards",))
+class OwnerOfNothing:
+    """Owns what is no axis."""

@@ -53,7 +53,8 @@ def test_a_world_inside_another_is_refused():
             pass
         assert dist.get_world_size() == 4
     assert str(caught.value) == (
-        "this process is rank 1 of 4 already; call torch.distributed.destroy_process_group() before fake_world"
+        "this process is rank 1 of 4 already, as of a composition that is open, and a fake process group cannot be "
+        "made beside that one; write run.close() first, or torch.distributed.destroy_process_group()"
     )
 
 
