@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer3d_plugins.scheduling.pipeline.absent import Absent
+from composer3d_plugins.scheduling.pipeline.block_trace import observe
+from composer3d_plugins.scheduling.pipeline.stage import build_stage
 from support.models import VOCAB, Block
 from support.pipeline_models import DIM, assert_equal_to_one_device, pipelined_step
 from torch import nn
@@ -262,3 +265,29 @@ def test_what_is_written_into_a_tensor_of_the_models_own_is_named(text, factory,
     with pytest.raises(ComposerError) as caught:
         run_ranks(pipelined_step, 2, text, factory)
     assert COMPUTES.format(source) in str(caught.value)
+
+
+class Listed(nn.Module):
+    """A list, which is no module, holds a parameter of the last block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.shown = [self.blocks[3].weight]
+
+    def forward(self, x_BD):
+        for block in self.blocks:
+            x_BD = block(x_BD)
+        return x_BD
+
+
+def test_a_parameter_of_another_stage_that_a_list_holds_is_absent_and_no_copy():
+    model = Listed()
+    seen = observe(model, [f"blocks.{number}" for number in range(4)], ((torch.zeros(2, 4, device="meta"),), {}))
+    first, last = (build_stage(model, seen, start=start, end=start + 2, device=torch.device("cpu")) for start in (0, 2))
+    assert last.shown[0] is model.blocks[3].weight is last.blocks[3].weight
+    assert isinstance(first.shown[0], Absent) and first.shown[0].source == 'the parameter "blocks.3.weight"'
+    assert [name for name, _ in first.named_parameters()] == [
+        f"blocks.{number}.{name}" for number in (0, 1) for name in ("weight", "bias")
+    ]
+    assert first.blocks[0].weight is model.blocks[0].weight

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.sockets import listening, listening_ports
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import RankError, torch_compat
@@ -40,6 +41,20 @@ def test_a_fake_group_has_a_rank_and_a_size_and_meshes_make_the_groups_of_that_r
         ]
         assert dist.get_process_group_ranks(mesh["inner"].get_group()) == [4, 5, 6, 7]
     assert not dist.is_initialized()
+
+
+def test_meshes_of_a_fake_group_do_not_walk_over_the_groups_of_other_ranks(monkeypatch):
+    before = vars(device_mesh.DeviceMesh)["_init_one_process_group"]
+    asked = []
+    with torch_compat.fake_group(24, 17), monkeypatch.context() as patched:
+        make = device_mesh.new_group
+        patched.setattr(device_mesh, "new_group", lambda **given: [asked.append(given["ranks"]), make(**given)][1])
+        mesh = init_device_mesh("cpu", (3, 1, 4, 2), mesh_dim_names=("a", "b", "c", "d"))
+        both = mesh["a", "c"]._flatten("both")
+        assert asked == [[1, 9, 17], [17], [17, 19, 21, 23], [16, 17], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]]
+        assert [dist.get_process_group_ranks(mesh.get_group(name)) for name in "abcd"] == asked[:4]
+        assert both.get_local_rank() == 8
+    assert vars(device_mesh.DeviceMesh)["_init_one_process_group"] is before
 
 
 def test_process_group_from_a_name_a_box_and_itself():

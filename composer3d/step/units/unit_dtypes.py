@@ -64,8 +64,9 @@ class DividedUnits:
         held: dict[str, list[tuple[str, nn.Parameter]]] = {}
         sizes: dict[torch.dtype, int] = {}
         seen: set[int] = set()
+        inner = [other for other in others if _is_inside(other, fqn)]
         for owner, module in model.get_submodule(fqn).named_modules(prefix=fqn):
-            if any(owner == other or owner.startswith(f"{other}.") for other in others if _is_inside(other, fqn)):
+            if any(owner == other or owner.startswith(f"{other}.") for other in inner):
                 continue
             for name, parameter in module.named_parameters(prefix=owner, recurse=False):
                 if parameter.requires_grad and id(parameter) not in seen and id(parameter) not in whole:

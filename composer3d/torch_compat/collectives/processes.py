@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from composer3d.torch_compat.collectives.own_groups import own_groups
+
 __all__ = [
     "CHECKPOINT_METADATA_GLOBALS",
     "CHECKPOINT_PARAMETER",
@@ -133,7 +135,8 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
     hook = sys.excepthook  # that says of every exception which rank it was
     module.new_group = new_group
     try:
-        yield
+        with own_groups(rank):
+            yield
     finally:
         module.new_group = original
         if dist.is_initialized():

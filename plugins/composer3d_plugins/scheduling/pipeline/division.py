@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -86,12 +88,14 @@ class Straight(Division[Observation]):
     def _end(self, stage: int) -> int:
         return (*self.starts, len(self.seen.blocks))[stage + 1]
 
+    @functools.cached_property
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
+        stage_of = [bisect.bisect_right(self.starts, block) - 1 for block in range(len(self.seen.blocks))]
+        return {fqn: tuple(sorted({stage_of[user] for user in users})) for fqn, users in self.seen.users.items()}
+
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
-        users = self.seen.users[fqn]
-        return tuple(
-            stage for stage, start in enumerate(self.starts) if any(start <= user < self._end(stage) for user in users)
-        )
+        return self._holders[fqn]
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""

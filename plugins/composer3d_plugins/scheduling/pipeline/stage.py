@@ -10,7 +10,7 @@ Shape suffixes: B micro-batch, S sequence, D hidden dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -223,14 +223,30 @@ def build_stage(
     """
     runner = Runner(observation, start, end)
     needed, absent = observation.needed(start, end), observation.absent_buffers(start, end)
-    memo = tensors_of_stage(
-        model, observation.firsts, needed=needed, absent_buffers=absent, clones=clones, device=device, runner=runner
-    )
-    for index, fqn in enumerate(observation.blocks):
-        if not start <= index < end:
-            block = observation.skeleton.get_submodule(fqn)
-            memo[id(model.get_submodule(fqn))] = _Absent(runner, index, block)
+    absent_blocks = {
+        model.get_submodule(fqn): _Absent(runner, index, observation.skeleton.get_submodule(fqn))
+        for index, fqn in enumerate(observation.blocks)
+        if not start <= index < end
+    }
+
+    def tensors(without: Collection[nn.Module]) -> dict[int, Any]:
+        memo = tensors_of_stage(
+            model,
+            observation.firsts,
+            needed=needed,
+            absent_buffers=absent,
+            clones=clones,
+            device=device,
+            runner=runner,
+            without=without,
+        )
+        return memo | {id(block): other for block, other in absent_blocks.items()}
+
+    memo = tensors(without=absent_blocks)
+    unseen = {id(parameter) for block in absent_blocks for parameter in block.parameters()} - memo.keys()
     stage = copy_model(model, memo)
+    if not unseen.isdisjoint(memo):  # something else than a module, a list say, holds one of an absent block
+        stage = copy_model(model, tensors(without=()))
     _take_out_blocks(stage, observation)
     runner.attach(stage)
     take_out_tensors(stage, "", needed, absent, device=device, runner=runner)

@@ -277,11 +277,13 @@ def take_out_tensors(
 def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str]) -> bool:
     """Return whether a module holds parameters that are not needed, and at most buffers that are not either."""
     names = [f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+    if not names or not needed.isdisjoint(names):
+        return False
     others = any(f"{prefix}{name}" not in absent for name, _ in module.named_buffers()) or any(
         isinstance(value, Tensor) for inner in module.modules() for value in vars(inner).values()
     )
     is_block = any(isinstance(inner, Kept | _Container) for inner in module.modules())
-    return bool(names) and not others and not is_block and needed.isdisjoint(names)
+    return not others and not is_block
 
 
 def tensors_of_stage(
@@ -293,6 +295,7 @@ def tensors_of_stage(
     clones: Collection[str],
     device: torch.device,
     runner: Stage,
+    without: Collection[nn.Module] = (),
 ) -> dict[int, Any]:
     """Return the tensors of a stage's copy by `id` of the model's own: the memo of `copy.deepcopy`.
 
@@ -304,6 +307,7 @@ def tensors_of_stage(
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
         device: Of what is absent.
         runner: Of the stage.
+        without: Modules whose parameters are left out, but for those that other modules hold too.
     """
     memo: dict[int, Any] = {**recomputed_tensors(model)}
     for fqn, buffer in model.named_buffers():
@@ -314,7 +318,14 @@ def tensors_of_stage(
             else buffer
         )
     held = {firsts[fqn] for fqn in needed}
-    for fqn, parameter in model.named_parameters():
+    inside = [
+        (firsts[f"{prefix}.{name}".removeprefix(".")], parameter)
+        for prefix, module in model.named_modules(memo=set(without))
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    for fqn, parameter in inside:
+        if id(parameter) in memo:
+            continue
         if fqn not in held:
             absent = absent_zeros(parameter, device=device, source=f'the parameter "{fqn}"', stage=runner)
             memo[id(parameter)] = with_attributes_of(parameter, absent)
