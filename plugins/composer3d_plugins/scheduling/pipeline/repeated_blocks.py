@@ -31,7 +31,7 @@ _MOST_FORMS = 4  # of blocks that alternate, or of which none can be repeated
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Done:
-    """What the run of one block did.
+    """Record of one block's run.
 
     Attributes:
         index: Of the block.
