@@ -27,6 +27,11 @@ SAVED = {
     "sums": lambda model: sum(p.sum() for p in model.parameters()),  # save nothing: the gradient would be lost
 }
 
+# Beside the loss of the same forward.
+BESIDE = {name: lambda model, output, compute=compute: 0.01 * compute(model) for name, compute in SAVED.items()} | {
+    "outputs and a weight": lambda model, output: (output @ model[2].weight).square().mean(),
+}
+
 
 def make_model():
     torch.manual_seed(0)
@@ -65,6 +70,46 @@ def late(path):
             run.model.zero_grad()
     assert (torch.autograd.backward, torch.autograd.grad) == (backward, grad)
     return answers
+
+
+def followed(path, cases):
+    """Train two steps by two backwards, of a loss and of what was computed beside it, as one device does."""
+    torch.set_default_dtype(torch.float64)
+    differences = []
+    for compute in map(BESIDE.get, cases):
+        model = make_model()
+        single = copy.deepcopy(model)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, single)]
+        x, y = torch.randn(8, 6), torch.randn(8, 4)
+        with composer3d.compose(model, path) as run:
+            wrapped, optimizer = run.prepare(model, optimizers[0])
+            rank, size = run.context.data_parallel_rank, run.context.data_parallel_degree
+            own = slice(rank * (8 // size), (rank + 1) * (8 // size))
+            for _ in range(2):
+                for net, begin, part in ((wrapped, run.backward, own), (single, torch.Tensor.backward, slice(8))):
+                    output = net(x[part])
+                    loss, beside = mse_loss(output, y[part]), compute(net, output)
+                    begin(loss, retain_graph=True)
+                    begin(beside)
+                for each in (optimizer, optimizers[1]):
+                    each.step()
+                    each.zero_grad()
+            expected = dict(single.named_parameters())
+            found = {fqn: run.full_tensor(fqn, parameter.detach()) for fqn, parameter in run.named_parameters()}
+            differences += [float((found[fqn] - expected[fqn].detach()).abs().max()) for fqn in found]
+    return differences
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "fsdp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_a_second_backward_of_gathered_parameters_gathers_them_again(layout):
+    num_ranks, text = LAYOUTS[layout]
+    cases = [
+        name for name in BESIDE if name in SAVED or "tp" not in layout
+    ]  # a DTensor is multiplied by none of a loop
+    for differences in run_ranks(followed, num_ranks, write_manifest(text), cases):
+        assert differences and max(differences) < TIGHT
 
 
 @pytest.mark.parametrize(

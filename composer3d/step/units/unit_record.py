@@ -109,9 +109,19 @@ class UnitRecord:
             units.before = functools.partial(_passes, order, index * _PART)
         return order
 
-    def trained(self) -> contextlib.AbstractContextManager[None]:
-        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
-        return _Trained(self)
+    def trained(self, loss: Tensor | None = None) -> contextlib.AbstractContextManager[None]:
+        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave.
+
+        Args:
+            loss: A loop's own, which it may have computed from parameters that an earlier backward has freed.
+
+        Collectives: an all-gather for each unit of such parameters.
+        """
+        return _Trained(self, loss)
+
+    def gather(self, loss: Tensor) -> None:
+        """Gather the parameters that an earlier backward has freed and a loss was computed from; see `LateGraphs`."""
+        self._late.gather(loss)
 
     def begin_training(self) -> bool:
         """Begin backwards whose gradients are used; return what `end_training` takes."""
@@ -260,10 +270,12 @@ class _Over:
 class _Trained:
     """Backwards whose gradients are used; see `_Over`."""
 
-    def __init__(self, record: UnitRecord) -> None:
-        self._record = record
+    def __init__(self, record: UnitRecord, loss: Tensor | None) -> None:
+        self._record, self._loss = record, loss
 
     def __enter__(self) -> None:
+        if self._loss is not None:
+            self._record.gather(self._loss)
         self._outer = self._record.begin_training()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:

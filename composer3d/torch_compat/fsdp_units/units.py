@@ -130,11 +130,6 @@ class Units:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
         return [(p.sharded_param, p in self.used) for group in self.groups for p in group.trained()]
 
-    def freed(self) -> list[tuple[str, Any]]:
-        """Return FQN and gathered copy of the parameters whose copy is freed until they are gathered again."""
-        parameters = [p for group in self.groups if not group.is_unsharded for p in group.fsdp_params]
-        return [(p._param_fqn, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
-
     def settle(self, trained: Sequence[Any]) -> None:
         """Record which parameters of a unit that is about to be reduced were not used."""
         used = [p in self.used for p in trained]
