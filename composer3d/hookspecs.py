@@ -323,7 +323,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_observe_batch(self, context: RunContext, batch: Batch) -> None:
-        """Observe this rank's batch after plugins have placed it, without changing it. Frozen.
+        """Observe this rank's batch after plugins have placed it, without writing into it, which is refused. Frozen.
 
         Unlike `composer3d_place_batch`, it does not affect which ranks the step guard expects to have the same batch.
 

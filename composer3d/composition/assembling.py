@@ -24,6 +24,7 @@ from composer3d.composition.applying import (
 from composer3d.composition.closing import close_all
 from composer3d.composition.composed_model import span_hooks
 from composer3d.composition.loop.loop_objects import GivenParameters
+from composer3d.composition.observed_batches import observers
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.composition.watched_forwards import watch_functions, watch_samples
 from composer3d.context import Purpose, RunContext
@@ -383,7 +384,7 @@ def freeze(
         group=group,
         control_device=device,
         place_batch=functions(hooks.place_batch()),
-        observe_batch=functions(hooks.observe_batch()),
+        observe_batch=observers(hooks.observe_batch(), acting.named),
         measurement=Measurement(context, [function for _, function in hooks.measure()], acting.noted, device=device),
         metric_sinks=HooksInTurn([function for _, function in hooks.metrics()], acting.noted, copied="metrics"),
         states=acting.states(states),

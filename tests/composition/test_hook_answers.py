@@ -221,6 +221,10 @@ class Odd:
     def composer3d_metrics(self, context, step, metrics):
         metrics.clear()
 
+    @hookimpl
+    def composer3d_observe_batch(self, context, batch):
+        {"arguments": batch.args[0], "targets": batch.target}.get(self.what, torch.ones(1)).zero_()
+
 
 def train(what):
     text = f'[train]\nmicrobatch = 3\n[sharding.fsdp2]\n[precision.odd]\nuse = "{__name__}:Odd"\nwhat = "{what}"\n'
@@ -243,7 +247,10 @@ def train(what):
 
 
 NAMES = "not a list of which every item is text or None"
+WROTE = "composer3d_observe_batch of odd wrote into the batch, which it only looks at: what trains on another one "
 LATER = {
+    "arguments": f"{WROTE}returns it from composer3d_place_batch",
+    "targets": f"{WROTE}returns it from composer3d_place_batch",
     "scaler": "composer3d_grad_scaler's unscale_ of odd returned None, not True or False",
     "state": "composer3d_state's state_dict of odd returned 5, not a dictionary",
     "veto": 'the step action "veto" of odd returned 5, not text or None',
