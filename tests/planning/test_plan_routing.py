@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.chosen_mixtures import CHOSEN
 from support.mixtures import DIM
+from torch import nn
 
 import composer3d
+from composer3d import StepError
 from composer3d.planning.costs.collective_time import Group, collective_s, transfer_s
 from composer3d.planning.hardware import load_hardware
 
@@ -60,6 +63,50 @@ def test_blocks_are_planned_with_the_exchanges_of_a_run(tmp_path, model, num_exc
     _, _, exchanged = planned(tmp_path, model, module="support.multiplied_mixtures")
     microbatches, layers = 2, 2
     assert sum(transfer.count for transfer in exchanged) == 5 * num_exchanges * layers * microbatches
+
+
+def flops(rank):
+    return sum(segment.count * each.count * each.flops for segment in rank.trace.segments for each in segment.operators)
+
+
+@pytest.mark.parametrize(
+    ("ep", "forms"),
+    [(2, ("Skipping", "Counted")), (1, ("Skipping",)), (2, sorted(CHOSEN)), (1, sorted(CHOSEN))],
+    ids=["exchanged", "whole", "exchanged-all", "whole-all"],
+)
+def test_code_that_does_what_values_say_is_planned_with_all_its_experts(tmp_path, ep, forms):
+    _, loop, of_loop = planned(tmp_path, "planned_loop", overrides=[f"mesh.ep={ep}"])
+    for form in forms:
+        found, rank, exchanged = planned(
+            tmp_path,
+            "chosen_mixture",
+            module="support.chosen_mixtures",
+            overrides=[f"mesh.ep={ep}", f'model.args.form="{form}"'],
+        )
+        assert flops(rank) == flops(loop) > 0, form
+        assert [(each.count, each.bytes) for each in exchanged] == [(each.count, each.bytes) for each in of_loop], form
+        assert any(note.startswith("routing is assumed to be balanced: ") for note in found.notes), form
+
+
+class LooksUp(nn.Module):
+    """Reads which tokens there are, of which a plan knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def forward(self, tokens_BS):
+        seen = tokens_BS.unique()
+        return self.head(self.embedding(tokens_BS)) + seen.numel()
+
+
+def test_what_no_choice_decides_is_named_with_its_operator_and_line(tmp_path):
+    path = tmp_path / "run.toml"
+    text = MANIFEST.format(model=f"{__name__}:LooksUp")
+    path.write_text(text.replace("ep = 2\n", "").replace("[sharding.expert_parallel]\n", ""))
+    expected = r"values decide what aten._unique2.default returns \(test_plan_routing.py:\d+\)"
+    with pytest.raises(StepError, match=expected):
+        composer3d.plan(path)
 
 
 def test_exchanges_take_the_time_of_the_hardware_file(tmp_path):

@@ -274,6 +274,37 @@ def test_sizes_that_values_decide_are_assumed():
         assert not were_assumed()
 
 
+def test_places_are_chosen_as_often_as_each_other():
+    with torch_compat.fake_tensors():
+        chosen = torch.randn(6, 4).topk(2, -1).indices
+        assert chosen.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
+        assert torch.bincount(chosen.view(-1)).tolist() == [3, 3, 3, 3]
+        assert chosen.cpu().unique().tolist() == [0, 1, 2, 3]
+        assert [x.tolist() for x in torch.where(chosen == 3)] == [[1, 3, 5], [1, 1, 1]]
+        assert torch.randn(6, 4)[(chosen == 3).any(-1)].shape == (3, 4)
+        assert (chosen == 3).any() and not (chosen == 4).any()
+        assert torch.randn(4, 3).argmax(0).tolist() == [0, 1, 2]
+        assert torch.randn(2, 3).sort(0, descending=True).indices.tolist() == [[0, 0, 0], [1, 1, 1]]
+        assert torch.randn(2, 3).argmax().tolist() == 0
+        assert torch.randn(3, 2).max(1).indices.tolist() == [0, 1, 0]
+        order = chosen.view(-1).argsort(stable=True)
+        assert chosen.view(-1)[order].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_values_that_are_overwritten_with_unknown_ones_are_forgotten():
+    with torch_compat.fake_tensors():
+        chosen, unknown = torch.randn(6, 4).topk(2, -1).indices, torch.randn(6).gt(0).long()
+        first, copied = chosen[:, 0], chosen.clone()
+        assert first.sum().item() == 6
+        first.copy_(unknown)
+        with pytest.raises(torch_compat.value_errors()):
+            chosen.unique()
+        with pytest.raises(torch_compat.value_errors()):
+            first.unique()
+        copied[0] = 3
+        assert copied.unique().tolist() == [0, 1, 2, 3] and copied[0].tolist() == [3, 3]
+
+
 def grouped(dtype, is_transposed):
     """Multiply rows in groups, forward and backward, with columns that end at no multiple of 16 bytes."""
     rows, columns = torch.ones(10, 32, dtype=dtype, requires_grad=True), 24

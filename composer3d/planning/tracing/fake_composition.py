@@ -20,7 +20,8 @@ from composer3d.composition import (
     give_memory,
     prepare,
 )
-from composer3d.errors import ManifestError
+from composer3d.errors import ManifestError, StepError
+from composer3d.observation.call_sites import beside
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
 from composer3d.torch_compat.compilers import nothing_compiles
@@ -234,13 +235,29 @@ def run_step(
     grad_clip: float,
     number: int = 1,
 ) -> None:
-    """Run an optimizer step as the runner does."""
-    with run.step(number):
+    """Run an optimizer step as the runner does.
+
+    Raises:
+        StepError: Values decide what an operator returns, and nothing is known of them.
+    """
+    with _naming_what_values_decide(), run.step(number):
         loss = float(run.forward_backward(*args, target=target, **inputs))
         float(run.clip_grad_norm_(grad_clip))
         del loss
         optimizer.step()
         optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def _naming_what_values_decide() -> Iterator[None]:
+    """Raise an error with the operator and the line of the user's code."""
+    try:
+        yield
+    except torch_compat.value_errors() as error:
+        raise StepError(
+            f"the step cannot be planned: values decide what {error.func} returns{beside(error)}, and a plan has "  # type: ignore[attr-defined]
+            "none; let shapes decide it, or loop over all that values may choose"
+        ) from error
 
 
 class _Alone(Guard):

@@ -46,6 +46,7 @@ _SHORT = 3
 _Short = tuple[int, int]
 # Takes a position in the pipeline, and whether the schedule can hold fewer micro-batches than it says.
 ShortStepOf = Callable[[int, bool], ShortStep]
+_EVENLY = "routing is assumed to be balanced: of what topk, argmax and the like choose from, each is chosen as often"
 _UNCOMPILED = (
     "modules that are compiled were traced as they are written, and keep what products and attention make: a compiler "
     "may keep other tensors of the same size"
@@ -338,17 +339,21 @@ class Tracer:
     def _assuming(self) -> Iterator[None]:
         """Assume sizes that values decide: of rows chosen for the entries of a list, each entry's equal share."""
         share = max((1 / number for number in self._routed.values()), default=1.0)
+        chosen = self._memory.chosen
+        chosen.have_decided = False
         with torch_compat.assumed_share(share), torch_compat.were_sizes_assumed() as were_assumed:
             yield
-            if were_assumed():
-                first = next(iter(self._routed), None)
-                note = "sizes that the values of a batch decide were taken at their largest"
-                if first is not None:
-                    note = (
-                        f'routing is assumed to be balanced: each of the {self._routed[first]} entries of "{first}" '
-                        "and lists like it is given the same number of rows"
-                    )
-                self._assumptions[note] = None
+        first = next(iter(self._routed), None)
+        if first is not None and (were_assumed() or chosen.have_decided):
+            self._assumptions[
+                f'routing is assumed to be balanced: each of the {self._routed[first]} entries of "{first}" '
+                "and lists like it is given the same number of rows"
+            ] = None
+            return
+        if chosen.have_decided:
+            self._assumptions[_EVENLY] = None
+        if were_assumed():
+            self._assumptions["sizes that the values of a batch decide were taken at their largest"] = None
 
     # ---- what stages say to each other -------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from composer3d.torch_compat.fakes.chosen_values import values_of
+
 __all__ = ["ASSUMED", "assumed_share", "assumed_size_of", "were_sizes_assumed"]
 
 # Operators with results whose size values may decide, without their overloads.
@@ -46,7 +48,7 @@ def assumed_size_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Run an operator whose result has a size that values decide; NotImplemented for any other operator.
 
     `nonzero`, `masked_select`, indexing by masks, and reading and writing what they choose; `bincount` of as many bins
-    as asked for; `unique` of as many values as there are.
+    as asked for.
 
     Args:
         func: Operator.
@@ -92,4 +94,7 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 def _number(mask: Any) -> int:
+    values = values_of(mask)
+    if values is not None:
+        return int(values.sum())
     return math.ceil(mask.numel() * _share)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from composer3d.torch_compat.fakes.assumed_sizes import ASSUMED, assumed_size_of
+from composer3d.torch_compat.fakes.chosen_values import PLACES
 from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.modes import start_autograd
 from composer3d.torch_compat.pipelines import described_stage
@@ -18,6 +19,7 @@ __all__ = [
     "is_in_place",
     "is_view",
     "lone_pipeline",
+    "value_errors",
     "watch_storages",
     "with_values",
 ]
@@ -42,7 +44,7 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     question = device_question()
-    ways: dict[Any, str] = {}
+    ways: dict[Any, tuple[str, str, str]] = {}
 
     class Mode(FakeTensorMode):
         @classmethod
@@ -52,14 +54,19 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is question and isinstance(args[0], FakeTensor):
                 return args[0].fake_device
-            way = ways.get(func)
-            if way is None:
-                way = ways[func] = _way_of(func)
+            way, name, base = ways.get(func) or ways.setdefault(func, _way_of(func))
+            if chosen.are_any and chosen.concern(base, args, kwargs or {}):
+                answer = chosen.answer(func, base, args, kwargs or {}, lambda: self.dispatch(func, types, args, kwargs))
+                if answer is not NotImplemented:
+                    return answer
             if way == "remembered":
                 return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
             if way == "range":
                 return func(*args, **(kwargs or {}))
-            name = func.name()
+            if way == "places":
+                result = self.dispatch(func, types, args, kwargs)
+                chosen.choose(name, args, kwargs or {}, result)
+                return result
             if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
             if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
@@ -77,6 +84,7 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
 
     start_autograd()
     known = ResultMemory() if memory is None else memory
+    chosen = known.chosen
     known.mode = Mode(allow_non_fake_inputs=True)
     # It is asked for what the memory does not know, nearly always for the first time: torch's own takes as long to note
     # a call as to answer it.
@@ -84,13 +92,19 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
     return known.mode
 
 
-def _way_of(operator: Any) -> str:
-    """Return how `fake_tensors` answers an operator: `remembered`, as a `range`, or in a `special` way of its own."""
+def _way_of(operator: Any) -> tuple[str, str, str]:
+    """Return how `fake_tensors` answers an operator, its name, and that without the overload.
+
+    It is `remembered`, a `range`, chooses `places`, or has a `special` way of its own.
+    """
     name = operator.name()
+    base = name.split(".")[0]
     if operator.namespace == "profiler":
-        return "range"
-    is_special = name in _READERS or name in _SPECIAL or name.split(".")[0] in ASSUMED
-    return "special" if is_special else "remembered"
+        return "range", name, base
+    if name in PLACES:
+        return "places", name, base
+    is_special = name in _READERS or name in _SPECIAL or base in ASSUMED
+    return "special" if is_special else "remembered", name, base
 
 
 def _value(name: str, dtype: Any) -> Any:
@@ -159,6 +173,13 @@ def active_fake_mode() -> Any:
     if not torch._C._len_torch_dispatch_stack() and torch._guards.TracingContext.try_get() is None:
         return None
     return torch._guards.detect_fake_mode()
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of operators whose results values decide, on fake tensors; `func` is the operator."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
 
 
 def is_in_place(operator: Any) -> bool:

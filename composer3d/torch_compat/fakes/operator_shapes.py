@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from composer3d.torch_compat.fakes.chosen_values import FROM_NUMBERS, PLACES, ChosenValues, values_of
 from composer3d.torch_compat.fakes.shardings import like_other_meshes
 
 __all__ = ["MetaResults", "ResultMemory"]
@@ -49,6 +50,7 @@ class ResultMemory:
 
     Attributes:
         mode: The fake mode that is on, in which results are made.
+        chosen: Values of its tensors; what has some, or may be given some, is not remembered.
     """
 
     def __init__(self) -> None:
@@ -56,13 +58,14 @@ class ResultMemory:
         from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
         self.mode: Any = None
+        self.chosen = ChosenValues()
         self._cls: Any = FakeTensor
         self._inside = in_kernel_invocation_manager
         self._kinds: frozenset[type] = frozenset({FakeTensor})
         # Of a model that is about to be given memory.
         self._outside: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
         self._makers: dict[Any, Callable[[Any, Any], Any] | None] = {}
-        self._remembered: dict[int, tuple[Any, bool]] = {}
+        self._remembered: dict[int, tuple[Any, bool, bool]] = {}
         self._shardings: dict[Any, Any] = {}
         # What else an argument may be; all that is equal, and of one of these types, gives an equal result.
         self._plain: frozenset[type] = frozenset(
@@ -117,8 +120,12 @@ class ResultMemory:
         # By their numbers: operators have a hash of Python's. They are kept, so that no other one gets the number.
         known = self._remembered.get(id(operator))
         if known is None:
-            known = self._remembered[id(operator)] = operator, self._can_remember(operator)
-        if not known[1]:
+            known = self._remembered[id(operator)] = (
+                operator,
+                self._can_remember(operator),
+                operator.name().split(".")[0] in FROM_NUMBERS,
+            )
+        if not known[1] or (self.chosen.are_any and known[2]):
             return None, None
         try:
             options = self._forms(kwargs.items()) if kwargs else ()
@@ -134,6 +141,7 @@ class ResultMemory:
             isinstance(operator, torch._ops.OpOverload)
             and (operator.namespace == "aten" or operator.name() in _COLLECTIVES)
             and not operator.name().startswith(_NOT_REMEMBERED)
+            and operator.name() not in PLACES
             and not self._tags & set(operator.tags)
         )
 
@@ -162,6 +170,8 @@ class ResultMemory:
         is_odd = (
             dtype.is_complex or tensor.layout is not torch.strided or tensor.constant is not None or tensor.is_neg()
         )
+        if self.chosen.are_any and values_of(tensor) is not None:
+            raise _Unknown
         if is_odd or tensor.fake_mode is not self.mode or tensor.is_quantized:
             raise _Unknown
         return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, tensor.fake_device
