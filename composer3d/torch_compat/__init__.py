@@ -76,7 +76,6 @@ from composer3d.torch_compat.fakes.fake_tensors import (
     is_in_place,
     is_view,
     lone_pipeline,
-    value_errors,
     watch_storages,
     with_values,
 )
@@ -375,7 +374,6 @@ __all__ = [
     "unit_shards",
     "untransformed",
     "unviewed",
-    "value_errors",
     "viewing_operators",
     "wait_for_message",
     "watch_buckets",

@@ -21,10 +21,11 @@ from composer3d.composition import (
     prepare,
 )
 from composer3d.errors import ManifestError, StepError
-from composer3d.observation.call_sites import beside
+from composer3d.observation import beside
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
 from composer3d.torch_compat.compilers import nothing_compiles
+from composer3d.torch_compat.fakes import value_errors
 from composer3d.transform import Phase
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _naming_what_values_decide() -> Iterator[None]:
     """Raise an error with the operator and the line of the user's code."""
     try:
         yield
-    except torch_compat.value_errors() as error:
+    except value_errors() as error:
         raise StepError(
             f"the step cannot be planned: values decide what {error.func} returns{beside(error)}, and a plan has "  # type: ignore[attr-defined]
             "none; let shapes decide it, or loop over all that values may choose"

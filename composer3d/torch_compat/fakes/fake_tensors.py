@@ -67,17 +67,9 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
                 result = self.dispatch(func, types, args, kwargs)
                 chosen.choose(name, args, kwargs or {}, result)
                 return result
-            if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
-                return args[0]  # torch's own would take new memory, where the real one returns what it is given
-            if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
-                return _value(name, args[0].dtype)
-            assumed = (
-                assumed_size_of(func, args, kwargs or {})
-                if args and isinstance(args[0], FakeTensor)
-                else NotImplemented
-            )
-            if assumed is not NotImplemented:
-                return assumed
+            answer = _without_kernel(func, name, args, kwargs or {})
+            if answer is not NotImplemented:
+                return answer
             if name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
                 return known.run(func, args, kwargs, lambda: _grouped_product(*args, **(kwargs or {})))
             return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
@@ -105,6 +97,17 @@ def _way_of(operator: Any) -> tuple[str, str, str]:
         return "places", name, base
     is_special = name in _READERS or name in _SPECIAL or base in ASSUMED
     return "special" if is_special else "remembered", name, base
+
+
+def _without_kernel(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return what is known of a result without asking the operator; NotImplemented for any other operator."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
+        return args[0]  # torch's own would take new memory, where the real one returns what it is given
+    if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
+        return _value(name, args[0].dtype)
+    return assumed_size_of(operator, args, kwargs) if args and isinstance(args[0], FakeTensor) else NotImplemented
 
 
 def _value(name: str, dtype: Any) -> Any:
