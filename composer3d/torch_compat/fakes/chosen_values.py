@@ -31,6 +31,7 @@ _OF_VALUES = frozenset(
     {"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::index", "aten::_unique", "aten::_unique2"}
     | {"aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"}
 )
+_WITHOUT = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"})  # of any values
 _MOST, _MOST_FROM_NUMBERS = 2**24, 2**16  # elements
 _KEPT = "composer3d_values"
 
@@ -111,10 +112,15 @@ class ChosenValues:
         result = fake()
         leaves = list(_tensors(result, {}))
         most = _MOST_FROM_NUMBERS if name in FROM_NUMBERS else _MOST
-        if not any(map(_is_whole, leaves)) or any(x.numel() > most for x in leaves):
+        is_left = name in _WITHOUT or not any(map(_is_whole, leaves)) or any(x.numel() > most for x in leaves)
+        try:
+            values = [] if is_left else list(_tensors(real(), {}))
+        except (IndexError, RuntimeError):  # what was chosen does not fit what the code knows of its own choice
+            values = []
+        if not values:
             self._forget_written(operator, args, kwargs)
             return result
-        for made, value in zip(leaves, _tensors(real(), {}), strict=True):
+        for made, value in zip(leaves, values, strict=True):
             if _is_whole(made):
                 setattr(made, _KEPT, value)
         return result
