@@ -273,7 +273,7 @@ class StepEngine:
         state.forward_done, state.loss = True, self._started(loss)
         self.begin_microbatch(own.calls - 1, last)
         span, held = self._context.span("backward"), self._held(is_last=last)
-        with span, self.streams.kept(), self.units.trained(state.loss), self.activations, held:
+        with span, self.streams.kept(), self.units.trained(), self.activations, held:
             state.loss.backward(retain_graph=retain_graph)
         self.end_microbatch()
         self._gathered, state.forward_done, state.loss = False, False, None

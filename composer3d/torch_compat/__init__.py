@@ -94,7 +94,7 @@ from composer3d.torch_compat.fsdp_units.units import Units, release_units, watch
 from composer3d.torch_compat.fsdp_units.views import keep_output_hooks
 from composer3d.torch_compat.fsdp_units.whole import whole_parameters
 from composer3d.torch_compat.function_transforms import outside_transforms, untransformed
-from composer3d.torch_compat.later_backwards import LaterBackwards
+from composer3d.torch_compat.later_backwards import LaterBackwards, in_backward
 from composer3d.torch_compat.layouts import (
     clear_sharding_caches,
     concatenate,
@@ -128,7 +128,6 @@ from composer3d.torch_compat.modes import (
     hide_compiler_warnings,
     hide_profiler_warnings,
     import_torchao,
-    in_backward,
     is_captured,
     leave_mode,
     no_torch_function,

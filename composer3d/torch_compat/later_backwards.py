@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["LaterBackwards"]
+__all__ = ["LaterBackwards", "in_backward", "look_at"]
 
 _watching: set[LaterBackwards] = set()
 _plain: dict[str, Callable[..., Any]] = {}
@@ -49,16 +49,36 @@ class LaterBackwards:
                     setattr(torch.autograd, name, function)
 
 
+def in_backward() -> bool:
+    """Return whether autograd is running a backward on this thread: a forward inside is a recomputation.
+
+    The number of the running graph task is private (torch 2.11-2.15); it is -1 outside of backwards.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def look_at(tensors: Any) -> None:
+    """Call those who watch with the nodes that a backward of some tensors, or of one, starts from.
+
+    Args:
+        tensors: As `torch.autograd.backward` takes them.
+    """
+    import torch
+
+    if not _watching or in_backward():  # of what is recomputed in it
+        return
+    several = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors or ())
+    nodes = [each.grad_fn for each in several if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    for each in tuple(_watching):
+        each.look(nodes)
+
+
 def _looking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        several = (given,) if isinstance(given, torch.Tensor) else tuple(given or ())
-        nodes = [each.grad_fn for each in several if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-        for each in tuple(_watching):
-            each.look(nodes)
+        look_at(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
         return function(*args, **kwargs)
 
     return looking

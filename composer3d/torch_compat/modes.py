@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from composer3d.torch_compat.compilers.undisabled import nothing_compiles
+from composer3d.torch_compat.later_backwards import look_at
 from composer3d.torch_compat.operators import operator_python
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "hide_compiler_warnings",
     "hide_profiler_warnings",
     "import_torchao",
-    "in_backward",
     "leave_mode",
     "no_torch_function",
     "on_state_dict",
@@ -189,16 +189,6 @@ def leave_mode(mode: Any) -> None:
             overrides._push_mode(inner)
 
 
-def in_backward() -> bool:
-    """Return whether autograd is running a backward on this thread: a forward inside is a recomputation.
-
-    The number of the running graph task is private (torch 2.11-2.15); it is -1 outside of backwards.
-    """
-    import torch
-
-    return torch._C._current_graph_task_id() != -1
-
-
 def is_captured(leaf: Any) -> bool:
     """Return whether the backward that runs on this thread was asked for the gradient of a leaf, to return it.
 
@@ -226,6 +216,7 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
         (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
         for value in (tensors, gradients, options.get("inputs"))
     )
+    look_at(several)
     starts = [torch.ones_like(t) if t.requires_grad and t.numel() == 1 else None for t in several]
     starts = [start if gradient is None else gradient for start, gradient in zip(starts, given or starts, strict=True)]
     engine, again = cast(Any, torch.autograd.Variable), bool(options.get("create_graph"))

@@ -120,3 +120,137 @@ def test_a_graph_of_gathered_parameters_that_are_freed_is_refused(layout):
     for answers in run_ranks(late, num_ranks, write_manifest(text)):
         assert len(answers) == 2 * len(SAVED)
         assert all("run.backward(loss + penalty)" in answer and '"0.' in answer for answer in answers)
+
+
+class Block(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        self.kept = self.weight.pow(2).sum()  # past the unit's outputs, before which its hook gathers
+        return output
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers, self.last = nn.Linear(6, 6), nn.ModuleList(Block(6, 6) for _ in range(2)), Block(6, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+def squares(model):
+    return sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+def of_the_root(model, backward, loss, output, x):
+    penalty = model.first.weight.pow(2).sum()
+    backward(loss)
+    backward(penalty)
+
+
+def of_all_beside_a_kept_graph(model, backward, loss, output, x):
+    penalty = 1e-2 * output.square().mean() + squares(model)
+    backward(loss, retain_graph=True)
+    backward(penalty)
+
+
+def of_a_constant(model, backward, loss, output, x):
+    penalty = (model.first(x) @ model.last.weight.detach().T).square().mean()
+    backward(loss)
+    backward(penalty)
+
+
+def several_times(model, backward, loss, output, x):
+    penalty = model.first.weight.pow(2).sum()
+    backward(loss)
+    backward(penalty, retain_graph=True)
+    with torch.no_grad():
+        model(x)
+    backward(penalty)
+
+
+def of_a_block_beside_the_loss(model, backward, loss, output, x):
+    backward(loss + model.last.kept + sum(layer.kept for layer in model.layers))
+
+
+def of_a_block_alone(model, backward, loss, output, x):
+    backward(sum(layer.kept for layer in model.layers))
+    backward(loss)
+
+
+FORMS = (
+    of_the_root,
+    of_all_beside_a_kept_graph,
+    of_a_constant,
+    several_times,
+    of_a_block_beside_the_loss,
+    of_a_block_alone,
+)
+ZERO = "model.blocks = 'layers.*'\n[mesh]\ndp_shard = {}\ndp_replicate = {}\n[sharding.fsdp2]\nzero = {}\n"
+
+
+def gathered_again(path, forms):
+    """Return the largest difference from one device of parameters that were trained in each form."""
+    torch.set_default_dtype(torch.float64)
+    x, y = torch.randn(8, 6), torch.randn(8, 4)
+    found = {}
+    for form in forms:
+        torch.manual_seed(0)
+        model = Blocks()
+        single = copy.deepcopy(model)
+        with composer3d.compose(model, path, loss_fn=mse_loss) as run:
+            size = 8 // run.context.data_parallel_degree
+            own = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
+            ours = run.model, run.backward, run.optimizer(torch.optim.SGD, lr=0.1), x[own], y[own]
+            theirs = single, lambda loss, **kept: loss.backward(**kept), torch.optim.SGD(single.parameters(), 0.1), x, y
+            for each, backward, optimizer, inputs, targets in (ours, theirs) * 2:
+                output = each(inputs)
+                form(each, backward, mse_loss(output, targets), output, inputs)
+                optimizer.step()
+                optimizer.zero_grad()
+            expected = dict(single.named_parameters())
+            pairs = [(run.full_tensor(fqn, p.detach()), expected[fqn].detach()) for fqn, p in run.named_parameters()]
+            found[form.__name__] = max(float((whole - other).abs().max()) for whole, other in pairs)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "zero"),
+    [(2, 1, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1, 1), (2, 1, 2), (2, 2, 3)))],
+)
+def test_what_a_graph_of_gathered_parameters_needs_is_gathered_again(shards, replicas, zero):
+    text = ZERO.format(shards, replicas, zero)
+    for found in run_ranks(gathered_again, shards * replicas, write_manifest(text), FORMS):
+        assert len(found) == len(FORMS) and max(found.values()) < TIGHT, found
+
+
+def of_gradients(path):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x, y = Blocks(), torch.randn(8, 6), torch.randn(8, 4)
+    single = copy.deepcopy(model)
+    with composer3d.compose(model, path, loss_fn=mse_loss) as run:
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        own = slice(run.context.data_parallel_rank * 4, (run.context.data_parallel_rank + 1) * 4)
+        loss = mse_loss(run.model(x[own]), y[own])
+        kept = sum(layer.kept for layer in run.model.layers)
+        found = run.grad(loss + kept, retain_graph=True)
+        run.backward(loss)
+        late = run.model.last.kept
+        optimizer.step()
+        with pytest.raises(StepError) as caught:
+            run.backward(late)
+        theirs = mse_loss(single(x), y) + sum(layer.kept for layer in single.layers)
+        expected = torch.autograd.grad(theirs, list(single.parameters()))
+        names = [fqn for fqn, _ in single.named_parameters()]
+        difference = max(float((found[n] - e).abs().max()) for n, e in zip(names, expected, strict=True))
+    return difference, str(caught.value)
+
+
+def test_gradients_of_a_loops_own_are_gathered_for_and_old_values_are_refused():
+    for difference, said in run_ranks(of_gradients, 2, write_manifest(ZERO.format(2, 1, 3))):
+        assert difference < TIGHT
+        assert said.startswith('a backward begins from a graph of "last.weight" as a forward had gathered it, and the ')

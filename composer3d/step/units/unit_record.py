@@ -109,19 +109,9 @@ class UnitRecord:
             units.before = functools.partial(_passes, order, index * _PART)
         return order
 
-    def trained(self, loss: Tensor | None = None) -> contextlib.AbstractContextManager[None]:
-        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave.
-
-        Args:
-            loss: A loop's own, which it may have computed from parameters that an earlier backward has freed.
-
-        Collectives: an all-gather for each unit of such parameters.
-        """
-        return _Trained(self, loss)
-
-    def gather(self, loss: Tensor) -> None:
-        """Gather the parameters that an earlier backward has freed and a loss was computed from; see `LateGraphs`."""
-        self._late.gather(loss)
+    def trained(self) -> contextlib.AbstractContextManager[None]:
+        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
+        return _Trained(self)
 
     def begin_training(self) -> bool:
         """Begin backwards whose gradients are used; return what `end_training` takes."""
@@ -137,7 +127,6 @@ class UnitRecord:
                 is_left = any([parameter.grad is not None for parameter in self._reached])
                 for units in self._units:
                     units.complete(is_left=is_left)
-                self._late.open()
         except BaseException:
             has_failed = True
             raise
@@ -270,12 +259,10 @@ class _Over:
 class _Trained:
     """Backwards whose gradients are used; see `_Over`."""
 
-    def __init__(self, record: UnitRecord, loss: Tensor | None) -> None:
-        self._record, self._loss = record, loss
+    def __init__(self, record: UnitRecord) -> None:
+        self._record = record
 
     def __enter__(self) -> None:
-        if self._loss is not None:
-            self._record.gather(self._loss)
         self._outer = self._record.begin_training()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["gradient_of", "gradient_version", "shard_gradients"]
+from composer3d.torch_compat.layouts import unify_group
+from composer3d.torch_compat.tensors import is_wrapper_subclass
+
+__all__ = ["fill_gradients", "gradient_of", "gradient_version", "shard_gradients"]
 
 
 def gradient_of(parameter: Any) -> Any:
@@ -30,3 +33,24 @@ def shard_gradients(group: Any) -> Any:
         if own.grad is not None and own.grad.placements != own.placements:
             own.grad = own.grad.redistribute(placements=own.placements)
     return group
+
+
+def fill_gradients(group: Any) -> bool:
+    """Give parameters without a gradient zeros, of the others' dtype; return whether there is anything to reduce."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    others = {gradient_of(parameter).dtype for parameter in parameters if gradient_of(parameter) is not None}
+    for parameter in parameters:
+        if parameter.sharded_param.requires_grad and gradient_of(parameter) is None:
+            full = parameter._unsharded_param
+            if is_wrapper_subclass(type(full)) and not isinstance(full, DTensor):
+                # Weights gathered in float8: their gradients are plain tensors, which they do not take by assignment.
+                # What FSDP2 accumulates, which it takes them for, is in the dtype of the reduction.
+                dtype = group.mp_policy.reduce_dtype or next(iter(others), full.dtype)
+                parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+            else:
+                full.grad = torch.zeros_like(full)
+    unify_group(group)
+    return bool(parameters)

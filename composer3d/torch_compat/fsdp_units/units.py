@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from composer3d.torch_compat.fsdp_units import late_gathers
 from composer3d.torch_compat.fsdp_units.early_gathers import EarlyGroup
 from composer3d.torch_compat.fsdp_units.gathered_writes import versions_of, write_back
 from composer3d.torch_compat.fsdp_units.one_rank import OneRankGroup
 from composer3d.torch_compat.fsdp_units.unit_entries import Entries, entries_of
-from composer3d.torch_compat.fsdp_units.unit_gradients import gradient_of, gradient_version, shard_gradients
+from composer3d.torch_compat.fsdp_units.unit_gradients import (
+    fill_gradients,
+    gradient_of,
+    gradient_version,
+    shard_gradients,
+)
 from composer3d.torch_compat.fsdp_units.unit_hooks import UnseenGathers
 from composer3d.torch_compat.fsdp_units.unit_places import Places
 from composer3d.torch_compat.function_transforms import outside_transforms
-from composer3d.torch_compat.layouts import fsdp_groups, unify_group
-from composer3d.torch_compat.tensors import is_wrapper_subclass
+from composer3d.torch_compat.layouts import fsdp_groups
 
 __all__ = ["Units", "release_units", "watch_units"]
 
@@ -79,7 +84,8 @@ class Units:
         is_trained: Whether a backward that runs now is one whose gradients are used.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
-        gathers: Called when a unit is gathered.
+        entered: Called when a forward begins, in whatever unit.
+        ended: Called when it has ended.
         passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
         written: Called with FQN, shard and gathered tensor of a parameter into whose gathered tensor was written.
 
@@ -92,7 +98,8 @@ class Units:
         self.is_trained = self.builds_graph = False
         self.left: Callable[[], None] | None = None
         self.passed: Callable[[str], None] = lambda fqn: None
-        self.gathers: Callable[[], None] = lambda: None
+        self.entered: Callable[[], None] = lambda: None
+        self.ended: Callable[[], None] = lambda: None
         self.written: Callable[[str, Any, Any], None] = lambda fqn, shard, whole: None
         self.before: Callable[[int], None] | None = None
         self.num_common = 0
@@ -129,6 +136,22 @@ class Units:
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
         return [(p.sharded_param, p in self.used) for group in self.groups for p in group.trained()]
+
+    def freed(self, nodes: Iterable[Any]) -> list[late_gathers.FreedParameter]:
+        """Return the parameters in a graph whose gathered copy is freed, and that no hook gathers for its backward."""
+        return late_gathers.freed_parameters(self.groups, nodes)
+
+    def gather_again(self, freed: Iterable[late_gathers.FreedParameter]) -> None:
+        """Gather units until the backward that begins now has ended, after which they are reduced and resharded.
+
+        Memory: those units, unsharded. Collectives: an all-gather each, and a reduce-scatter where that is a step's.
+        """
+        for group in dict.fromkeys(each.group for each in freed):
+            group.unshard()
+            group.wait_for_unshard()
+            group.is_held = True
+        if not self.is_trained and self.left is not None:
+            self.left()  # they stay gathered, as after a forward
 
     def settle(self, trained: Sequence[Any]) -> None:
         """Record which parameters of a unit that is about to be reduced were not used."""
@@ -194,10 +217,11 @@ class Units:
 
 @functools.cache
 def _watched_state(cls: Any) -> Any:
-    class WatchedState(cls):
+    class WatchedState(late_gathers.MarkedOutputs, cls):
         """A state that knows its groups when a backward ends."""
 
         def _lazy_init(self) -> None:
+            self.units.entered()
             try:
                 for group in self.watched:  # every forward begins here
                     group.places.verify(self.units.passed)
@@ -282,6 +306,7 @@ class _WatchedGroup(_Group):
         self.num_hooks = 0
         self.earlier: dict[Any, Any] = {}
         self.versions: dict[Any, tuple[int, int]] = {}
+        self.gathered_versions: list[tuple[int, int]] = []
 
     def write_back(self) -> None:
         if self.is_unsharded:
@@ -293,9 +318,8 @@ class _WatchedGroup(_Group):
 
     def _to_unsharded(self) -> None:
         self._entries.open()
-        self._units.gathers()
         super()._to_unsharded()
-        self.versions = versions_of(self)
+        self.versions, self.gathered_versions = versions_of(self), late_gathers.shard_versions(self)
 
     def _to_sharded(self) -> None:
         self.write_back()
@@ -368,28 +392,7 @@ class _WatchedGroup(_Group):
         if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
             self.unshard()  # of replicas: nothing is sent
             self.wait_for_unshard()
-        if _fill(shard_gradients(self)):
+        if fill_gradients(shard_gradients(self)):
             self._units.send(2 * self._index + 1)
             self._units.settle(self.trained())
         super().post_backward()
-
-
-def _fill(group: Any) -> bool:
-    """Give parameters without a gradient zeros, of the others' dtype; return whether there is anything to reduce."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    others = {gradient_of(parameter).dtype for parameter in parameters if gradient_of(parameter) is not None}
-    for parameter in parameters:
-        if parameter.sharded_param.requires_grad and gradient_of(parameter) is None:
-            full = parameter._unsharded_param
-            if is_wrapper_subclass(type(full)) and not isinstance(full, DTensor):
-                # Weights gathered in float8: their gradients are plain tensors, which they do not take by assignment.
-                # What FSDP2 accumulates, which it takes them for, is in the dtype of the reduction.
-                dtype = group.mp_policy.reduce_dtype or next(iter(others), full.dtype)
-                parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
-            else:
-                full.grad = torch.zeros_like(full)
-    unify_group(group)
-    return bool(parameters)
