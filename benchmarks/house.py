@@ -191,7 +191,8 @@ def summary(found: dict[str, Any]) -> str:
         [
             "| of the tree | counted | limit |\n|---|---|---|",
             *(f"| {name} | {value} | {limit} |" for name, value, limit in shown),
-            f"\n| plugin above {LARGE} lines | lines | files | largest file below plugins/composer3d_plugins/ | lines of it |\n|---|---|---|---|---|",
+            f"\n| plugin above {LARGE} lines | lines | files | largest file below plugins/composer3d_plugins/ "
+            "| lines of it |\n|---|---|---|---|---|",
             *large,
             "\n| package | lines |\n|---|---|",
             *packages,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world, run_ranks
+from composer3d.torch_compat.collectives.own_groups import own_groups
 from composer3d.torch_compat.collectives.processes import shared_lone_groups
 
 NCCL = {
@@ -125,3 +126,20 @@ def lone_groups():
 
 def test_dims_of_one_rank_share_a_group_of_it():
     assert run_ranks(lone_groups, 2) == [(True, False, False, 1, 2.0)] * 2
+
+
+def test_a_rank_that_is_alone_asks_for_its_own_groups():
+    asked = []
+    with fake_world(8, rank=5):
+        make = dist.distributed_c10d.new_group
+
+        def counted(ranks=None, **options):
+            asked.append(ranks)
+            return make(ranks, **options)
+
+        with pytest.MonkeyPatch.context() as patch, own_groups(5):
+            patch.setattr(dist.device_mesh, "new_group", counted)
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        groups = [sorted(dist.get_process_group_ranks(mesh.get_group(name))) for name in "abc"]
+    assert groups == [[1, 5], [5, 7], [4, 5]]
+    assert all(5 in ranks for ranks in asked)
