@@ -151,9 +151,10 @@ def test_parameters_of_one_module_with_two_meshes_are_refused():
     text = "[mesh]\nep = 2\n" + FSDP + EP.replace("ExpertShards", "HalfShards")
     with fake_world(2), pytest.raises(composer3d.TransformError) as caught:
         composed(text, Scaled(6))
-    assert str(caught.value) == (
-        '"layers.0.experts.weight_EDD" has a mesh of its own, and other parameters of "layers.0.experts" have another: '
-        "a unit is gathered and reduced over one mesh; make them modules of their own, each with its forward"
+    assert str(caught.value).startswith("[sharding.fsdp2] (")
+    assert str(caught.value).endswith(
+        '): "layers.0.experts.weight_EDD" has a mesh of its own, and other parameters of "layers.0.experts" have '
+        "another: a unit is gathered and reduced over one mesh; make them modules of their own, each with its forward"
     )
 
 

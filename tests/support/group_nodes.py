@@ -103,11 +103,11 @@ def ending(child):
     """Return how a machine ended: its result, the text of a refusal, or None where it was killed."""
     try:
         return child.result()
-    except ComposerError as error:
-        return str(error)
     except ChildError as error:
         assert "was killed by SIGKILL" in str(error), error
         return None
+    except ComposerError as error:
+        return str(error)
 
 
 def waiting(manifest, folder, ends):

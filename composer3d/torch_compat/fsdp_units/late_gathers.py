@@ -121,7 +121,10 @@ def _freed_storage(saved: Any) -> Any:
     local = _local(saved)
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided or not local.numel():
         return None
-    storage = local.untyped_storage()
+    try:
+        storage = local.untyped_storage()
+    except NotImplementedError:  # a wrapper of torch.func's transforms, whose backward is one of their own
+        return None
     return storage if storage.size() == 0 else None
 
 
