@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import HookError
-from composer3d.step.microbatches import map_tensors
+from composer3d.step.microbatches import tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from composer3d.context import RunContext
     from composer3d.hooks import Bound
     from composer3d.interfaces import Batch
@@ -22,7 +20,9 @@ __all__ = ["observers"]
 def observers(
     hooks: Sequence[Bound], named: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> tuple[Callable[..., None], ...]:
-    """Return what calls every plugin's `composer3d_observe_batch`, and raises where that wrote into the batch.
+    """Return what calls every plugin's `composer3d_observe_batch`, and raises where that wrote into a batch.
+
+    Tensors that torch made in inference mode do not count writes, and are not looked at.
 
     Args:
         hooks: Of the plugins.
@@ -34,9 +34,10 @@ def observers(
 def _observer(registered: Registered, function: Callable[..., Any]) -> Callable[..., None]:
 
     def observe(*, context: RunContext, batch: Batch) -> None:
-        before = _versions(batch)
+        given = [leaf for leaf in tensors((batch.args, batch.kwargs, batch.target)) if not leaf.is_inference()]
+        before = [leaf._version for leaf in given]
         function(context=context, batch=batch)
-        if _versions(batch) != before:
+        if [leaf._version for leaf in given] != before:
             raise HookError(
                 f"composer3d_observe_batch of {registered.name} wrote into the batch, which it only looks at: what "
                 "trains on another one returns it from composer3d_place_batch",
@@ -46,15 +47,3 @@ def _observer(registered: Registered, function: Callable[..., Any]) -> Callable[
             )
 
     return observe
-
-
-def _versions(batch: Batch) -> list[int]:
-    """Return how often each tensor of a batch was written into; inference tensors do not count."""
-    found: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(0 if tensor.is_inference() else tensor._version)
-        return tensor
-
-    map_tensors(note, (batch.args, batch.kwargs, batch.target))
-    return found
