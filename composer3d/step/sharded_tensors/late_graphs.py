@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.errors import StepError
@@ -20,7 +20,7 @@ _LATE = (
 )
 _WRITTEN = (
     'a backward begins from a graph of "{}" as a forward had gathered it, and the parameter has been written since, by '
-    "an optimizer's step perhaps: its old values are gone, in which one device refuses such a graph too; compute it "
+    "an optimizer's step perhaps: its old values are gone, and one device refuses a graph that reads them; compute it "
     "anew from the values of now"
 )
 
@@ -46,7 +46,7 @@ class LateGraphs:
         self._backwards = torch_compat.LaterBackwards(self._look)
         self.shut = self._backwards.shut
         for each in units:
-            each.entered, each.ended = self.shut, self._open
+            each.entered, each.ended, each.outdated = self.shut, self._open, _refuse
 
     def _open(self) -> None:
         """Begin to look: a forward has ended."""
@@ -65,6 +65,10 @@ class LateGraphs:
                 raise StepError(_LATE.format(freed[0].fqn))
             for each in freed:
                 if not each.is_current:
-                    raise StepError(_WRITTEN.format(each.fqn))
+                    _refuse(each.fqn)
             if freed:
                 units.gather_again(freed)
+
+
+def _refuse(fqn: str) -> NoReturn:
+    raise StepError(_WRITTEN.format(fqn))

@@ -32,13 +32,24 @@ class FreedParameter:
 class MarkedOutputs(_State):
     """A state that marks the nodes before which a hook gathers its unit: those of its outputs.
 
+    A gradient that arrives there is refused if the unit's shards have been written since the forward: its hook would
+    gather other values than the graph was made with, silently, where one device has torch's error.
+
     Attributes:
-        units: The record that hears of the end of a forward.
+        units: The record that hears of the end of a forward, and of what was written since.
+        watched: The groups of the unit.
     """
 
     units: Any
+    watched: Sequence[Any]
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
+        import torch
+
+        written = functools.partial(self._look_for_writes, [shard_versions(group) for group in self.watched])
+        for each in _tensors(output) if torch.is_grad_enabled() else ():
+            if each.requires_grad:
+                each.register_hook(written)  # before FSDP2's own, which gathers
         output = super()._register_pre_backward_hook(output)
         for each in _tensors(output):
             if each.grad_fn is not None:
@@ -46,6 +57,15 @@ class MarkedOutputs(_State):
         if self._state_ctx.iter_forward_root is self:
             self.units.ended()
         return output
+
+    def _look_for_writes(self, seen: Sequence[Sequence[tuple[int, int]]], grad: Any) -> None:
+        for group, versions in zip(self.watched, seen, strict=True):
+            if versions == (now := shard_versions(group)):
+                continue
+            writable = [each for each in group.fsdp_params if not each.sharded_param.is_inference()]
+            for parameter, before, after in zip(writable, versions, now, strict=True):
+                if before != after:
+                    self.units.outdated(parameter._param_fqn)
 
 
 def shard_versions(group: Any) -> list[tuple[int, int]]:

@@ -86,6 +86,8 @@ class Units:
         left: Called after a forward that did not begin in the root; None where nobody asks.
         entered: Called when a forward begins, in whatever unit.
         ended: Called when it has ended.
+        outdated: Called with the FQN of a parameter that was written since the forward whose backward arrives at it, to
+            raise.
         passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
         written: Called with FQN, shard and gathered tensor of a parameter into whose gathered tensor was written.
 
@@ -100,6 +102,7 @@ class Units:
         self.passed: Callable[[str], None] = lambda fqn: None
         self.entered: Callable[[], None] = lambda: None
         self.ended: Callable[[], None] = lambda: None
+        self.outdated: Callable[[str], None] = lambda fqn: None
         self.written: Callable[[str, Any, Any], None] = lambda fqn, shard, whole: None
         self.before: Callable[[int], None] | None = None
         self.num_common = 0
