@@ -107,8 +107,8 @@ class Unit:
         written_class: The module's class before the plugin put one of its own in its place.
         gather: Gathers its parameters, where that would be too late in a backward.
         set_all_gather: Takes another all-gather in place of the plugin's, with `allocate` and `__call__` as torch's.
-        set_reduce_scatter: The same of the reduce-scatter. What has a method `travelling(output, input, group)` returns
-            there the collective that it issues and the bytes of its payload, for spans.
+        set_reduce_scatter: The same of the reduce-scatter. A method `travelling(output, input, group)`, if it has one,
+            returns the collective that it issues and the bytes of its payload, for spans.
         register_buffers: Takes the buffers of its collectives from the process group, which has them registered with
             the network; sums are divided afterwards. Not beside another all-gather or reduce-scatter.
     """
@@ -210,11 +210,13 @@ class ParameterMesh:
             it; others along dim 0.
         is_rowwise: Whether the module that has it does the same with every row; not where it is the weights of experts
             in a block whose own code multiplies them, and does more.
+        within: FQN of the list of experts that it is in, of which ranks along the axis have others; None for slices.
     """
 
     mesh: DeviceMesh
     shard_dim: int = 0
     is_rowwise: bool = True
+    within: str | None = None
 
 
 # Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.

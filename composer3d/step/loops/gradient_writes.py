@@ -24,13 +24,17 @@ class GradientWrites:
 
     Writes through `.data` are not counted.
 
+    Attributes:
+        own: Parameters, by `id`, that other ranks do not have, which are not counted: experts of a list.
+
     Args:
-        named: Returns the parameters with their FQNs.
+        named: Returns the parameters that all ranks have, with their FQNs.
         compares: False where no other rank is there, so that nothing is counted.
     """
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], *, compares: bool = True) -> None:
         self._named, self._compares = named, compares
+        self.own: frozenset[int] = frozenset()
         self._parameters: Sequence[nn.Parameter] = ()
         self._gradients: list[Tensor | None] = []
         self._counts: list[Tensor] = []
@@ -43,7 +47,9 @@ class GradientWrites:
         """Take the gradients as the engine's own from here on."""
         if not self._compares:
             return
-        self._parameters, self._gradients = parameters, [parameter.grad for parameter in parameters]
+        own = self.own
+        self._parameters = [each for each in parameters if id(each) not in own] if own else parameters
+        self._gradients = [parameter.grad for parameter in self._parameters]
         found = [gradient for gradient in self._gradients if gradient is not None]
         # `to_local` would make a node of a graph.
         self._counts = [each for gradient in found for each in (gradient, held_tensor(gradient))]

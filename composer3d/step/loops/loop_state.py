@@ -6,7 +6,7 @@ exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -77,6 +77,8 @@ class LoopState:
         self.clip_norm, self.num_read, self._num_stepped = 0.0, 0, 0
         self._modules: list[nn.Module] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
+        self._common: dict[str, nn.Parameter] = {}  # without those of experts that other ranks do not have
+        self._lists: set[str] = set()  # FQNs of what holds such experts
         self._sample: list[nn.Parameter] = []
         self._plain: list[nn.Parameter] = []
         self._version, self._is_written, self._has_experts = 0, False, False
@@ -84,7 +86,7 @@ class LoopState:
         self._sharded: dict[str, nn.Parameter] = {}
         self._names: dict[Compared, list[str]] = {}
         self.hooks: ParameterHooks | None = None
-        self.gradients = GradientWrites(lambda: self._parameters.items(), compares=is_compared(context))
+        self.gradients = GradientWrites(lambda: self._common.items(), compares=is_compared(context))
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
         """Return the decisions of this rank's loop before a step."""
@@ -130,12 +132,9 @@ class LoopState:
         """Return a digest of the state that ranks of one stage must have in common, 62 bits; never 0."""
         self._find()
         assert self._modules is not None, "found above"
-        parameters = self._parameters.values()
         groups = () if optimizer is None else tuple(_numbers(group) for group in optimizer.param_groups)
-        # Of experts in lists a rank has its own, of which some may have more parameters than those of another.
-        joined: Callable[[Sequence[bool]], Any] = sum if self._has_experts else tuple
-        modes = joined([module.training for module in self._modules])
-        frozen = joined([not parameter.requires_grad for parameter in parameters])
+        modes = tuple([module.training for module in self._modules])
+        frozen = tuple([not parameter.requires_grad for parameter in self._common.values()])
         left, steps = self._has_gradients(), self._steps(optimizer)
         hooked = () if self.hooks is None or self._has_experts else self.hooks.number()
         # Numbers alone: the hashes of texts, and of None, are another process's own.
@@ -190,9 +189,8 @@ class LoopState:
         found["max_norm of run.clip_grad_norm_"] = self.clip_norm
         found["batches that run.loader has given the loop"] = self.num_read
         found |= self.writes.described() | self.gradients.described() | self._shards.described()
-        for part in self._context.parts:
-            found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
-        for fqn, parameter in self._parameters.items():
+        found |= {f'"{name}".training': module.training for name, module in self._named_modules()}
+        for fqn, parameter in self._common.items():
             found[f'"{fqn}".requires_grad'] = parameter.requires_grad
         found |= self._context.stash(WrittenValues).described()
         if self.hooks is not None and not self._has_experts:
@@ -217,19 +215,30 @@ class LoopState:
         """Return whether some parameters have a gradient; which ones may depend on a rank's samples."""
         return any([parameter.grad is not None for parameter in self._sample])
 
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that ranks of one stage have in common, with their FQNs."""
+        inside = tuple(f"{fqn}." for fqn in self._lists)
+        for part in self._context.parts:
+            yield from ((fqn, module) for fqn, module in part.module.named_modules() if not fqn.startswith(inside))
+
     def _find(self) -> None:
         if self._modules is None:
-            self._modules = [module for part in self._context.parts for module in part.module.modules()]
             # A loop may be in its forward, in which units have others, gathered, in their place.
             sharded = sharded_parameters(self._context)
             named = self._context.named_parameters()
             self._parameters = {fqn: cast("nn.Parameter", sharded.get(fqn, each)) for fqn, each in named}
             everything = list(self._parameters.values())
+            meshes = {fqn: self._context.parameter_mesh(fqn) for fqn in self._parameters}
+            within = {fqn: mesh.within for fqn, mesh in meshes.items() if mesh is not None and mesh.within is not None}
+            self._common = {fqn: each for fqn, each in self._parameters.items() if fqn not in within}
+            self._lists = {*within.values()}
+            self._modules = [module for _, module in self._named_modules()]
+            self.gradients.own = frozenset({id(each) for each in everything} - {*map(id, self._common.values())})
             if is_compared(self._context):
-                self._sharded = {fqn: self._parameters[fqn] for fqn in self._parameters if fqn in sharded}
+                self._sharded = {fqn: self._common[fqn] for fqn in self._common if fqn in sharded}
             self._plain = [parameter for fqn, parameter in self._parameters.items() if fqn not in sharded]
             self._version = self._versions()
-            self._has_experts = any(self._context.parameter_mesh(fqn) is not None for fqn in self._parameters)
+            self._has_experts = any(mesh is not None for mesh in meshes.values())
             # zero_grad forgets all or none, and this is looked at in every step.
             self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
             axes = compared_axes(self._context)

@@ -164,7 +164,8 @@ class ExpertParallel:
             return None
         of = next(each for each in found.experts if each.holds(fqn))
         mesh, is_rowwise = context.expert_mesh(AXIS), of.is_list or not of.is_multiplied
-        return ParameterMesh(mesh=mesh, shard_dim=0 if of.is_list else 1, is_rowwise=is_rowwise)
+        dim = 0 if of.is_list else 1
+        return ParameterMesh(mesh=mesh, shard_dim=dim, is_rowwise=is_rowwise, within=of.list_of(fqn))
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric]:

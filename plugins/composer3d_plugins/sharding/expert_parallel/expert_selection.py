@@ -68,6 +68,10 @@ class Experts:
             for fqn in self.blocks
         )
 
+    def list_of(self, parameter: str) -> str | None:
+        """Return the FQN of the list that has a parameter, by its FQN; None of stacks, which all ranks have."""
+        return next((fqn for fqn in self.blocks if parameter.startswith(f"{fqn}.")), None) if self.is_list else None
+
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
     """Return the experts of a model, in order.
