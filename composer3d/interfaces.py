@@ -49,7 +49,7 @@ class Part:
         num_stages: Stages of the whole pipeline, over all ranks.
         copies: Names of parameters that an earlier stage holds too. That one counts them in the gradient norm; where it
             is on the same rank, it also is the one that the optimizer steps.
-        called_elsewhere: FQNs of modules that other stages call too; what they draw at random depends on the split.
+        called_elsewhere: FQNs of modules that other stages call too; the split decides what they draw at random.
         firsts: Of them that have several names, the first in the whole model, by the stage's own.
     """
 
@@ -77,8 +77,8 @@ class Split:
 
     Args:
         parts: This rank's stages.
-        keep_unsharded: The schedule needs parameters unsharded from the first forward to the last backward of a step
-            (zero-bubble schedules read them between), so data-parallel plugins must not reshard after the forward.
+        keep_unsharded: Data-parallel plugins must not reshard after the forward: the schedule (a zero-bubble one) reads
+            parameters from the first forward to the last backward of a step.
     """
 
     parts: tuple[Part, ...]
@@ -107,10 +107,10 @@ class Unit:
         written_class: The module's class before the plugin put one of its own in its place.
         gather: Gathers its parameters, where that would be too late in a backward.
         set_all_gather: Takes another all-gather in place of the plugin's, with `allocate` and `__call__` as torch's.
-        set_reduce_scatter: The same of the reduce-scatter. A method `travelling(output, input, group)`, if it has one,
-            returns the collective that it issues and the bytes of its payload, for spans.
-        register_buffers: Takes the buffers of its collectives from the process group, which has them registered with
-            the network; sums are divided afterwards. Not beside another all-gather or reduce-scatter.
+        set_reduce_scatter: The same of the reduce-scatter. For spans `travelling(output, input, group)` of it returns
+            the collective that it issues, and its bytes.
+        register_buffers: Takes buffers of its collectives from the process group, registered with the network; sums are
+            divided afterwards. Not beside another all-gather or reduce-scatter.
     """
 
     written_class: type
@@ -206,8 +206,7 @@ class ParameterMesh:
 
     Args:
         mesh: A view of the root mesh, as `context.expert_mesh` returns it.
-        shard_dim: The tensor dim along which data-parallel plugins shard the parameters of its module, where they have
-            it; others along dim 0.
+        shard_dim: Dim along which data-parallel plugins shard its module's parameters that have it; others along dim 0.
         is_rowwise: Whether the module that has it does the same with every row; not where it is the weights of experts
             in a block whose own code multiplies them, and does more.
         within: FQN of the list of experts that it is in, of which ranks along the axis have others; None for slices.
@@ -261,8 +260,7 @@ class DataDependent:
         routing_skew: Rows that a plan's rank is sent over the mean of all ranks.
         used: Modules that are run in every step whatever the batch, by whether the model's code has called them: what
             it has called on no rank has no gradient, as on one device.
-        stacked: FQNs of stacked weights of experts that are going to be sharded along their first dim, known as soon as
-            they are selected, before there is a mesh.
+        stacked: FQNs of stacked weights of experts, sharded along their first dim; known before there is a mesh.
     """
 
     axes: set[str] = field(default_factory=set)

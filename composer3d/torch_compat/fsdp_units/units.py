@@ -86,8 +86,7 @@ class Units:
         left: Called after a forward that did not begin in the root; None where nobody asks.
         entered: Called when a forward begins, in whatever unit.
         ended: Called when it has ended.
-        outdated: Called with the FQN of a parameter that was written since the forward whose backward arrives at it, to
-            raise.
+        outdated: Called with the FQN of a parameter that was written since the forward of a backward, to raise.
         passed: Called with the FQN of a parameter in whose place a forward finds another tensor, to raise.
         written: Called with FQN, shard and gathered tensor of a parameter into whose gathered tensor was written.
 
