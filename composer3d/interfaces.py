@@ -133,9 +133,7 @@ class Units:
 
 @dataclass(kw_only=True, eq=False)
 class PlannedShards:
-    """Stash of the weights of linear layers that a plugin is going to shard: `context.stash(PlannedShards)`.
-
-    There before CONVERT, for plugins whose formats have to fit the shards.
+    """Stash of weights of linear layers that are going to be sharded, before CONVERT: `context.stash(PlannedShards)`.
 
     Attributes:
         by_parameter: By FQN, the sharded tensor dim and the lengths of the runs of rows along it that a rank holds.
@@ -207,15 +205,16 @@ class ParameterMesh:
     Args:
         mesh: A view of the root mesh, as `context.expert_mesh` returns it.
         shard_dim: Dim along which data-parallel plugins shard its module's parameters that have it; others along dim 0.
-        is_rowwise: Whether the module that has it does the same with every row; not where it is the weights of experts
-            in a block whose own code multiplies them, and does more.
+        is_rowwise: Whether the module that has it does the same with every row, as a block that multiplies does not.
         within: FQN of the list of experts that it is in, of which ranks along the axis have others; None for slices.
+        is_held: Whether this rank has it: of a list's buffers, which all ranks keep, the others take the holder's.
     """
 
     mesh: DeviceMesh
     shard_dim: int = 0
     is_rowwise: bool = True
     within: str | None = None
+    is_held: bool = True
 
 
 # Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.context import RunContext
+    from composer3d.interfaces import ParameterMesh
 
-__all__ = ["UpdatedBuffers", "average_buffers"]
+__all__ = ["UpdatedBuffers", "average_buffers", "held_by_one", "share_held_buffers"]
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,15 @@ def average_buffers(context: RunContext) -> None:
     that differ, which training may use, are named in a warning, once: between two averages every rank has its own.
     So are whole numbers that differ, which have no mean: a digest of each is compared.
 
+    Those of a list's experts are the holder's first, as of `share_held_buffers`, and averaged over several holders.
+
     Memory: one float64 copy of floating-point buffers, one int64 copy of the largest other one. Collectives: one
-    all-reduce an axis of degree above 1.
+    all-reduce an axis of degree above 1, and that of `share_held_buffers`.
     """
     import torch
     import torch.distributed as dist
 
+    share_held_buffers(context)
     axes = [name for name in context.layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[name] > 1]
     buffers, counts = _changeable(context)
     if not axes or not (buffers or counts):
@@ -81,6 +85,39 @@ def average_buffers(context: RunContext) -> None:
     with torch.no_grad():
         for (_, buffer), mean in zip(buffers, means, strict=False):
             buffer.copy_(mean.view_as(buffer))
+
+
+def share_held_buffers(context: RunContext) -> None:
+    """Let ranks that do not hold an expert of a list take its buffers from one that does, bit for bit.
+
+    The holder alone runs it, as all ranks together would, so that its statistics and counters are the model's.
+
+    Memory: the bytes of these buffers, once. Collectives: one all-reduce of these bytes over the axis of experts.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found: dict[str, list[tuple[Tensor, ParameterMesh]]] = {}
+    for fqn, buffer in _saved(context):
+        if (own := held_by_one(context, fqn)) is not None:
+            for axis in set(own.mesh.mesh_dim_names or ()).intersection(context.layout.names(Role.EXPERT)):
+                found.setdefault(axis, []).append((buffer, own))
+    for axis, buffers in found.items():
+        own_bytes = [buffer.detach().reshape(-1).contiguous().view(torch.uint8) for buffer, _ in buffers]
+        flat = torch.cat([x if own.is_held else x * 0 for x, (_, own) in zip(own_bytes, buffers, strict=True)])
+        with context.span("all_reduce", group="buffers", axis=axis, bytes=flat.nbytes):
+            dist.all_reduce(flat, group=buffers[0][1].mesh[axis].get_group())
+        pieces = flat.split([x.numel() for x in own_bytes])
+        with torch.no_grad():
+            for (buffer, own), piece in zip(buffers, pieces, strict=True):
+                if not own.is_held:
+                    buffer.copy_(piece.clone().view(buffer.dtype).view_as(buffer))
+
+
+def held_by_one(context: RunContext, fqn: str) -> ParameterMesh | None:
+    """Return the mesh of what is inside of an expert of a list, which one rank along the axis of experts holds."""
+    own = context.parameter_mesh(fqn)
+    return None if own is None or own.within is None else own
 
 
 def _digest(counts: Tensor) -> Tensor:
@@ -144,8 +181,8 @@ class UpdatedBuffers:
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._numbers, self._digest = context, context.stash(RankNumbers), Digest()
-        statistics = _statistics(context)
-        self._fqns = {fqn for fqn, _ in _changeable(context)[0]} - statistics
+        own = (fqn for fqn, _ in _changeable(context)[0] if held_by_one(context, fqn) is None)  # ranks have one each
+        self._fqns = {*own} - _statistics(context)
         self._before: dict[str, int] = {}
         self._updated: set[str] = set()
         self._is_over = not self._fqns and context.degrees.get("pp", 1) == 1
@@ -201,13 +238,19 @@ def _names(fqns: Sequence[str]) -> str:
 
 def _changeable(context: RunContext) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
     """Return the buffers that are saved, floating-point ones and others; those not saved carry no statistics."""
+    everything = [(fqn, buffer) for fqn, buffer in _saved(context) if not buffer.is_complex()]
+    floats = [(fqn, buffer) for fqn, buffer in everything if buffer.is_floating_point()]
+    return floats, [(fqn, buffer) for fqn, buffer in everything if not buffer.is_floating_point()]
+
+
+def _saved(context: RunContext) -> list[tuple[str, Tensor]]:
+    """Return the buffers that are saved, and are no shards; once each."""
     from torch.distributed.tensor import DTensor
 
-    floats: dict[int, tuple[str, Tensor]] = {}
-    counts: dict[int, tuple[str, Tensor]] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for part in context.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
         for fqn, buffer in part.module.named_buffers():
-            if fqn in persistent and not isinstance(buffer, DTensor) and not buffer.is_complex():
-                (floats if buffer.is_floating_point() else counts)[id(buffer)] = (fqn, buffer)
-    return list(floats.values()), list(counts.values())
+            if fqn in persistent and not isinstance(buffer, DTensor):
+                found[id(buffer)] = (fqn, buffer)
+    return [*found.values()]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.buffers import UpdatedBuffers
+from composer3d.step.buffers import UpdatedBuffers, held_by_one
 from composer3d.step.microbatches import first_tensor
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class _Watch:
         context, first = self._context, self._forwards[0]
         num_ranks = context.layout.degree(Role.BATCH)
         found = [fqn for fqn in first.growth if _counts_samples(fqn, self._forwards, num_ranks)]
+        found = [fqn for fqn in found if not _counts_all(fqn, context)]
         if not found or any(context.coordinates[axis] for axis in context.layout.names(*_OTHERS)):
             return
         shown = ", ".join(f'"{self._prefix}{fqn}" (+{first.growth[fqn]:g})' for fqn in found[:_SHOWN])
@@ -147,6 +148,12 @@ def _counts_samples(fqn: str, forwards: Sequence[_Forward], num_ranks: int) -> b
     if all(f.num_samples > 1 and growth % f.num_samples == 0 for growth, f in each):
         return any(growth % (f.num_samples * num_ranks) for growth, f in each)  # a model may count all ranks' itself
     return len(set(growths)) > 1 and all(growth <= f.num_samples * f.num_positions for growth, f in each)
+
+
+def _counts_all(fqn: str, context: RunContext) -> bool:
+    """Return whether an expert of a list keeps a number: its one holder counts the rows of all ranks."""
+    own = held_by_one(context, fqn)
+    return own is not None and own.mesh.size() == context.layout.degree(Role.EXPERT)
 
 
 def _numbers(root: nn.Module) -> Iterator[tuple[str, float]]:

@@ -11,7 +11,7 @@ from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.rank_state import RankState
 from composer3d.errors import CheckpointError, StepError
 from composer3d.observation.lost_peers import lost_a_peer
-from composer3d.step.buffers import average_buffers
+from composer3d.step.buffers import average_buffers, share_held_buffers
 from composer3d.step.evaluation import reshard_units
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SavedRun:
         with self.explaining("save"):
             self._warn_of_gradients()
             self._compare_replicas("run.save")
-            self._average_buffers()
+            self._settle_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous, deferred=deferred)
 
     def _warn_of_gradients(self) -> None:
@@ -130,9 +130,10 @@ class SavedRun:
     def sync_buffers(self) -> None:
         """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.
 
+        Those inside of experts of a list are those of the ranks that hold the expert.
         `save`, `evaluate` and `full_state_dict` do so by themselves, unless `averages_buffers` is set to False; a loop
         that evaluates with a forward of its own calls it before.
-        Collectives: one all-reduce an axis of other samples or positions.
+        Collectives: one all-reduce an axis of other samples or positions; over ep one more.
         """
         with self._engine.explaining():
             average_buffers(self._assembled.context)
@@ -140,6 +141,13 @@ class SavedRun:
     def _average_buffers(self) -> None:
         if self.averages_buffers:
             self.sync_buffers()
+
+    def _settle_buffers(self) -> None:
+        """Let the first rank have the model's buffers: averaged, where the loop does not do that by itself."""
+        if self.averages_buffers:
+            self.sync_buffers()
+        else:
+            share_held_buffers(self._assembled.context)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of the whole model on the CPU of the first rank; no others there.
@@ -156,7 +164,7 @@ class SavedRun:
             raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
         with self.explaining("full_state_dict"):
             self._compare_replicas("run.full_state_dict")
-            self._average_buffers()
+            self._settle_buffers()
             return self._persistence.full_state_dict()
 
     def parameters_changed(self) -> None:

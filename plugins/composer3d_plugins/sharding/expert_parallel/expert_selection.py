@@ -47,7 +47,7 @@ class Experts:
         blocks: By each FQN of what holds them, that of the module whose forward is changed: of a list, the one around
             it that has a forward. There are several where layers share it.
         is_sorted: Whether it is called with rows in order of experts.
-        shared: Names of its parameters that all experts have, and every rank.
+        shared: Names of its parameters, or of buffers in a list, that all experts have, and every rank.
         names: Of a list, its entries that are experts; of stacks that a block's own code multiplies, these.
         is_multiplied: Whether it holds weights alone, which a block's own code multiplies rows with.
     """
@@ -61,12 +61,21 @@ class Experts:
     names: tuple[str, ...] = ()
     is_multiplied: bool = False
 
-    def holds(self, parameter: str) -> bool:
-        """Return whether a parameter, by its FQN, is of one expert."""
-        return any(
-            parameter.startswith(f"{fqn}.") and parameter.removeprefix(f"{fqn}.") not in self.shared
-            for fqn in self.blocks
-        )
+    def holds(self, tensor: str) -> bool:
+        """Return whether a parameter or buffer, by its FQN, is of one expert."""
+        names = (tensor.removeprefix(f"{fqn}.") for fqn in self.blocks if tensor.startswith(f"{fqn}."))
+        return any(name not in self.shared and (not self.is_list or self.place_of(name) is not None) for name in names)
+
+    def is_held(self, tensor: str, *, rank: int, degree: int) -> bool:
+        """Return whether a rank of ep has the expert of a parameter or buffer, by its FQN, or a slice of all."""
+        names = (tensor.removeprefix(f"{fqn}.") for fqn in self.blocks if tensor.startswith(f"{fqn}."))
+        places = [place for name in names if (place := self.place_of(name)) is not None]
+        return not self.is_list or places[0] * degree // self.number == rank
+
+    def place_of(self, name: str) -> int | None:
+        """Return the number of the expert that a name inside of a list is of; None of an entry that is none."""
+        found = (place for place, entry in enumerate(self.names) if f"{name}.".startswith(f"{entry}."))
+        return next(found, None)
 
     def list_of(self, parameter: str) -> str | None:
         """Return the FQN of the list that has a parameter, by its FQN; None of stacks, which all ranks have."""
@@ -177,8 +186,18 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool,
     if fqn and _is_list(module, named=named) and (is_said or chosen_by_values(model, fqn)):
         blocks = {name: caller_of(model, name) for name in _names(model, module)}
         names = tuple(listed_experts(module))
-        return Experts(fqn=fqn, number=len(names), is_list=True, blocks=blocks, names=names)
+        shared = _shared_buffers(module, names)
+        return Experts(fqn=fqn, number=len(names), is_list=True, blocks=blocks, names=names, shared=shared)
     return _multiplied(model, fqn, module, is_said=is_said, named=named)
+
+
+def _shared_buffers(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """Return the names of buffers in a list that several of its experts have: all ranks use them."""
+    owners: dict[int, set[str]] = {}
+    held = [(entry, *each) for entry in names for each in module.get_submodule(entry).named_buffers()]
+    for entry, _, buffer in held:
+        owners.setdefault(id(buffer), set()).add(entry)
+    return frozenset(f"{entry}.{name}" for entry, name, buffer in held if len(owners[id(buffer)]) > 1)
 
 
 def _multiplied(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool, named: bool) -> Experts | None:
@@ -340,5 +359,4 @@ def _holder(experts: Experts, name: str, degree: int) -> tuple[bool, int]:
     """Return whether a parameter is of a list, and which rank of ep holds its expert; of stacks, how many they are."""
     if not experts.is_list:
         return False, experts.number
-    places = [place for place, entry in enumerate(experts.names) if f"{name}.".startswith(f"{entry}.")]
-    return True, places[0] * degree // experts.number
+    return True, (experts.place_of(name) or 0) * degree // experts.number

@@ -1,0 +1,180 @@
+"""Buffers inside of experts of a list, as batch-norm's statistics: the model's are those of the rank that holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.mixtures import DIM, NUM_EXPERTS, Looped, MixtureNet, mine, seeded, token_sum, tokens_and_targets
+from support.models import write_manifest
+from torch import nn
+
+import composer3d
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+TABLES = "[sharding.fsdp2]\n[sharding.expert_parallel]\n"
+LAYOUTS = {
+    "ep": (2, f"[mesh]\ndp_shard = 2\nep = 2\n{TABLES}"),
+    "ep of 4": (4, f"[mesh]\ndp_shard = 4\nep = 4\n{TABLES}"),
+    "replicas of experts": (4, f"[mesh]\ndp_replicate = 2\ndp_shard = 2\nep = 2\n{TABLES}"),
+    "shards of experts": (4, f"[mesh]\ndp_shard = 4\nep = 2\n{TABLES}"),
+    "one": (1, "[sharding.fsdp2]\n"),
+}
+
+
+class Statistics(Looped):
+    """Experts with batch-norm, all with one table, and an entry that is none of them and has statistics too."""
+
+    def __init__(self):
+        super().__init__()
+        held = {
+            f"expert_{number}": nn.Sequential(
+                nn.Linear(DIM, 12), nn.BatchNorm1d(12, dtype=torch.float64), nn.GELU(), nn.Linear(12, DIM)
+            )
+            for number in range(NUM_EXPERTS)
+        }
+        table = torch.ones(3)
+        for expert in held.values():
+            expert.register_buffer("table", table)
+        self.experts = nn.ModuleDict({"after": nn.BatchNorm1d(DIM, affine=False)} | held)
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(2, -1)
+        out_TD = torch.zeros_like(x_TD)
+        for number in range(NUM_EXPERTS):
+            token, slot = torch.where(chosen_TK == number)
+            out = self.experts[f"expert_{number}"](x_TD[token])
+            out_TD.index_add_(0, token, out * weights_TK[token, slot, None])
+        return x_BSD + self.experts["after"](out_TD).view_as(x_BSD) / 100
+
+
+def make_model():
+    return seeded(lambda: MixtureNet(Statistics))
+
+
+def is_of_expert(fqn):
+    return ".expert_" in fqn and "running" in fqn
+
+
+def train(compute, optimizer):
+    for _ in range(3):
+        compute()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(text, averages):
+    """Train a composed run; return its buffers before they are averaged, and its state."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = tokens_and_targets()
+    run = composer3d.compose(make_model(), write_manifest(text), loss_fn=token_sum)
+    run.averages_buffers = averages
+    ours = mine(run, tokens), mine(run, targets)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    train(lambda: run.forward_backward(ours[0], target=ours[1]), optimizer)
+    own = {fqn: buffer.clone() for fqn, buffer in run.named_buffers()}
+    state = run.full_state_dict()
+    shared = {fqn: buffer.clone() for fqn, buffer in run.named_buffers()}
+    place = run.coordinates["ep"]
+    run.close()
+    return {"own": own, "state": state, "shared": shared, "ep": place}
+
+
+@pytest.mark.parametrize(
+    ("layout", "averages"),
+    [
+        ("ep", True),
+        ("shards of experts", False),
+        pytest.param("ep", False, marks=pytest.mark.slow),
+        pytest.param("shards of experts", True, marks=pytest.mark.slow),
+        pytest.param("replicas of experts", True, marks=pytest.mark.slow),
+    ],
+)
+def test_statistics_of_experts_are_those_of_their_holders(layout, averages):
+    num_ranks, text = LAYOUTS[layout]
+    ranks = run_ranks(trained, num_ranks, text, averages)
+    state = ranks[0]["state"]
+    names = [fqn for fqn in state if is_of_expert(fqn)]
+    assert len(names) == 2 * 2 * NUM_EXPERTS
+    for fqn in names:
+        holder = int(fqn.split("expert_")[1][0]) * 2 // NUM_EXPERTS
+        held = [rank["own"][fqn] for rank in ranks if rank["ep"] == holder]
+        assert all(not torch.equal(rank["own"][fqn], held[0]) for rank in ranks if rank["ep"] != holder)
+        expected = torch.stack(held).mean(0) if averages else held[0]
+        assert float((state[fqn] - expected).abs().max()) < TIGHT, fqn
+        assert all(torch.equal(rank["shared"][fqn], state[fqn]) for rank in ranks[:2]), fqn
+    of_block = "layers.0.experts.after.running_mean"
+    everyone = torch.stack([rank["own"][of_block] for rank in ranks])
+    assert not torch.equal(everyone[0], everyone[1])
+    expected = everyone.mean(0) if averages else everyone[0]
+    assert float((state[of_block] - expected).abs().max()) < TIGHT
+
+
+def saved_and_loaded(text, path, is_loading):
+    """Save after three steps, or load; return the state, and the loss of an evaluation."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = tokens_and_targets()
+    run = composer3d.compose(make_model(), write_manifest(text), loss_fn=token_sum)
+    ours = mine(run, tokens), mine(run, targets)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    if is_loading:
+        run.load(path)
+    else:
+        train(lambda: run.forward_backward(ours[0], target=ours[1]), optimizer)
+        run.save(path)
+    loss = float(run.evaluate(ours[0], target=ours[1]).loss)
+    state = run.full_state_dict()
+    run.close()
+    return state, loss
+
+
+@pytest.mark.parametrize("other", ["ep of 4", pytest.param("one", marks=pytest.mark.slow)])
+def test_statistics_of_experts_are_saved_and_loaded_at_another_degree(other, tmp_path):
+    path = tmp_path / "saved"
+    state, loss = run_ranks(saved_and_loaded, 2, LAYOUTS["ep"][1], path, False)[0]
+    num_ranks, text = LAYOUTS[other]
+    found, other_loss = run_ranks(saved_and_loaded, num_ranks, text, path, True)[0]
+    assert found.keys() == state.keys()
+    for fqn, value in state.items():
+        assert torch.equal(found[fqn], value), fqn
+    assert abs(loss - other_loss) < TIGHT
+
+
+class OfExpertsAlone(Statistics):
+    """The same without statistics of what all ranks run."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts["after"] = nn.Identity()
+
+
+def evaluated(text):
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = tokens_and_targets()
+    single = seeded(lambda: MixtureNet(OfExpertsAlone))
+
+    def compute():
+        loss = token_sum(single(tokens), targets)
+        (loss.sum / loss.count).backward()
+
+    train(compute, torch.optim.SGD(single.parameters(), lr=0.1))
+    single.eval()
+    with torch.no_grad():
+        loss = token_sum(single(tokens), targets)
+    run = composer3d.compose(seeded(lambda: MixtureNet(OfExpertsAlone)), write_manifest(text), loss_fn=token_sum)
+    ours = mine(run, tokens), mine(run, targets)
+    train(lambda: run.forward_backward(ours[0], target=ours[1]), run.optimizer(torch.optim.SGD, lr=0.1))
+    found = float(run.evaluate(ours[0], target=ours[1]).loss)
+    state, expected = run.full_state_dict(), single.state_dict()
+    run.close()
+    errors = {fqn: float((state[fqn] - expected[fqn]).abs().max()) for fqn in state if "num_batches" not in fqn}
+    return errors, abs(found - float(loss.sum / loss.count))
+
+
+def test_statistics_of_experts_and_an_evaluation_equal_one_device():
+    ranks = run_ranks(evaluated, 2, LAYOUTS["ep"][1])
+    assert len(ranks[0][0]) == 2 * (2 + 8 * NUM_EXPERTS + NUM_EXPERTS) + 3
+    for errors, of_loss in ranks:
+        assert of_loss < TIGHT
+        assert max(errors.values(), default=0.0) < TIGHT, errors
