@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.mixtures import Looped, MixtureNet, mixture_steps, token_sum, tokens_and_targets
 from support.models import mine, seeded, write_manifest
-from support.multiplied_mixtures import CHAINED, MULTIPLIED, NESTED, Lists
+from support.multiplied_mixtures import CHAINED, MULTIPLIED, NESTED, ChoosingStacks, Lists
 from torch import nn
 
 import composer3d
@@ -26,7 +27,9 @@ def assert_equal_to_one_device(names, text, world_size=2):
     return dict(zip(names, [found[3] for found in results[0]], strict=True))
 
 
-@pytest.mark.parametrize("names", [("Lists", "Beside", "Groups", "Twice"), sorted(KNOWN)], ids=["forms", "all"])
+@pytest.mark.parametrize(
+    "names", [("Lists", "Beside", "Broadcast", "Groups", "Twice"), sorted(KNOWN)], ids=["forms", "all"]
+)
 def test_blocks_that_use_experts_in_their_own_code_equal_one_device(names):
     for name, counted in assert_equal_to_one_device(names, EP.format("dp_shard = 2")).items():
         count, most = counted["all_to_all", "ep"][0], 5 * NUM_EXCHANGES[name] * LAYERS
@@ -65,6 +68,15 @@ class Normalised(Lists):
         return super().forward(x_BSD) / self.up[0].norm()
 
 
+class Merged(ChoosingStacks):
+    """Adds up the experts' matrices, by weights of each sequence."""
+
+    def forward(self, x_BSD):
+        weights_BN = self.gate(x_BSD.mean(1)).softmax(-1)
+        up_BDF = torch.einsum("bn,ndf->bdf", weights_BN, self.up_NDF)
+        return x_BSD + torch.bmm(x_BSD, up_BDF).sum(-1, keepdim=True)
+
+
 class Outside(MixtureNet):
     """Calls experts of a layer itself."""
 
@@ -90,16 +102,23 @@ def said_of(model):
 
 
 def said():
-    return said_of(lambda: MixtureNet(Normalised)), said_of(lambda: Outside(Looped))
+    return (
+        said_of(lambda: MixtureNet(Normalised)),
+        said_of(lambda: Outside(Looped)),
+        said_of(lambda: MixtureNet(Merged)),
+    )
 
 
 def test_uses_of_weights_and_experts_that_another_rank_has_are_refused():
-    for of_weights, of_call in run_ranks(said, 2):
+    for of_weights, of_call, of_sums in run_ranks(said, 2):
         assert of_weights == (
-            'expert_parallel: the experts of "layers.0.up" use their weights in `norm`, which it does not compute; '
-            "write F.grouped_mm, F.linear, torch.matmul, torch.bmm or torch.einsum with them, or exclude "
-            '"layers.0.up"'
+            'expert_parallel: the experts of "layers.0.up" use their weights in `norm`, which is no product of rows '
+            "with a matrix of each expert; it computes F.grouped_mm, F.linear, torch.matmul, torch.bmm, and "
+            "torch.einsum that sums over one dim of rows and matrices; write these, and weigh or add up what experts "
+            "return in place of their weights, or leave these out of [sharding.expert_parallel] experts = [...], which "
+            "names what is sharded"
         )
+        assert 'use their weights in `einsum("bn,ndf->bdf")`, which is no product of rows' in of_sums
         assert of_call == (
             'expert_parallel: an expert of "layers.0.experts" is called from outside of the forward of "layers.0", '
             "around which rows are exchanged, and another rank holds it; call it there, or leave it out of "

@@ -188,12 +188,48 @@ def test_products_with_stacked_weights_are_taken_over(way):
     assert way == "bmm" or not module.w_EIO.grad[1].any()
 
 
+BROADCAST = {
+    "rows of several dims": lambda x, w: x.view(5, 1, 2, 4) @ w[:, :4],
+    "several leading dims": lambda x, w: x.view(5, 1, 1, 2, 4) @ w[:, :4],
+    "a matrix of leading dims": lambda x, w: x.view(5, 2, 1, 1, 4) @ w[None, :, :4],
+    "one matrix of a stack": lambda x, w: x.view(5, 2, 1, 4) @ w[1:2, :4],
+    "stacks for each row": lambda x, w: x.view(5, 1, 1, 8) @ w.expand(5, 3, 8, 4),
+    "matrices first": lambda x, w: w.mT @ x.view(5, 1, 8, 1),
+    "a vector": lambda x, w: x[0] @ w,
+    "matrices and a vector": lambda x, w: torch.matmul(w.mT, x[0]),
+}
+
+
+@pytest.mark.parametrize("way", BROADCAST)
+def test_products_that_broadcast_over_experts_are_those_of_torch(way):
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    module = Stack(BROADCAST[way]).double()
+    right = module(x, None, None)
+    right.square().sum().backward()
+    expected, module.w_EIO.grad = module.w_EIO.grad, None
+    multiply_experts(module, linear, fqn="experts", by="test")
+    found = module(x, None, None)
+    assert found.shape == right.shape
+    assert torch.allclose(found, right, rtol=0, atol=1e-14)
+    found.square().sum().backward()
+    assert float((module.w_EIO.grad - expected).abs().max()) < 1e-13
+
+
+def test_a_matrix_for_each_row_of_several_dims_is_refused():
+    module = Stack(lambda x, w: x.view(5, 1, 1, 8) @ w[OF_ROWS])
+    multiply_experts(module, linear, fqn="experts", by="test")
+    with pytest.raises(PluginError, match=r"use their weights in `(__)?matmul(__)?`, which is no product of rows"):
+        module(torch.randn(5, 8), None, None)
+
+
 def test_weights_that_are_used_otherwise_are_refused():
     module = Stack(lambda x, w: silu(x @ w.sum(0)))
     multiply_experts(module, linear, fqn="layers.0.experts", by="float8")
     with pytest.raises(PluginError) as caught:
         module(torch.randn(5, 8), None, None)
     assert str(caught.value) == (
-        'float8: the experts of "layers.0.experts" use their weights in `sum`, which it does not compute; write '
-        'F.grouped_mm, F.linear, torch.matmul, torch.bmm or torch.einsum with them, or exclude "layers.0.experts"'
+        'float8: the experts of "layers.0.experts" use their weights in `sum`, which is no product of rows with a '
+        "matrix of each expert; it computes F.grouped_mm, F.linear, torch.matmul, torch.bmm, and torch.einsum that "
+        "sums over one dim of rows and matrices; write these, and weigh or add up what experts return in place of "
+        'their weights, or exclude "layers.0.experts"'
     )

@@ -12,7 +12,7 @@ from torch import nn
 from support.further_mixtures import expert
 from support.mixtures import DIM, NUM_EXPERTS, Looped, MixtureNet
 
-__all__ = ["CHAINED", "MULTIPLIED", "NESTED", "Lists", "planned_lists", "planned_rows"]
+__all__ = ["CHAINED", "MULTIPLIED", "NESTED", "ChoosingStacks", "Lists", "planned_lists", "planned_rows"]
 
 WIDTH = 12
 
@@ -125,6 +125,20 @@ class ChoosingStacks(Routed):
         up_BNCF = F.gelu(torch.einsum("bncd,ndf->bncf", rows_BNCD, self.up_NDF))
         out_BNCD = torch.einsum("...ncf,nfd->...ncd", up_BNCF, self.down_NFD)
         return x_BSD + torch.einsum("bncs,bnc,bncd->bsd", chosen_BNCS, best_BNC.values, out_BNCD)
+
+
+class Broadcast(Routed):
+    """Every expert computes every position, in products that broadcast over sequences and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_NDF = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, WIDTH) / 3)
+        self.down_NFD = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, DIM) / 3)
+
+    def forward(self, x_BSD):
+        out_BNSD = (x_BSD[:, None] @ self.up_NDF).relu() @ self.down_NFD
+        weights_BNS = self.gate(x_BSD).softmax(-1).transpose(1, 2)
+        return x_BSD + (out_BNSD * weights_BNS[..., None]).sum(1)
 
 
 class StackedLists(Routed):
@@ -246,7 +260,7 @@ def nets(*layers):
 
 
 # Exchanges of a layer: 2, 1, and as many as results are waited for.
-MULTIPLIED = nets(Lists, GatedDict, Beside, RowByRow, ChoosingStacks, StackedLists)
+MULTIPLIED = nets(Lists, GatedDict, Beside, RowByRow, ChoosingStacks, Broadcast, StackedLists)
 NESTED = nets(Groups, Deeper, InPlaceRows)
 CHAINED = nets(Twice, ByGroup, Chained)
 

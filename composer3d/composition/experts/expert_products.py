@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.composition.experts.expert_einsum import einsum_by_expert
+from composer3d.composition.experts.matrix_products import Product, grouped, linear, matmul, product_of, rowwise
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["multiply_experts", "standing_in", "summed_dims"]
 
-# Returns y_RO of x_RI and w_OI, differentiable.
-Product = Callable[["Tensor", "Tensor"], "Tensor"]
 # Functions that return views of a weight, or ask what it is.
 _VIEWS = frozenset(
     "__getitem__ __get__ __len__ __hash__ __iter__ adjoint as_strided chunk data_ptr detach dim element_size expand "
@@ -81,6 +80,7 @@ def standing_in(
     like: Tensor,
     fqn: str,
     by: str,
+    remedy: str | None = None,
 ) -> Iterator[None]:
     """Let a module's code compute with weights that have no values: what it multiplies them with goes to a function.
 
@@ -93,6 +93,7 @@ def standing_in(
         like: Has the dtype and the device that the code is to see; on meta it computes with what stands there.
         fqn: As of `multiply_experts`.
         by: As there.
+        remedy: What can be written in the manifest where the code uses them otherwise; default: exclude them.
     """
     import torch
 
@@ -103,7 +104,7 @@ def standing_in(
     def of_weight(x: Tensor, w_OI: Tensor) -> Tensor:
         return product(keys[torch_compat.storage_key(w_OI)], x, w_OI)
 
-    replaced = _mode(list(made.values()), of_weight, fqn=fqn, by=by, device=like.device)
+    replaced = _mode(list(made.values()), of_weight, fqn=fqn, by=by, device=like.device, remedy=remedy)
     try:
         for (owner, name), tensor in made.items():
             owner.__dict__[name] = tensor  # shadows the parameter
@@ -241,7 +242,15 @@ def summed_dims(module: Any, *, fqn: str, by: str) -> dict[str, int]:
     raise PluginError(f'{by}: the experts of "{fqn}" do not compute a row of any width that their weights have')
 
 
-def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device: torch.device | None = None) -> Any:
+def _mode(
+    weights: Sequence[Any],
+    product: Product,
+    *,
+    fqn: str,
+    by: str,
+    device: torch.device | None = None,
+    remedy: str | None = None,
+) -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -267,26 +276,34 @@ def _mode(weights: Sequence[Any], product: Product, *, fqn: str, by: str, device
             if name in ("__getitem__", "index_select") and _is_choice(values[-1], values[0]):
                 return held.choose(values[0], values[-1])
             if name in _GROUPED and held.has(values[1]):
-                return _grouped(multiply, *args, **given)
+                return grouped(multiply, *args, **given)
             if name == "linear" and held.has(values[1]) and values[1].ndim == 2:
-                return _linear(multiply, *args, **given)
+                return linear(multiply, *args, **given)
             if name in _MATMULS and held.has(values[0]) != held.has(values[1]):
                 is_first = held.has(values[0])
                 x, weight = (values[1], values[0]) if is_first else (values[0], values[1])
-                return _matmul(multiply, x, weight, held.chosen(weight), is_first=is_first)
+                if (chosen := held.chosen(weight)) is None:
+                    return matmul(multiply, x, weight, is_first=is_first)
+                if x.ndim < 4:
+                    of_rows: Any = {"is_turned": chosen.is_turned(weight), "is_first": is_first}
+                    return rowwise(multiply, x, chosen.weight, chosen.experts_R, **of_rows)
             if name == "stack" and _is_stack(held, *args, **given) and (made := held.stack(args[0])) is not None:
                 return made
             tensors = [each for each in values if _has_values(each)]
             places = [at for at, each in enumerate(tensors) if held.has(each)]
             if name == "einsum" and isinstance(args[0], str) and len(places) == 1:
-                if (made := einsum_by_expert(partial(_product, multiply), args[0], tensors, places[0])) is not None:
+                if (made := einsum_by_expert(partial(product_of, multiply), args[0], tensors, places[0])) is not None:
                     return made
             result = function(*args, **given) if name in _VIEWS else None
             if name in _VIEWS and all(held.has(each) for each in torch_compat.tree_leaves(result) if _has_values(each)):
                 return result
+            others = f'exclude "{fqn}"' if remedy is None else remedy
+            used = f'einsum("{args[0]}")' if name == "einsum" else name
             raise PluginError(
-                f'{by}: the experts of "{fqn}" use their weights in `{name}`, which it does not compute; write '
-                f'F.grouped_mm, F.linear, torch.matmul, torch.bmm or torch.einsum with them, or exclude "{fqn}"'
+                f'{by}: the experts of "{fqn}" use their weights in `{used}`, which is no product of rows with a '
+                "matrix of each expert; it computes F.grouped_mm, F.linear, torch.matmul, torch.bmm, and torch.einsum "
+                "that sums over one dim of rows and matrices; write these, and weigh or add up what experts return in "
+                f"place of their weights, or {others}"
             )
 
     return Replaced()
@@ -307,70 +324,3 @@ def _is_choice(index: Any, weight: Tensor) -> bool:
     """Return whether an index chooses one matrix for each row."""
     is_index = _has_values(index) and index.ndim == 1 and not index.is_floating_point()
     return is_index and weight.ndim == 3 and index.element_size() > 1
-
-
-def _product(product: Product, x: Tensor, w_OI: Tensor) -> Tensor:
-    """Return y_RO; without rows there is nothing to quantise, and the weight's gradient is zero."""
-    return product(x, w_OI).to(x.dtype) if x.numel() or w_OI.device != x.device else x @ w_OI.t()
-
-
-def _linear(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = _product(product, input, weight)
-    return y if bias is None else y + bias
-
-
-def _matmul(product: Product, x: Tensor, weight: Tensor, chosen: _Chosen | None, *, is_first: bool) -> Tensor:
-    """Return the product of rows and matrices, or, where these come first, of matrices and columns."""
-    import torch
-
-    if chosen is not None:
-        return _rowwise(product, x, weight, chosen, is_first=is_first)
-    if weight.ndim == 2:
-        return _one(product, x, weight, is_first=is_first)
-    pairs = zip(x.expand(weight.shape[0], *x.shape[-2:]), weight, strict=True)
-    return torch.stack([_one(product, each, matrix, is_first=is_first) for each, matrix in pairs])
-
-
-def _one(product: Product, x: Tensor, matrix: Tensor, *, is_first: bool) -> Tensor:
-    if not is_first:
-        return _product(product, x, matrix.t())
-    return _product(product, x, matrix) if x.ndim == 1 else _product(product, x.mT, matrix).mT
-
-
-def _rowwise(product: Product, x: Tensor, weight: Tensor, chosen: _Chosen, *, is_first: bool) -> Tensor:
-    """Return the products of each row's own matrix, expert by expert."""
-    import torch
-
-    number, is_turned = chosen.weight.shape[0], chosen.is_turned(weight)
-    x = x.expand(weight.shape[0], *x.shape[-2:])
-    if torch_compat.active_fake_mode() is not None:  # no values: as many for each
-        rows = list(torch.arange(x.shape[0], device=x.device).tensor_split(number))
-    else:
-        rows = [torch.where(chosen.experts_R == index)[0] for index in range(number)]
-    pieces = []
-    for index, of_expert in enumerate(rows):
-        matrix = chosen.weight[index].t() if is_turned else chosen.weight[index]
-        pieces.append(_one(product, x[of_expert], matrix, is_first=is_first))
-    y = torch.cat(pieces)
-    return torch.empty_like(y).index_copy(0, torch.cat(rows), y)
-
-
-def _grouped(product: Product, input: Tensor, weight: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
-    """Return y_RO; rows beyond the last group's, of which torch says nothing, are zeros."""
-    import torch
-
-    pieces = [
-        _product(product, input[first:last], w_IO.t())
-        for (first, last), w_IO in zip(_bounds(offs, input.shape[0]), weight, strict=True)
-    ]
-    y_RO = torch.cat(pieces)
-    rest = input.shape[0] - y_RO.shape[0]
-    return y_RO if not rest else torch.cat([y_RO, y_RO.new_zeros(rest, y_RO.shape[1])])
-
-
-def _bounds(ends_E: Tensor, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each group, and the one after its last; as many for each where there are no values."""
-    number = ends_E.shape[0]
-    is_fake = torch_compat.active_fake_mode() is not None
-    ends = [num_rows * (index + 1) // number for index in range(number)] if is_fake else ends_E.tolist()
-    yield from zip([0, *ends[:-1]], ends, strict=True)

@@ -131,7 +131,8 @@ def adapt_stacked(module: nn.Module, adapter: StackedAdapter) -> dict[str, Tenso
             return weights[key].product(module, x_RI, w_OI)
 
         shapes = {key: weight.shape for key, weight in weights.items()}
-        with standing_in(shapes, product, like=hidden_TD, fqn=adapter.fqn, by="qlora"):
+        remedy = "name other layers in [precision.qlora] modules, and these in keep where weights are quantised"
+        with standing_in(shapes, product, like=hidden_TD, fqn=adapter.fqn, by="qlora", remedy=remedy):
             return inner(*args, **kwargs)
 
     forward.composer3d_eager = True  # type: ignore[attr-defined]  # sizes of groups are values

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["shard_multiplied"]
 
+_REMEDY = "leave these out of [sharding.expert_parallel] experts = [...], which names what is sharded"
+
 
 def shard_multiplied(
     block: nn.Module,
@@ -188,7 +190,7 @@ class _Multiplied:
             shapes[self._holder, matrix.name] = [number, *sizes] if number else sizes
         like = next(held for held in self._holder._parameters.values() if held is not None)
         product = partial(self._product, exchange)
-        with standing_in(shapes, product, like=like, fqn=self.fqn, by="expert_parallel"):
+        with standing_in(shapes, product, like=like, fqn=self.fqn, by="expert_parallel", remedy=_REMEDY):
             yield
 
     def _product(self, exchange: Caller, key: tuple[Any, str], x: Tensor, w_OI: Tensor) -> Tensor:
