@@ -297,16 +297,20 @@ def _mode(
             result = function(*args, **given) if name in _VIEWS else None
             if name in _VIEWS and all(held.has(each) for each in torch_compat.tree_leaves(result) if _has_values(each)):
                 return result
-            others = f'exclude "{fqn}"' if remedy is None else remedy
             used = f'einsum("{args[0]}")' if name == "einsum" else name
-            raise PluginError(
-                f'{by}: the experts of "{fqn}" use their weights in `{used}`, which is no product of rows with a '
-                "matrix of each expert; it computes F.grouped_mm, F.linear, torch.matmul, torch.bmm, and torch.einsum "
-                "that sums over one dim of rows and matrices; write these, and weigh or add up what experts return in "
-                f"place of their weights, or {others}"
-            )
+            raise _refusal(used, fqn=fqn, by=by, remedy=remedy)
 
     return Replaced()
+
+
+def _refusal(used: str, *, fqn: str, by: str, remedy: str | None) -> PluginError:
+    others = f'exclude "{fqn}"' if remedy is None else remedy
+    return PluginError(
+        f'{by}: the experts of "{fqn}" use their weights in `{used}`, which is no product of rows with a matrix of '
+        "each expert; it computes F.grouped_mm, F.linear, torch.matmul, torch.bmm, and torch.einsum that sums over one "
+        "dim of rows and matrices; write these, and weigh or add up what experts return in place of their weights, or "
+        f"{others}"
+    )
 
 
 def _has_values(value: Any) -> bool:
