@@ -10,6 +10,7 @@ from support.models import write_manifest
 from torch import nn
 from torch.nn import functional as F
 
+from composer3d import chosen_by_values
 from composer3d.composition.blocks import find_blocks, left_out
 from composer3d.composition.preparing import prepare
 from composer3d.manifest import load_manifest
@@ -175,3 +176,53 @@ def test_the_list_that_is_left_out_is_a_warning_unless_blocks_are_stated():
     assert warning.hint == '[model] blocks = "layers.*" takes them, where every rank calls all of them'
     assert warnings(AsksMasks, '[model]\nblocks = "layers.*"\n') == []
     assert warnings(AsksShapes, "") == []
+
+
+class Matrices(nn.Module):
+    """Matrices in a list, of which a subclass multiplies rows with some."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = nn.ParameterList(torch.ones(4, 4) for _ in range(3))
+        self.router = nn.Linear(4, 3)
+
+
+class OfChosenRows(Matrices):
+    def forward(self, x):
+        best, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, matrix in enumerate(self.held):
+            rows = (best == number).nonzero().squeeze(-1)
+            out[rows] = F.linear(x[rows], matrix)
+        return out
+
+
+class ByMask(Matrices):
+    def forward(self, x):
+        best, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number in range(3):
+            out[best == number] = (x[best == number] @ self.held[number]).relu()
+        return out
+
+
+class OfAllRows(Matrices):
+    def forward(self, x):
+        weights, rows = self.router(x), (x > 0).nonzero()
+        for number, matrix in enumerate(self.held):
+            x = torch.mm(x, matrix) * weights[:, number, None]
+        return x.sum() + x[rows[0, 0]] @ x[0]
+
+
+class AddedToChosenRows(Matrices):
+    def forward(self, x):
+        rows = (x > 0).nonzero()[:, 0]
+        for matrix in self.held:
+            x = x + x[rows].sum() * matrix.sum()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("block", "is_chosen"), [(OfChosenRows, True), (ByMask, True), (OfAllRows, False), (AddedToChosenRows, False)]
+)
+def test_matrices_that_a_loop_multiplies_with_chosen_rows_are_experts(block, is_chosen):
+    model = nn.ModuleDict({"block": block()})
+    assert chosen_by_values(model, "block.held") is is_chosen

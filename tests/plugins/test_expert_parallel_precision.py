@@ -195,6 +195,9 @@ BROADCAST = {
     "one matrix of a stack": lambda x, w: x.view(5, 2, 1, 4) @ w[1:2, :4],
     "stacks for each row": lambda x, w: x.view(5, 1, 1, 8) @ w.expand(5, 3, 8, 4),
     "matrices first": lambda x, w: w.mT @ x.view(5, 1, 8, 1),
+    "added": lambda x, w: torch.addmm(x[0, :4], x, w[1], beta=2, alpha=0.5),
+    "added to no input": lambda x, w: torch.addmm(x.new_full((4,), torch.nan), x, w[1], beta=0),
+    "added to each": lambda x, w: torch.baddbmm(x[:3, :1, None], w.mT, x[:3, :, None]),
     "a vector": lambda x, w: x[0] @ w,
     "matrices and a vector": lambda x, w: torch.matmul(w.mT, x[0]),
 }

@@ -51,6 +51,23 @@ class Lists(Routed):
         return x_BSD + out_TD.view_as(x_BSD)
 
 
+class Unsaid(Lists):
+    """The same, and nothing says how many they are, or that they are experts; the bias is added by the product."""
+
+    def __init__(self):
+        super().__init__()
+        del self.num_experts
+
+    def forward(self, x_BSD):
+        x_TD, weights_TK, chosen_TK = self.routed(x_BSD)
+        out_TD = torch.zeros_like(x_TD)
+        for number in range(len(self.up)):
+            token, slot = torch.where(chosen_TK == number)
+            up = torch.addmm(self.bias[number], x_TD[token], self.up[number]).relu()
+            out_TD = out_TD.index_add(0, token, up.mm(self.down[number]) * weights_TK[token, slot, None])
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
 class GatedDict(Routed):
     """Gated experts by name, of several widths, in dicts of parameters that linear layers take."""
 
@@ -260,7 +277,7 @@ def nets(*layers):
 
 
 # Exchanges of a layer: 2, 1, and as many as results are waited for.
-MULTIPLIED = nets(Lists, GatedDict, Beside, RowByRow, ChoosingStacks, Broadcast, StackedLists)
+MULTIPLIED = nets(Lists, Unsaid, GatedDict, Beside, RowByRow, ChoosingStacks, Broadcast, StackedLists)
 NESTED = nets(Groups, Deeper, InPlaceRows)
 CHAINED = nets(Twice, ByGroup, Chained)
 

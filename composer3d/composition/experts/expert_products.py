@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.composition.experts.expert_einsum import einsum_by_expert
-from composer3d.composition.experts.matrix_products import Product, grouped, linear, matmul, product_of, rowwise
+from composer3d.composition.experts.matrix_products import Product, added, grouped, linear, matmul, product_of, rowwise
 from composer3d.errors import PluginError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _VIEWS = frozenset(
     "squeeze stride swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze untyped_storage view "
     "view_as".split()
 )
+_ADDED = frozenset(("addmm", "baddbmm"))
 _MATMULS = frozenset(("matmul", "mm", "bmm", "__matmul__"))
 _GROUPED = frozenset(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"))
 # Attributes that say where a tensor is.
@@ -280,13 +281,10 @@ def _mode(
             if name == "linear" and held.has(values[1]) and values[1].ndim == 2:
                 return linear(multiply, *args, **given)
             if name in _MATMULS and held.has(values[0]) != held.has(values[1]):
-                is_first = held.has(values[0])
-                x, weight = (values[1], values[0]) if is_first else (values[0], values[1])
-                if (chosen := held.chosen(weight)) is None:
-                    return matmul(multiply, x, weight, is_first=is_first)
-                if x.ndim < 4:
-                    of_rows: Any = {"is_turned": chosen.is_turned(weight), "is_first": is_first}
-                    return rowwise(multiply, x, chosen.weight, chosen.experts_R, **of_rows)
+                if (made := _matmul(multiply, held, *values[:2])) is not None:
+                    return made
+            if name in _ADDED and [*map(held.has, args)] in ([False, True, False], [False, False, True]):
+                return added(args[0], self.__torch_function__(torch.matmul, types, args[1:]), **given)
             if name == "stack" and _is_stack(held, *args, **given) and (made := held.stack(args[0])) is not None:
                 return made
             tensors = [each for each in values if _has_values(each)]
@@ -301,6 +299,18 @@ def _mode(
             raise _refusal(used, fqn=fqn, by=by, remedy=remedy)
 
     return Replaced()
+
+
+def _matmul(product: Product, held: _Weights, one: Tensor, other: Tensor) -> Tensor | None:
+    """Return a product of rows and weights; None of several dims of rows with a matrix for each."""
+    is_first = held.has(one)
+    x, weight = (other, one) if is_first else (one, other)
+    if (chosen := held.chosen(weight)) is None:
+        return matmul(product, x, weight, is_first=is_first)
+    if x.ndim > 3:
+        return None
+    is_turned = chosen.is_turned(weight)
+    return rowwise(product, x, chosen.weight, chosen.experts_R, is_turned=is_turned, is_first=is_first)
 
 
 def _refusal(used: str, *, fqn: str, by: str, remedy: str | None) -> PluginError:

@@ -13,7 +13,7 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Product", "grouped", "linear", "matmul", "product_of", "rowwise"]
+__all__ = ["Product", "added", "grouped", "linear", "matmul", "product_of", "rowwise"]
 
 # Returns y_RO of x_RI and w_OI, differentiable.
 Product = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -28,6 +28,14 @@ def linear(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None 
     """Return what `linear` does."""
     y = product_of(product, input, weight)
     return y if bias is None else y + bias
+
+
+def added(input: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return what `addmm` and `baddbmm` do with a product; a factor of zero leaves out what is added."""
+    y = y if alpha == 1 else alpha * y
+    if not beta:
+        return y
+    return y + (input if beta == 1 else beta * input)
 
 
 def matmul(product: Product, x: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:

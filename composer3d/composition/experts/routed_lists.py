@@ -22,6 +22,7 @@ _Loop = ast.For | ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp
 _LOOPS = (ast.For, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
 _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
 _ENTRIES = frozenset({"children", "items", "values"})
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,22 @@ def routed_list(model: nn.Module, fqn: str) -> RoutedList | None:
 def chosen_by_values(model: nn.Module, fqn: str) -> bool:
     """Return whether the module around a list chooses its entries, or the rows that it gives them, by values: experts.
 
-    Beside what `routed_list` finds, a loop may call every entry, with rows that a mask or `torch.where` has chosen.
+    Beside what `routed_list` finds, a loop may call every entry, with rows that a mask or `torch.where` has chosen, or
+    multiply it, of a list of parameters.
 
     Args:
         model: That holds the list.
         fqn: Of the list.
     """
-    return any(reader.find() is not None or reader.gives_chosen_rows() for reader, _, _ in _readers(model, fqn))
+    from torch import nn
+
+    are_matrices = isinstance(model.get_submodule(fqn), nn.ParameterList | nn.ParameterDict)
+    for reader, _, _ in _readers(model, fqn):
+        if reader.find() is not None or reader.gives_chosen_rows():
+            return True
+        if are_matrices and reader.multiplies_chosen_rows():
+            return True
+    return False
 
 
 def routed_lists(model: nn.Module) -> dict[str, int]:
@@ -188,6 +198,18 @@ def _functions(cls: type) -> Iterator[Callable[..., Any]]:
                 yield function
 
 
+def _multiplied(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of a product; none of other code."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return [node.left, node.right]
+    if not isinstance(node, ast.Call):
+        return []
+    function = node.func
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    of = [function.value] if isinstance(function, ast.Attribute) else []
+    return [*of, *node.args] if name in _PRODUCTS else []
+
+
 class _Reader(Kinds):
     """A function that has the list, and what it does with its entries.
 
@@ -267,6 +289,19 @@ class _Reader(Kinds):
                     is_entry = any(isinstance(each, ast.Name) and each.id in entries for each in parts)
                     if is_entry and any(self.kind(each) is Kind.VALUE for each in parts):
                         return True
+        return False
+
+    def multiplies_chosen_rows(self) -> bool:
+        """Return whether a loop multiplies entries with tensors whose size depends on values."""
+        for loop in ast.walk(self._tree):
+            if not isinstance(loop, _LOOPS) or not self._mentions(loop, set()):
+                continue
+            entries = self._entries(loop)
+            for node in ast.walk(loop):
+                operands = _multiplied(node)
+                matrices = [each for each in operands if self._mentions(each, entries)]
+                if any(self.kind(each) is Kind.VALUE and matrices != [each] for each in operands) and matrices:
+                    return True
         return False
 
     def _decider(self, loop: _Loop) -> ast.expr | ast.stmt | None:
