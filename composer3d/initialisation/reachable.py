@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ __all__ = ["Reached", "reachable_tensors"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = frozenset({"torch", "torchgen", "builtins", "numpy"})
+_PLAIN = frozenset({type(None), bool, bytes, float, int, str})
+_CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +64,7 @@ class _Walk:
         for fqn, owner in model.named_modules(prefix=path):
             prefix = f"{fqn}." if fqn else ""
             for name, value in list(vars(owner).items()):
-                if name not in _REGISTRIES:
+                if name not in _REGISTRIES and not _holds_nothing(value):
                     yield from self._enter(prefix + name, value)
             for name, value in self._functions(type(owner)):
                 yield from self._enter(prefix + name, value)
@@ -91,7 +93,7 @@ class _Walk:
                 yield from self._enter(f"{path}.{_name(hook)}", hook)
 
     def _enter(self, path: str, value: Any) -> Iterator[Reached]:
-        if value is None or isinstance(value, str | int | float | bytes):
+        if _holds_nothing(value) or isinstance(value, str | int | float | bytes):
             return
         import torch
         from torch import nn
@@ -112,6 +114,12 @@ class _Walk:
             for name, inner in _inside(value):
                 yield from self._enter(path + name, inner)
             self._is_ordered = was_ordered
+
+
+def _holds_nothing(value: Any) -> bool:
+    """Return whether a value is one of what modules hold most of: numbers, names, and containers for hooks."""
+    kind = type(value)
+    return kind in _PLAIN or (kind in _CONTAINERS and not value)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

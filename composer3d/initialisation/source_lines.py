@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -11,8 +12,9 @@ __all__ = ["is_torch", "place_of_error", "user_place"]
 _OWN = (f"{Path(__file__).parent}/", f"{Path(__file__).parent.parent / 'torch_compat'}/")
 
 
+@functools.lru_cache(maxsize=1024)
 def is_torch(filename: str) -> bool:
-    """Return whether a source file belongs to torch itself."""
+    """Return whether a source file belongs to torch itself: asked of few files, thousands of times for a model."""
     import torch
 
     return filename.startswith(str(Path(torch.__file__).parent) + "/")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from composer3d.torch_compat.compilers.undisabled import nothing_compiles
 from composer3d.torch_compat.later_backwards import look_at
-from composer3d.torch_compat.operators import operator_python
+from composer3d.torch_compat.operators import device_question, operator_python
 
 __all__ = [
     "SCALED_STEP",
@@ -43,7 +43,11 @@ UNSCALING = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
 
 def dispatch_mode(
-    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any], *, compiles: bool = True, opens: bool = True
+    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
+    *,
+    compiles: bool = True,
+    opens: bool = True,
+    knows_devices: bool = False,
 ) -> AbstractContextManager[Any]:
     """Return a context in which every dispatched operator goes to `handler(operator, types, args, kwargs)`.
 
@@ -51,6 +55,7 @@ def dispatch_mode(
     (torch 2.11-2.15). `handler` may return NotImplemented, so that a tensor subclass takes the operator apart first.
     `compiles=False` promises that nothing inside is compiled; else the first operator imports torch._dynamo, for 1 s.
     Of operators made by `custom_operator` the handler sees those that they consist of, unless `opens=False`.
+    With `knows_devices` it is not asked for the devices of fake tensors, which is half of what is dispatched in a step.
     A number that autograd has saved as a tensor arrives as a number, which reading it again (`float(saved)`) cannot
     take: it is returned as it is.
     """
@@ -58,6 +63,7 @@ def dispatch_mode(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     reading = torch.ops.aten._local_scalar_dense.default
+    question = device_question() if knows_devices else None
 
     class Mode(TorchDispatchMode):
         @classmethod
@@ -65,6 +71,8 @@ def dispatch_mode(
             return compiles
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is question and (device := getattr(args[0], "fake_device", None)) is not None:
+                return device
             if func is reading and not isinstance(args[0], torch.Tensor):
                 return args[0]
             function = operator_python(func) if opens else None

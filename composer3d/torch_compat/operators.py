@@ -1,4 +1,4 @@
-"""Composite operators: made of other operators and of collectives."""
+"""Composite operators, made of other operators and of collectives; and the one that asks for a device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["custom_operator", "custom_operators", "operator_python", "operator_span", "watch_custom_operators"]
+__all__ = [
+    "custom_operator",
+    "custom_operators",
+    "device_question",
+    "operator_python",
+    "operator_span",
+    "watch_custom_operators",
+]
 
 Span = Callable[..., AbstractContextManager[None]]
 
 # As torch's own registry of operators, for the process; an operator is gone with its library.
 _MADE: dict[str, list[Any]] = {}
 _LIBRARIES: list[Any] = []
+# By their numbers, since operators have a hash of Python's, and each operator of a step is looked up; they are kept.
+_FUNCTIONS: dict[int, Callable[..., Any]] = {}
 # Operators take tensors, numbers and names, so what opens spans cannot be handed to them; None where nobody records.
 _WATCHED: list[Span] = []
 
@@ -56,7 +65,7 @@ def custom_operator(
     if backward is not None:
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=library)
     operator: Any = getattr(getattr(torch.ops, namespace), short).default
-    operator.composer3d_python = function
+    _FUNCTIONS[id(operator)] = function
     _MADE.setdefault(kind, []).append(operator)
     return operator
 
@@ -68,7 +77,14 @@ def custom_operators(*kinds: str) -> list[Any]:
 
 def operator_python(operator: Any) -> Callable[..., Any] | None:
     """Return the function of an operator that `custom_operator` made; None for others."""
-    return getattr(operator, "composer3d_python", None)
+    return _FUNCTIONS.get(id(operator))
+
+
+def device_question() -> Any:
+    """Return the operator that asks a fake tensor for its device, its attribute `fake_device` (torch 2.11-2.15)."""
+    import torch
+
+    return torch.ops.prim.device.default
 
 
 def operator_span(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:

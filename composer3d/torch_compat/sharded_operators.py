@@ -134,6 +134,7 @@ def mixable_operators() -> _MixableOperators:
 
 
 @functools.cache
+@functools.cache
 def _dispatcher() -> Any:
     from torch.distributed.tensor import DTensor
 
@@ -254,7 +255,10 @@ def _restore(operator: Any, own: Handler | None) -> None:
 
 
 class torch_handled:
-    """Leave an operator to torch inside, from within its own handler; hundreds of times a step, so no generator."""
+    """Leave an operator to torch inside, from within its own handler.
+
+    Thousands of times a step, and operators have a hash of Python's: so no generator, and few questions.
+    """
 
     __slots__ = ("_handler", "_operator")
 
@@ -263,10 +267,15 @@ class torch_handled:
 
     def __enter__(self) -> None:
         """Put torch's own handler, if there is one, in the place of ours."""
-        dispatcher = _dispatcher()
-        self._handler = dispatcher._custom_op_handlers.get(self._operator)
-        _restore(self._operator, vars(dispatcher).get("composer3d", {}).get(self._operator))
+        operator, dispatcher = self._operator, _dispatcher()
+        self._handler = dispatcher._custom_op_handlers.pop(operator, None)
+        own = dispatcher.__dict__.get("composer3d")
+        if own is not None and own.get(operator) is not None:
+            dispatcher._custom_op_handlers[operator] = own[operator]
 
     def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
         """Put ours back."""
-        _restore(self._operator, self._handler)
+        if self._handler is None:
+            _dispatcher()._custom_op_handlers.pop(self._operator, None)
+        else:
+            _dispatcher()._custom_op_handlers[self._operator] = self._handler

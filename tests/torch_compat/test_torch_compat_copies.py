@@ -36,7 +36,7 @@ def test_copies_have_containers_of_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.register_forward_hook(lambda *_: None)
     model[0].seen = model[1].seen = []
-    twin = copy.deepcopy(model, torch_compat.empty_containers(model.modules()))
+    twin = torch_compat.copy_modules(model, {})
     twin[0].register_forward_hook(lambda *_: None)
     twin[0].seen.append(1)
     assert not model[0]._forward_hooks and model[0].seen == [] and twin[1].seen == [1]
@@ -45,3 +45,40 @@ def test_copies_have_containers_of_their_own():
     for one, other in zip(twin.modules(), plain.modules(), strict=True):
         assert vars(one).keys() == vars(other).keys()
         assert [type(value) for value in vars(one).values()] == [type(value) for value in vars(other).values()]
+
+
+class Asked(nn.Linear):
+    """A module that says how it is copied."""
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = twin = Asked(1, 1)
+        twin.was_asked = True
+        return twin
+
+
+class Stateful(nn.Module):
+    """A module whose state is not its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 1
+
+    def __getstate__(self):
+        return {**vars(self), "number": self.number + 1}
+
+
+def test_copies_share_what_the_model_shares_and_ask_modules_that_have_a_way_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Asked(2, 2), Stateful(), nn.Linear(2, 2))
+    model.again, model.listed, model.by_name = model[0], [model[3]], {"weight": model[0].weight, "deep": {"x": [1]}}
+    model[3].weight = model[0].weight
+    model[0].__deepcopy__ = lambda memo: model[0] if memo is None else nn.Identity()
+    model[3].register_buffer("lost", None)
+    kept = nn.Linear(3, 3)
+    model.kept = kept
+    twin = torch_compat.copy_modules(model, {id(kept): kept})
+    assert isinstance(twin[0], nn.Identity) and twin.again is twin[0], "an object may say it too"
+    assert twin[1].was_asked and twin[2].number == 2 and twin.kept is kept
+    assert twin.listed == [twin[3]] and twin[3] is not model[3] and twin[3].lost is None
+    assert twin.by_name["weight"] is twin[3].weight is not model[0].weight
+    assert twin.by_name["deep"] == {"x": [1]} and twin.by_name["deep"]["x"] is not model.by_name["deep"]["x"]
+    assert torch.equal(twin[3].weight, model[0].weight) and [*twin.state_dict()] == [*copy.deepcopy(model).state_dict()]

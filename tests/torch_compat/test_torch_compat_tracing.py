@@ -10,6 +10,7 @@ from torch import nn
 
 from composer3d import torch_compat
 from composer3d.testing import fake_world
+from composer3d.torch_compat.fakes import rules_at_hand
 from composer3d.torch_compat.fakes.shardings import like_other_meshes
 
 
@@ -39,8 +40,35 @@ def test_a_fake_tensors_device_is_a_question_that_modes_see():
         tensor = torch.zeros(3, requires_grad=True)
         with torch_compat.dispatch_mode(handle, compiles=False):
             (tensor * 2).sum().backward()
+        number = len(asked)
+        with torch_compat.dispatch_mode(handle, compiles=False, knows_devices=True):
+            (tensor * 2).sum().backward()
     questions = [of for operator, of in asked if operator is torch_compat.device_question()]
     assert questions and all(of.fake_device == torch.device("cpu") for of in questions)
+    told = [operator for operator, _ in asked[number:]]
+    assert torch.ops.aten.mul.Tensor in told and torch_compat.device_question() not in told, "answered at once"
+
+
+def test_rules_of_operators_are_found_at_hand_and_left_as_they_were():
+    from torch._library import simple_registry
+
+    class Kind(torch.Tensor):
+        pass
+
+    def rule(mode, func, types, args, kwargs):
+        return "by a rule"
+
+    before, name = simple_registry.singleton, torch.ops.aten.mul.Tensor.name()
+    holder = before.find(name).torch_dispatch_rules
+    with rules_at_hand(), rules_at_hand():
+        find = simple_registry.find_torch_dispatch_rule
+        assert simple_registry.singleton is not before and find(torch.ops.aten.mul.Tensor, Kind) is None
+        registered = holder.register(Kind, rule)
+        assert find(torch.ops.aten.mul.Tensor, Kind) is rule, "one that is registered meanwhile"
+        registered.destroy()
+        assert find(torch.ops.aten.mul.Tensor, Kind) is None
+        assert simple_registry.singleton.find(name) is before.find(name)
+    assert simple_registry.singleton is before and "find" not in vars(holder)
 
 
 def test_views_and_operators_in_place_are_told_from_others():
@@ -195,9 +223,9 @@ def test_a_mode_over_the_fake_one_is_told_results_without_it():
     memory, told = torch_compat.ResultMemory(), []
 
     def asks(operator, types, args, kwargs):
-        result = recall(operator, args, kwargs)
-        told.append(result is not NotImplemented)
-        return result if told[-1] else operator(*args, **kwargs)
+        make = recall(operator, args, kwargs)
+        told.append(make is not None)
+        return operator(*args, **kwargs) if make is None else make(args, kwargs)
 
     def passes(operator, types, args, kwargs):
         told.append(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from composer3d.observation import beside
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.step import Criterion, Decided, Guard, Totals
 from composer3d.torch_compat.compilers import nothing_compiles
-from composer3d.torch_compat.fakes import value_errors
+from composer3d.torch_compat.fakes import rules_at_hand, value_errors
 from composer3d.transform import Phase
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def composed(
     """
     from composer3d.processes import fake_world
 
-    with fake_world(job.world_size, rank), nothing_compiles(), _aimed(preparation, rank) as aimed:
+    with fake_world(job.world_size, rank), nothing_compiles(), rules_at_hand(), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)
         apply_transforms(aimed, after_split=partial((truncation or BlockTruncation(None)).apply, preparation=aimed))
         with torch_compat.fake_tensors(memory):
@@ -193,8 +192,7 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     Whatever it was made for, plugins see the purpose `plan`.
     """
     with preparation.context.as_rank(rank), planned(preparation.context):
-        memo = torch_compat.empty_containers(preparation.model.modules())
-        model = copy.deepcopy(preparation.model, memo | torch_compat.recomputed_tensors(preparation.model))
+        model = torch_compat.copy_modules(preparation.model, torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))

@@ -103,7 +103,7 @@ class _Observer:
         self._known: dict[int, tuple[Any, str, bool, bool, bool]] = {}
         self._wrapped: dict[Any, bool] = {}  # by the types of an operator's tensors
         self._calls: dict[Any, Calls] = {}
-        self._question = torch_compat.device_question()
+        self._made_by: dict[Any, Calls] = {}
         self._recall = None if memory is None else memory.recaller()
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
@@ -224,8 +224,6 @@ class _Observer:
 
     def handle(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it; wrapper tensors decompose it first."""
-        if operator is self._question and hasattr(args[0], "fake_device"):
-            return args[0].fake_device
         is_wrapped = self._wrapped.get(types)
         if is_wrapped is None:
             is_wrapped = self._wrapped[types] = any(map(torch_compat.is_wrapper_subclass, types))
@@ -237,18 +235,31 @@ class _Observer:
         if known is None:
             known = self._known[id(operator)] = operator, *self._look_at(operator)
         _, name, is_collective, is_silent, makes_nothing = known
-        result = NotImplemented if self._recall is None else self._recall(operator, args, kwargs)
-        if result is NotImplemented:
+        make = None if self._recall is None else self._recall(operator, args, kwargs)
+        if make is None:
             result = operator(*args, **kwargs)
-        # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
-        self.storages.see(result, known=makes_nothing)
+            # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
+            self.storages.see(result, known=makes_nothing)
+        else:
+            result = make(args, kwargs)
+            if not makes_nothing:
+                self.storages.see(result)
+        if self._is_quiet or is_silent or self.storages.is_paused:
+            return result
+        calls = None if make is None else self._made_by.get(make)
+        if calls is not None:
+            self.stretch.operators[calls] += 1
+            return result
         # A propagation compares sizes on meta in the first step alone, which is the step that a plan records.
-        if self._is_quiet or self.storages.is_paused or torch_compat.works_on_meta(args):
+        if torch_compat.works_on_meta(args):
             return result
         if is_collective:
             self._collect(operator, args)
-        elif not is_silent:
-            self._count(name, operator, args, kwargs, result)
+            return result
+        calls = self._calls_of(name, operator, args, kwargs, result)
+        if make is not None:
+            self._made_by[make] = calls
+        self.stretch.operators[calls] += 1
         return result
 
     def _look_at(self, operator: Any) -> tuple[str, bool, bool, bool]:
@@ -289,18 +300,16 @@ class _Observer:
         actions = [stretch for stretch in reversed(self.result.stretches) if stretch.kind != "gradients"]
         return next((each for each in actions if _purpose_of(each) == purpose), next(iter(actions), self._between))
 
-    def _count(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count a call; the count depends only on the shapes and dtypes of its tensors and on its other arguments."""
+    def _calls_of(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> Calls:
+        """Return what is counted of a call, which depends on the form of its tensors and on its other arguments."""
         try:
             form = (operator, _form(args), _form(kwargs.values()) if kwargs else (), _form((result,)))
-            calls = self._calls.get(form)
+            known = self._calls.get(form)
         except TypeError:  # an argument without a hash
-            form, calls = None, None
-        if calls is None:
-            calls = _calls(name, operator, args, kwargs, result)
-            if form is not None:
-                self._calls[form] = calls
-        self.stretch.operators[calls] += 1
+            return _calls(name, operator, args, kwargs, result)
+        if known is None:
+            known = self._calls[form] = _calls(name, operator, args, kwargs, result)
+        return known
 
 
 def _purpose_of(stretch: Stretch) -> _Purpose | None:
@@ -370,7 +379,7 @@ def record_step(
     with (
         storages,
         watch_modules(modules, observer.place),
-        torch_compat.dispatch_mode(observer.handle, compiles=False),
+        torch_compat.dispatch_mode(observer.handle, compiles=False, knows_devices=True),
     ):
         yield observer
     result.optimizer = storages.bytes_of(_state_tensors(optimizer))

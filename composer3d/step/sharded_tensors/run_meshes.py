@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -90,14 +91,27 @@ def sharded_parameters(context: RunContext) -> Mapping[str, DTensor]:
 
 def owns(args: Any) -> bool:
     """Return whether any DTensor, or mesh, among an operator's arguments and in lists of them is an open run's."""
+    tensors, meshes = _kinds()
+    for arg in args:
+        if isinstance(arg, tensors):
+            mesh = arg.device_mesh
+        elif isinstance(arg, list | tuple):
+            if owns(arg):
+                return True
+            continue
+        elif isinstance(arg, meshes):
+            mesh = arg
+        else:
+            continue
+        if any(mesh in known for known in _MESHES.values()):
+            return True
+    return False
+
+
+@functools.cache
+def _kinds() -> tuple[Any, Any]:
+    """Return the classes of DTensors and of meshes: every operator asks for them."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    for arg in args:
-        mesh = arg.device_mesh if isinstance(arg, DTensor) else arg
-        if isinstance(mesh, DeviceMesh):
-            if any(mesh in meshes for meshes in _MESHES.values()):
-                return True
-        elif isinstance(arg, list | tuple) and owns(arg):
-            return True
-    return False
+    return DTensor, DeviceMesh

@@ -10,11 +10,11 @@ from composer3d.torch_compat.fakes.assumed_sizes import ASSUMED, assumed_size_of
 from composer3d.torch_compat.fakes.chosen_values import PLACES
 from composer3d.torch_compat.fakes.operator_shapes import ResultMemory
 from composer3d.torch_compat.modes import start_autograd
+from composer3d.torch_compat.operators import device_question
 from composer3d.torch_compat.pipelines import described_stage
 
 __all__ = [
     "active_fake_mode",
-    "device_question",
     "fake_tensors",
     "is_in_place",
     "is_view",
@@ -150,13 +150,6 @@ def _grouped_product(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None,
     step = 16 // mat_a.element_size()
     row = -(-size[-1] // step) * step
     return mat_a.new_empty_strided(size, (size[-2] * row, row, 1)[-len(size) :])
-
-
-def device_question() -> Any:
-    """Return the operator that asks a fake tensor for its device, its attribute `fake_device` (torch 2.11-2.15)."""
-    import torch
-
-    return torch.ops.prim.device.default
 
 
 def with_values() -> Any:

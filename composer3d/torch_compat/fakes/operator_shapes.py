@@ -9,7 +9,10 @@ from typing import Any
 from composer3d.torch_compat.fakes.chosen_values import FROM_NUMBERS, PLACES, ChosenValues, values_of
 from composer3d.torch_compat.fakes.shardings import like_other_meshes
 
-__all__ = ["MetaResults", "ResultMemory"]
+__all__ = ["Maker", "MetaResults", "ResultMemory"]
+
+# Makes the result of a call from its arguments and keyword arguments.
+Maker = Callable[[Any, Any], Any]
 
 _COLLECTIVES = (
     "_c10d_functional::all_gather_into_tensor",
@@ -64,7 +67,7 @@ class ResultMemory:
         self._kinds: frozenset[type] = frozenset({FakeTensor})
         # Of a model that is about to be given memory.
         self._outside: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
-        self._makers: dict[Any, Callable[[Any, Any], Any] | None] = {}
+        self._makers: dict[Any, Maker | None] = {}
         self._remembered: dict[int, tuple[Any, bool, bool]] = {}
         self._shardings: dict[Any, Any] = {}
         # What else an argument may be; all that is equal, and of one of these types, gives an equal result.
@@ -87,35 +90,37 @@ class ResultMemory:
         result = otherwise()
         if key is not None and key not in self._makers:
             try:
+                if self._is_odd((args, [*(kwargs or {}).values()], result)):
+                    raise _Unknown
                 self._makers[key] = self._maker(operator, args, kwargs, result)
             except _Unknown:
                 self._makers[key] = None
         return result
 
-    def recaller(self) -> Callable[[Any, Any, Any], Any]:
+    def recaller(self) -> Callable[[Any, Any, Any], Maker | None]:
         """Return what a dispatch mode over the fake mode may ask first: it saves the way through torch to the latter.
 
-        It takes an operator, its arguments and keyword arguments, and returns NotImplemented where the mode has to be
-        asked: where nothing is remembered, another fake mode or none is on, and always where this function is called
-        inside of further modes, which are to see the operator too.
+        It takes an operator, its arguments and keyword arguments, and returns what makes the result of these two, one
+        function for every form of a call; None where the mode has to be asked: where nothing is remembered, another
+        fake mode or none is on, and always where this function is called inside of further modes, which are to see the
+        operator too.
         """
         import torch
 
         if torch._C._len_torch_dispatch_stack() != 1:
-            return lambda operator, args, kwargs: NotImplemented
+            return lambda operator, args, kwargs: None
         return self._recall
 
     def shardings(self) -> AbstractContextManager[None]:
         """Let DTensor find shardings of results, inside, as it has for meshes of the same form; they are kept here."""
         return like_other_meshes(self._shardings)
 
-    def _recall(self, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _recall(self, operator: Any, args: Any, kwargs: Any) -> Maker | None:
         if self._active(self._slot) is not self.mode:
-            return NotImplemented
-        _, maker = self._find(operator, args, kwargs)
-        return NotImplemented if maker is None else maker(args, kwargs)
+            return None
+        return self._find(operator, args, kwargs)[1]
 
-    def _find(self, operator: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any, Any], Any] | None]:
+    def _find(self, operator: Any, args: Any, kwargs: Any) -> tuple[Any, Maker | None]:
         """Return the key of a call, None where it is not remembered; and what makes its result, if that is known."""
         # By their numbers: operators have a hash of Python's. They are kept, so that no other one gets the number.
         known = self._remembered.get(id(operator))
@@ -131,7 +136,7 @@ class ResultMemory:
             options = self._forms(kwargs.items()) if kwargs else ()
             key = (id(operator), self._default_dtype(), self._forms(args), options)
             return key, self._makers.get(key)
-        except (_Unknown, TypeError):  # TypeError: symbolic numbers have no hash
+        except (_Unknown, TypeError, RuntimeError):  # symbolic numbers have no hash, sparse tensors have no strides
             return None, None
 
     def _can_remember(self, operator: Any) -> bool:
@@ -147,16 +152,16 @@ class ResultMemory:
 
     def _forms(self, values: Any) -> tuple[Any, ...]:
         """Return what arguments have in common that give equal results."""
-        kinds, size = self._kinds, self._size
+        kinds, plain, size = self._kinds, self._plain, self._size
         forms: list[Any] = []
         for value in values:
             kind = type(value)
             if kind in kinds:
                 forms += self._form(value)
+            elif kind in plain:
+                forms.append((kind, value))
             elif kind is list or kind is tuple or kind is size:
                 forms.append((kind, self._forms(value)))
-            elif kind in self._plain:
-                forms.append((kind, value))
             elif kind in self._outside:
                 forms += (kind, *_form_on_meta(value))
             else:
@@ -164,21 +169,26 @@ class ResultMemory:
         return tuple(forms)
 
     def _form(self, tensor: Any) -> tuple[Any, ...]:
-        import torch
-
-        dtype = tensor.dtype
-        is_odd = (
-            dtype.is_complex or tensor.layout is not torch.strided or tensor.constant is not None or tensor.is_neg()
-        )
+        """Return the form of a tensor of the mode; whether its dtype is an odd one is asked as a result is learned."""
+        if tensor.constant is not None or tensor.fake_mode is not self.mode or tensor.is_neg():
+            raise _Unknown
         if self.chosen.are_any and values_of(tensor) is not None:
             raise _Unknown
-        if is_odd or tensor.fake_mode is not self.mode or tensor.is_quantized:
-            raise _Unknown
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, tensor.fake_device
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+
+    def _is_odd(self, value: Any) -> bool:
+        """Return whether tensors of a call, or of its result, are of a kind that is not remembered."""
+        import torch
+
+        if isinstance(value, list | tuple):
+            return any(map(self._is_odd, value))
+        return isinstance(value, torch.Tensor) and (
+            value.dtype.is_complex or value.is_quantized or value.layout is not torch.strided
+        )
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
-    def _maker(self, operator: Any, args: Any, kwargs: Any, result: Any) -> Callable[[Any, Any], Any]:
+    def _maker(self, operator: Any, args: Any, kwargs: Any, result: Any) -> Maker:
         """Return what makes an equal result of equal arguments.
 
         Raises:
@@ -221,7 +231,7 @@ class ResultMemory:
             for value in values
         )
 
-    def _creator(self, result: Any) -> Callable[[Any, Any], Any]:
+    def _creator(self, result: Any) -> Maker:
         import torch
 
         shape, stride, dtype, device = tuple(result.shape), result.stride(), result.dtype, result.fake_device
@@ -237,19 +247,19 @@ class ResultMemory:
                 plain = empty(shape, stride, dtype=dtype, device="meta")
             made = subclass(cls, plain, False, dispatch_device=True, device_for_backend_keys=device)
             protect(made)
-            made.__dict__.update(attributes)
-            made.fake_mode = self.mode
+            made.__dict__.update(attributes, fake_mode=self.mode)
             return made
 
         return create
 
-    def _viewer(self, result: Any, place: int) -> Callable[[Any, Any], Any]:
+    def _viewer(self, result: Any, place: int) -> Maker:
         import torch
 
         shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
         device, attributes = result.fake_device, self._attributes(result)
         cls, inside, subclass = self._cls, self._inside, torch.Tensor._make_subclass
-        as_strided, protect = torch.ops.aten.as_strided.default, torch._C._set_throw_on_mutable_data_ptr
+        # Inside of a mode no torch function is seen by others; called as an operator it takes three times as long.
+        as_strided, protect = torch.as_strided, torch._C._set_throw_on_mutable_data_ptr
         # In half of the time of the mode's own way, which a device without kernels in this build of torch needs.
         has_kernels = device.type in ("cpu", "meta")
         no_dispatch = torch._C._DisableTorchDispatch
@@ -260,8 +270,7 @@ class ResultMemory:
                 plain = as_strided(viewed, shape, stride, offset)
             made = subclass(cls, plain, False, dispatch_device=True, device_for_backend_keys=device)
             protect(made)
-            made.__dict__.update(attributes)
-            made.fake_mode = self.mode
+            made.__dict__.update(attributes, fake_mode=self.mode)
             return made
 
         return view
@@ -304,7 +313,10 @@ class MetaResults(ResultMemory):
     def _form(self, tensor: Any) -> tuple[Any, ...]:
         return _form_on_meta(tensor)
 
-    def _creator(self, result: Any) -> Callable[[Any, Any], Any]:
+    def _is_odd(self, value: Any) -> bool:
+        return False  # as the form says already
+
+    def _creator(self, result: Any) -> Maker:
         import torch
 
         shape, stride, dtype = tuple(result.shape), result.stride(), result.dtype
@@ -314,9 +326,9 @@ class MetaResults(ResultMemory):
             raise _Unknown
         return lambda args, kwargs: empty(shape, stride, dtype=dtype, device="meta")
 
-    def _viewer(self, result: Any, place: int) -> Callable[[Any, Any], Any]:
+    def _viewer(self, result: Any, place: int) -> Maker:
         import torch
 
         shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
-        as_strided = torch.ops.aten.as_strided.default
+        as_strided = torch.as_strided
         return lambda args, kwargs: as_strided(args[place], shape, stride, offset)

@@ -31,12 +31,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Memory: of the structure.
     """
     walk = _Walk(model)
-    modules, functions = walk.copied(memo)
+    functions = walk.copied(memo)
     twins = {function: _twin(function, walk) for function in functions}
-    for key, empty in torch_compat.empty_containers(modules).items():
-        memo.setdefault(key, empty)
     memo.update({id(function): twin for function, twin in twins.items()})
-    made = copy.deepcopy(model, memo)
+    made: nn.Module = torch_compat.copy_modules(model, memo)
     for function, twin in twins.items():
         twin.__defaults__ = copy.deepcopy(function.__defaults__, memo)
         twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
@@ -67,15 +65,12 @@ class _Walk:
         self._leads: dict[int, bool] = {}
         self._cells: dict[int, Any] = {}
 
-    def copied(self, memo: Mapping[int, Any]) -> tuple[list[nn.Module], list[types.FunctionType]]:
-        """Return the modules that are copied, and the functions that lead to a module of the model and are reached.
+    def copied(self, memo: Mapping[int, Any]) -> list[types.FunctionType]:
+        """Return the functions that lead to a module of the model and are reached.
 
         What stands in the memo is not entered: of a stage's model, most blocks.
         """
-        from torch import nn
-
         seen: set[int] = set()
-        modules: list[nn.Module] = []
         functions: list[types.FunctionType] = []
         waiting: list[Any] = [self._model]
         while waiting:
@@ -85,10 +80,8 @@ class _Walk:
             seen.add(id(value))
             if isinstance(value, types.FunctionType) and self.leads(value):
                 functions.append(value)
-            elif isinstance(value, nn.Module):
-                modules.append(value)
             waiting += _inside(value)
-        return modules, functions
+        return functions
 
     def leads(self, value: Any) -> bool:
         """Return whether an object is, or holds, a module of the model."""
