@@ -164,7 +164,9 @@ UNKNOWN = {
     Mixed: 'of dicts of modules "experts" (ModuleDict) holds 4 Linear and 1 LayerNorm',
     Flat: '; "" (Flat) says num_experts = 4, and has weights of two dims, up.weight, down.weight, of which no rows are '
     "known to be one expert's",
-    Twofold: 'expert_parallel: "experts.3.0.weight" is also "experts.0.0.weight": ranks of ep would train two of it',
+    Twofold: 'expert_parallel: "experts.3.0.weight" is also "experts.0.0.weight": a rank of ep has an expert of a list '
+    "as a whole, and ranks would train two of what several experts hold (in modules with stacked weights what all "
+    "experts share stays whole); call it in the forward around the experts, give each weights of its own, or leave",
     Interleaved: '; "" (Interleaved) says num_experts = 4, and has weights of two dims, up, down, of which no rows are '
     "known to be one expert's",
 }

@@ -333,9 +333,10 @@ def _refuse_shared(model: nn.Module, found: Sequence[Experts], degree: int) -> N
                 )
             if first is each and other != name and name not in each.shared:
                 raise PluginError(
-                    f'expert_parallel: "{each.fqn}.{name}" is also "{first.fqn}.{other}": ranks of ep would train two '
-                    "of it; give each expert weights of its own, or leave these out of [sharding.expert_parallel] "
-                    "experts"
+                    f'expert_parallel: "{each.fqn}.{name}" is also "{first.fqn}.{other}": a rank of ep has an expert '
+                    "of a list as a whole, and ranks would train two of what several experts hold (in modules with "
+                    "stacked weights what all experts share stays whole); call it in the forward around the experts, "
+                    "give each weights of its own, or leave these out of [sharding.expert_parallel] experts"
                 )
 
 
