@@ -9,7 +9,7 @@ from support.models import write_manifest
 from torch import nn
 
 import composer3d
-from composer3d.testing import run_ranks
+from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
 TABLES = "[sharding.fsdp2]\n[sharding.expert_parallel]\n"
@@ -178,3 +178,46 @@ def test_statistics_of_experts_and_an_evaluation_equal_one_device():
     for errors, of_loss in ranks:
         assert of_loss < TIGHT
         assert max(errors.values(), default=0.0) < TIGHT, errors
+
+
+def loaded_from_one_device(text):
+    """Load another model's state into a run, whole and one block's; return how far the run is from it."""
+    torch.set_default_dtype(torch.float64)
+    run = composer3d.compose(make_model(), write_manifest(text), loss_fn=token_sum)
+    torch.manual_seed(7)
+    other = MixtureNet(Statistics)
+    said = [str(run.model.load_state_dict(other.state_dict()))]
+    errors = [distance(run, other)]
+    with torch.no_grad():
+        for parameter in other.layers[1].parameters():
+            parameter.mul_(2.0)
+    said += [str(run.model.layers[1].load_state_dict(other.layers[1].state_dict()))]
+    errors += [distance(run, other)]
+    wrong = {**other.state_dict(), "layers.0.experts.expert_0.weight": torch.ones(1)}
+    try:
+        run.model.load_state_dict(wrong)
+    except RuntimeError as error:
+        said.append(str(error).partition(":")[2].strip())
+    tokens, targets = tokens_and_targets()
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    run.forward_backward(mine(run, tokens), target=mine(run, targets))
+    optimizer.step()
+    run.close()
+    return said, errors, run.coordinates["ep"]
+
+
+def distance(run, other):
+    buffers = {fqn: buffer for fqn, buffer in run.named_buffers() if "num_batches" not in fqn}
+    named = {fqn: full(parameter.detach()) for fqn, parameter in run.named_parameters()} | buffers
+    expected = other.state_dict()
+    return max(float((value - expected[fqn]).abs().max()) for fqn, value in named.items())
+
+
+@pytest.mark.parametrize("layout", ["ep", pytest.param("shards of experts", marks=pytest.mark.slow)])
+def test_a_state_of_one_device_is_loaded_into_the_experts_that_a_rank_holds(layout):
+    num_ranks, text = LAYOUTS[layout]
+    for said, errors, place in run_ranks(loaded_from_one_device, num_ranks, text):
+        assert said[:2] == ["<All keys matched successfully>"] * 2
+        assert max(errors) == 0.0
+        odd = 'Unexpected key(s) in state_dict: "layers.0.experts.expert_0.weight".'
+        assert said[2:] == ([odd] if place == 0 else [])

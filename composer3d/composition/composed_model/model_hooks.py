@@ -12,7 +12,7 @@ from composer3d import torch_compat
 from composer3d.composition.composed_model import span_hooks
 from composer3d.composition.composed_model.changed_models import refuse_passed_parameters
 from composer3d.composition.composed_model.copied_models import copy_composed
-from composer3d.composition.composed_model.plain_states import record_loaded, refuse_replacing
+from composer3d.composition.composed_model.plain_states import leave_out_absent, record_loaded, refuse_replacing
 from composer3d.composition.composed_model.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.composed_model.unsaved_shards import refuse_saving_model, state_of_rank
 from composer3d.errors import StepError
@@ -148,6 +148,7 @@ def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -
         if id(owner) in names and not prefix:
             called[:] = [owner]
             reshard_units(context.parts)
+            leave_out_absent(owner, state, within=names[id(owner)], context=context)
             assigns = bool(metadata.get("assign_to_params_buffers"))
             refuse_replacing(owner, state, within=names[id(owner)], assigns=assigns)
             record_loaded(owner, state, within=names[id(owner)], context=context)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
+from composer3d.step.buffers import held_by_one
 from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 from composer3d.torch_compat import is_wrapper_subclass
 
@@ -17,7 +18,24 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["record_loaded", "refuse_replacing"]
+__all__ = ["leave_out_absent", "record_loaded", "refuse_replacing"]
+
+
+def leave_out_absent(module: nn.Module, state: dict[str, Any], *, within: str, context: RunContext) -> None:
+    """Take from a state dict of one device's model the parameters of experts in lists that other ranks hold.
+
+    Args:
+        module: Of the composed model, whose `load_state_dict` is called.
+        state: As torch's `load_state_dict` copies it; is written.
+        within: FQN of the module and a dot; empty for the model.
+        context: Of the run.
+    """
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name in [name for name in state if name not in known]:
+        own = held_by_one(context, within + name)
+        if own is not None and not own.is_held:
+            del state[name]
 
 
 def refuse_replacing(module: nn.Module, state: Mapping[str, Any], *, within: str, assigns: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import initialisation
 from composer3d.errors import StepError
 from composer3d.initialisation.parameter_order import Order, StoredOrders
-from composer3d.mesh import Role
+from composer3d.mesh import BESIDE_EXPERTS, Role
 from composer3d.step.sharded_tensors.run_meshes import owners_of, sharded_parameters
 from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 
@@ -65,8 +65,10 @@ def whole_rows(tensor: DTensor) -> Tensor:
 def record_write(target: DTensor, whole: Tensor) -> None:
     """Record writes into a DTensor, and computations with it, for the comparison at the start of the next step."""
     for context in owners_of(target.device_mesh):
-        own = context.layout.names(Role.EXPERT)  # ranks along such an axis hold other modules
-        if is_compared(context) and not any(name in own for name in target.device_mesh.mesh_dim_names or ()):
+        # Ranks along an axis of experts hold other ones, sharded over it, or of a list over the ranks beside it alone.
+        own = {*context.layout.names(Role.EXPERT), BESIDE_EXPERTS}
+        names = {part for name in target.device_mesh.mesh_dim_names or () for part in name.split("+")}
+        if is_compared(context) and not names & own:
             name = functools.partial(_name_of, weakref.ref(context), _storage(target), tuple(target.shape))
             context.stash(WrittenValues).add(name, whole)
 
