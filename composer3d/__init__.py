@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gradients import average_whole, averaging_action
+    from composer3d.step.losses.inside_values import InsideValues
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits
     from composer3d.step.rank_numbers import RankNumbers
@@ -173,6 +174,7 @@ _MODULES = {
     ),
     "step.evaluation": ("EvaluatedWeights", "Evaluation"),
     "step.optimizers.unit_steps": ("SteppedUnit", "SteppedUnits"),
+    "step.losses.inside_values": ("InsideValues",),
     "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole", "averaging_action"),
@@ -260,6 +262,7 @@ __all__ = [
     "ImportResult",
     "InPlaceCodec",
     "InitialisationError",
+    "InsideValues",
     "Job",
     "KeyVerdict",
     "Layout",

@@ -18,6 +18,7 @@ from composer3d.propagation.dry_run.block_flow import Flow, blocks_beside, block
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
+from composer3d.propagation.dry_run.outside_state import OutsideState
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.contractions import Products
 from composer3d.propagation.functions.dropping_attention import attend_drawing
@@ -30,6 +31,7 @@ from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
 from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
+from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import PositionDraws, SequenceDraws
 from composer3d.propagation.sequences.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
@@ -66,6 +68,8 @@ __all__ = [
     "Marks",
     "Memory",
     "Placed",
+    "OutsideState",
+    "OutsideValues",
     "PositionDraws",
     "Products",
     "PropagatedModule",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from composer3d.propagation.decision_cache import HASHABLE, NUMBERS
 
-__all__ = ["SETTINGS", "Surroundings", "settings_in"]
+__all__ = ["SETTINGS", "Surroundings", "is_configuration", "is_library", "settings_in"]
 
 # What a setting may be; tensors are by identity.
 SETTINGS = (*NUMBERS, *HASHABLE)
@@ -39,15 +39,15 @@ def settings_in(value: Any, *, levels: int = MOST_LEVELS) -> tuple[Any, ...]:
     elif isinstance(value, list | tuple | set | frozenset):
         inner = [*value] if len(value) <= MOST_ENTRIES else ()
     else:
-        inner = [*getattr(value, "__dict__", {}).values()] if _is_configuration(value) else ()
+        inner = [*getattr(value, "__dict__", {}).values()] if is_configuration(value) else ()
     return tuple(setting for each in inner for setting in settings_in(each, levels=levels - 1))
 
 
-def _is_configuration(value: Any) -> bool:
+def is_configuration(value: Any) -> bool:
     """Return whether an object may be one: a logger, or a lock, keeps what changes by itself."""
     kind = type(value)
     is_standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__name__ not in NAMESPACES
-    return not is_standard and not _is_library(kind.__module__)
+    return not is_standard and not is_library(kind.__module__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,19 @@ class Surroundings:
     Args:
         globals: (namespace, name) of each.
         cells: Of closures.
+        classes: Classes that code names, whose attributes it may write to.
     """
 
     globals: tuple[tuple[Mapping[str, Any], str], ...]
     cells: tuple[Any, ...]
+    classes: tuple[type, ...] = ()
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> Surroundings:
         """Return those of the forwards of modules, and of functions and methods that these name."""
         found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         cells: dict[int, Any] = {}
+        classes: dict[type, None] = {}
         for function in _functions_of(modules):
             for cell in function.__closure__ or ():
                 cells.setdefault(id(cell), cell)
@@ -77,25 +80,30 @@ class Surroundings:
                     if value.__name__.partition(".")[0] not in LIBRARIES:
                         space = vars(value)
                         found |= {(id(space), each): (space, each) for each in names & space.keys()}
+                elif isinstance(value, type):
+                    classes[value] = None
                 elif not callable(value) and not isinstance(value, nn.Module):
                     found[id(function.__globals__), name] = function.__globals__, name
-        return cls(globals=tuple(found.values()), cells=tuple(cells.values()))
+        return cls(globals=tuple(found.values()), cells=tuple(cells.values()), classes=tuple(classes))
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings there now."""
+        return tuple(map(settings_in, self.values()))
+
+    def values(self) -> list[Any]:
+        """Return what code finds there now."""
         held = [space[name] for space, name in self.globals if name in space]
-        held += [cell.cell_contents for cell in self.cells if _is_full(cell)]
-        return tuple(map(settings_in, held))
+        return held + [cell.cell_contents for cell in self.cells if _is_full(cell)]
 
 
 def _functions_of(modules: Sequence[nn.Module]) -> Iterator[types.FunctionType]:
     """Yield the functions of Python that the forwards of modules of others' classes call by name."""
     kinds = dict.fromkeys(type(module) for module in modules)
-    left = [(kind, inspect.unwrap(kind.forward)) for kind in kinds if not _is_library(kind.__module__)]
+    left = [(kind, inspect.unwrap(kind.forward)) for kind in kinds if not is_library(kind.__module__)]
     seen: set[Any] = set()
     while left and len(seen) < MOST_FUNCTIONS:
         owner, function = left.pop()
-        if not isinstance(function, types.FunctionType) or function in seen or _is_library(function.__module__):
+        if not isinstance(function, types.FunctionType) or function in seen or is_library(function.__module__):
             continue
         seen.add(function)
         yield function
@@ -104,7 +112,8 @@ def _functions_of(modules: Sequence[nn.Module]) -> Iterator[types.FunctionType]:
         left += [(owner, inspect.unwrap(each)) for each in called if isinstance(each, types.FunctionType)]
 
 
-def _is_library(name: str | None) -> bool:
+def is_library(name: str | None) -> bool:
+    """Return whether a module of this name is a library's."""
     return (name or "").partition(".")[0] in LIBRARIES
 
 

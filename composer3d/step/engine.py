@@ -257,7 +257,7 @@ class StepEngine:
         self, value: Any, *, last: bool, reduction: Reduction | None = None, retain_graph: bool = False
     ) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
-        self.criterion.mixed.detached.end()
+        self.criterion.end_following()
         state = self.begun()
         if self._dropped.are_gone(self._own, self.state):
             self._begin_anew()

@@ -32,14 +32,14 @@ __all__ = [
 Apart = Mapping[int, tuple[str, ...]]
 
 
-def add_up(numbers: Tensor, *, context: RunContext) -> None:
-    """Add up a tensor in place over the ranks that have other samples or positions.
+def add_up(numbers: Tensor, *, context: RunContext, axes: Sequence[str] | None = None) -> None:
+    """Add up a tensor in place over the ranks that have other samples or positions, or over those of some axes.
 
     Collectives: one all-reduce an axis.
     """
     import torch.distributed as dist
 
-    for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
+    for axis in context.layout.names(Role.BATCH, Role.SEQUENCE) if axes is None else axes:
         if context.degrees[axis] > 1:
             with context.span("all_reduce", group="divisors", axis=axis, bytes=numbers.nbytes):
                 dist.all_reduce(numbers, group=context.mesh.get_group(axis))

@@ -10,6 +10,7 @@ from typing import Any
 __all__ = [
     "autocast_question",
     "calling_function",
+    "enter_mode_below",
     "function_mode_counter",
     "is_transforming",
     "outside_transforms",
@@ -79,3 +80,14 @@ def autocast_question() -> Callable[[], bool]:
     import torch
 
     return torch._C._is_any_autocast_enabled
+
+
+def enter_mode_below(mode: Any) -> None:
+    """Turn a mode of torch functions on as the outermost one, so that those around it are left first (2.11-2.15)."""
+    from torch import overrides
+
+    stack = overrides._get_current_function_mode_stack()
+    for _ in stack:
+        overrides._pop_mode()
+    for each in (mode, *stack):
+        overrides._push_mode(each)

@@ -47,3 +47,20 @@ def test_a_mode_below_others_is_turned_off():
     assert set(seen) == {"inner"}
     torch_compat.leave_mode(outer)
     assert torch_compat.function_modes() == []
+
+
+def test_a_mode_that_is_entered_below_others_outlasts_them():
+    seen = []
+
+    def mode(name):
+        return torch_compat.function_mode(lambda function, args, kwargs: seen.append(name) or function(*args, **kwargs))
+
+    below = mode("below")
+    with mode("around"):
+        torch_compat.function_transforms.enter_mode_below(below)
+        torch.ones(2) + 1
+    assert seen[-2:] == ["around", "below"]
+    torch.ones(2) + 1
+    assert seen[-1] == "below"
+    torch_compat.leave_mode(below)
+    assert torch_compat.function_modes() == []

@@ -87,6 +87,7 @@ def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, 
         if owner is not module:
             return None
         refuse_late_writes(context)
+        engine.criterion.inside.end()
         engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
         return None if engine.is_running else place(args, kwargs)
 
@@ -94,6 +95,8 @@ def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, 
         if owner is module:
             watch_gradients(output)
             engine.leave_own_forward()
+            if not engine.is_running:
+                engine.criterion.inside.begin()
             if normal:
                 normal.pop().close()
 

@@ -17,6 +17,7 @@ from composer3d import torch_compat
 from composer3d.errors import TransformError
 from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.propagation.dry_run.attribute_state import KeptState
+from composer3d.propagation.dry_run.outside_state import OutsideState
 from composer3d.propagation.module_calls import SMALL, Call
 from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of
 from composer3d.torch_compat.compilers import nothing_compiles
@@ -112,7 +113,7 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
     # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
     drawing = torch.random.fork_rng() if call.has_values else contextlib.nullcontext()
     flexible = torch_compat.taken_flex_calls(_flex_on_meta)
-    kept = KeptState([module], buffers=False)
+    kept, outside = KeptState([module], buffers=False), OutsideState(module.modules()).now()
     try:
         with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
             random.seed(call.seed)
@@ -127,6 +128,7 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
             return output
     finally:
         kept.restore()
+        outside()
 
 
 def _kept_shards(module: nn.Module, shapes: Collection[tuple[int, ...]]) -> dict[str, tuple[Tensor, ShardSpec]]:

@@ -186,7 +186,8 @@ class LossPropagation(SequencePropagation):
             return kind if not first.ndim and not any(isinstance(each, Tensor) for each in given[1:]) else None
         if name in OVER and len(kinds) == 2 and kinds[0] is not None:
             if kinds == [SUM, SUM]:
-                return RATIO if not first.ndim else None
+                # Of sums that both have gradients a mean of ratios is none of the whole.
+                return RATIO if not first.ndim and not given[1].requires_grad else None
             if kinds[1] is None and isinstance(given[1], int | float):
                 (self.divisors if kind == SUM else self.factors).append(float(given[1]))
                 return kind if not first.ndim else None

@@ -18,6 +18,7 @@ from composer3d.propagation.functions.random_functions import eagerly
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
@@ -253,6 +254,12 @@ class PropagatedSequence:
                 return forward(*args, **kwargs)
         finally:
             self._at_work = None
+
+    def outside(self, padded: Mapping[int, int], refused: str) -> OutsideValues:
+        """Return the mode in which code outside of the model computes with shards; arguments as of `OutsideValues`."""
+        return OutsideValues(
+            self._degree, rules=self._rules, mesh=self._mesh, axis=self._axis, padded=padded, refused=refused
+        )
 
     # ---- marks -------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class OwnForward:
         weighted = self._weights.weighted(value, reduction=reduction, known=known, factor=factor)
         self._divided.append(self._weights.divided(value))
         # Its count is not to be read from its graph, by which ranks are weighed already.
-        count = self.total / self._num_ranks
+        count = self.total / (self._num_ranks * self._weights.num_copies)
         return self._scaled(Loss(sum=weighted.loss.reshape(()) * count, count=count), weighted.factor)
 
     def _scaled(self, loss: Loss, factor: float) -> Loss:

@@ -59,12 +59,12 @@ def whole_gradients(
     if axes:
         raise StepError(f"run.grad(...) returns whole gradients, and ranks along {axes[0]} hold shards of their own")
     weights, leaves = RankWeights.over(context), _leaves(context)
-    weighted = weights.weigh(loss.reshape(()), reduction=reduction)
+    weighted, num_ranks = weights.weigh(loss.reshape(()), reduction=reduction), weights.num_ranks * weights.num_copies
     found = torch.autograd.grad(
         weighted, list(leaves.values()), create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
     )
     return {
-        fqn: _mean_over_ranks(torch.zeros_like(leaf) if gradient is None else gradient, weights.num_ranks, context)
+        fqn: _mean_over_ranks(torch.zeros_like(leaf) if gradient is None else gradient, num_ranks, context)
         for (fqn, leaf), gradient in zip(leaves.items(), found, strict=True)
     }
 

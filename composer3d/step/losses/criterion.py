@@ -10,6 +10,7 @@ from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
 from composer3d.step.losses.divided_sums import is_times_zero, refuse_groups
+from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.losses.loss import (
     MEAN_OF_MEANS,
     as_loss,
@@ -43,6 +44,7 @@ class Criterion:
         told: Reduction of a scalar loss as stated to `compose`; it also holds for a loop's own losses, unlike the one
             found in the loss function's graph.
         mixed: Looks for losses that relate samples of a rank.
+        inside: Follows shards of the model's inside into losses.
     """
 
     def __init__(
@@ -54,12 +56,17 @@ class Criterion:
         self.given = loss_fn
         self.told = self._reduction = reduction
         self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
-        self.mixed = MixedLosses()
+        self.mixed, self.inside = MixedLosses(), InsideValues()
         self._counts: dict[int, int] = {}
         self._padding: int | None = None
         # Whether the divisor of a mean is in its graph, None: unknown; and may be another number than valid targets.
         self._says_divisor: bool | None = None
         self._has_other_divisor = False
+
+    def end_following(self) -> None:
+        """Follow nothing of what a loop computes any more."""
+        self.mixed.detached.end()
+        self.inside.end()
 
     def count_all(self, microbatches: Sequence[Batch]) -> list[int]:
         """Count the valid tokens of every micro-batch of a batch."""
@@ -94,7 +101,7 @@ class Criterion:
         Raises:
             LossError: Its normalisation is unknown.
         """
-        with self.mixed.detached.over_loss(num_samples((target, output)) or 0):
+        with self.mixed.detached.over_loss(num_samples((target, output)) or 0), self.inside.over_loss():
             value = self._loss_fn(output, target)
         if self.mixed.detached.seen is not None and self.told is None:
             self.mixed.report(self.mixed.detached.seen, loss_fn=self.given or "the model")
@@ -111,8 +118,10 @@ class Criterion:
 
         is_plain = equal and self._padding is None and not self._has_other_divisor and is_counted(target)
         if self._reduction is not None and self._says_divisor is not None and (is_plain or not self._says_divisor):
-            return self._as_loss(self._loss_fn(output, target), output, target, equal)
-        with torch.enable_grad():
+            with self.inside.over_loss():
+                value = self._loss_fn(output, target)
+            return self._as_loss(value, output, target, equal)
+        with torch.enable_grad(), self.inside.over_loss():
             value = self._loss_fn(torch_compat.tree_map(_with_graph, output), target)
             self._learn(value, output, target)
             loss = self._as_loss(value, output, target, equal)

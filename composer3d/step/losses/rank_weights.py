@@ -29,6 +29,7 @@ from composer3d.step.losses.divided_sums import (
     refuse_groups,
     without_nothing,
 )
+from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.losses.loss import PENALTY
 from composer3d.step.losses.loss_factors import past_views
 from composer3d.step.losses.loss_graph import (
@@ -141,27 +142,30 @@ class RankWeights:
 
     Attributes:
         num_ranks: Ranks that have other samples or positions.
+        num_copies: Ranks that compute one loss each, of the same samples.
         num_samples: Number of samples in this rank's forward; 0 if unknown.
 
     Args:
         num_ranks: The same.
         index: This one's, among them.
         total: Adds up a tensor over them.
-    Collectives: one all-reduce an axis a backward, of nine numbers a rank; where ranks divide terms by different
-    numbers another one, of eighteen numbers for each of 32 terms and rank.
+    Collectives: one all-reduce an axis a backward, of nine numbers a rank, and that of `TermWeights`, if it is needed.
     """
 
     def __init__(self, num_ranks: int = 1, index: int = 0, total: Callable[[Tensor], None] = lambda _: None) -> None:
-        self.num_ranks, self.num_samples, self._index, self._total = num_ranks, 0, index, total
+        self.num_ranks, self.num_samples, self.num_copies = num_ranks, 0, 1
+        self._index, self._total = index, total
         self._told_RS: Tensor | None = None
 
     @classmethod
     def over(cls, context: RunContext) -> RankWeights:
         """Weigh over the ranks of a run that have other samples or positions."""
-        index = 0
-        for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
-            index = index * context.degrees[axis] + context.coordinates[axis]
-        return cls(context.layout.degree(Role.BATCH, Role.SEQUENCE), index, partial(add_up, context=context))
+        axes, index, degree = context.stash(InsideValues).others(context.layout), 0, 1
+        for axis in axes:
+            index, degree = index * context.degrees[axis] + context.coordinates[axis], degree * context.degrees[axis]
+        found = cls(degree, index, partial(add_up, context=context, axes=axes))
+        found.num_copies = context.layout.degree(Role.BATCH, Role.SEQUENCE) // degree
+        return found
 
     def ranks(self) -> list[RankLoss]:
         """Return the losses that were weighed last, by rank; none where nothing was. Waits for the device."""
@@ -198,7 +202,6 @@ class RankWeights:
         Raises:
             LossError: Ranks cannot be weighed; on all of them.
         """
-
         self._told_RS = None
         if self.num_ranks == 1 or not value.requires_grad or value.numel() != 1:
             return Weighted(loss=value, factor=factor)
@@ -328,7 +331,6 @@ class RankWeights:
             own = ranks[self._index].divisor
             if whole:
                 plain = without_nothing(plain, value, torch.tensor(own)) * (own * self.num_ranks / whole)
-            return Weighted(loss=plain, factor=factor)
         return Weighted(loss=plain, factor=factor)
 
     def _compare(self, ranks: Sequence[RankLoss]) -> None:

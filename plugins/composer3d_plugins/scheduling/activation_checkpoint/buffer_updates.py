@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, torch_compat
-from composer3d.propagation import KeptState, copy_mark
+from composer3d.propagation import KeptState, OutsideState, copy_mark
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +19,8 @@ __all__ = ["Found", "versions"]
 
 # Whether a forward of a block has drawn from numpy's global generator.
 _DRAWS_OF_NUMPY: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+# Lists and objects outside of a block that its code writes to.
+_OUTSIDE: weakref.WeakKeyDictionary[nn.Module, OutsideState] = weakref.WeakKeyDictionary()
 
 Place = tuple[dict[str, Any], str]  # the buffers of a module, and the name of one
 
@@ -121,8 +123,14 @@ class Found:
             # Kernels of batch norm update running statistics, and their version stays.
             if _key(place) in self._before or _key(place) in saved:
                 found[_key(place)] = self._before.get(_key(place), _buffer(place))
-        with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
-            yield
+        if self.block not in _OUTSIDE:
+            _OUTSIDE[self.block] = OutsideState(modules)
+        put_back = _OUTSIDE[self.block].now()
+        try:
+            with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
+                yield
+        finally:
+            put_back()
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from composer3d import (
     Batch,
     ComposerError,
     Decisions,
+    InsideValues,
     LayoutOffer,
     LayoutTraits,
     Phase,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from composer3d.planning.hardware import Hardware
+    from composer3d.propagation import OutsideValues, PropagatedSequence
     from composer3d_plugins.sharding.context_parallel.eligibility import Found
     from composer3d_plugins.sharding.context_parallel.method_choice import Link
     from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
@@ -44,6 +46,11 @@ __all__ = ["ContextParallel"]
 EXPERTS = ("num_experts", "_apply_gate")
 
 GATHERED = "the loss relates positions, by {by}: what the model returns is gathered, and every rank computes it whole"
+
+UNSEEN = (
+    "losses of ranks' own positions do not add up to it; let the loss function read it by a name of its file, of an "
+    "object that it holds, or of a closure, or let the model return it"
+)
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -179,7 +186,9 @@ class ContextParallel:
             degree = context.degrees["cp"]
             positions = partial(self._positions, degree=degree)
             found.losses = Losses(form=found.form, dim=self.sequence_dim, degree=degree, positions=positions)
-        by = found.losses.relation(context.loss_fn, target, num_samples=num_samples, lengths=lengths)
+        kept = found.kept.read_by(context.loss_fn)
+        by = f'what the forward leaves in "{kept}"' if kept else ""
+        by = by or found.losses.relation(context.loss_fn, target, num_samples=num_samples, lengths=lengths)
         if by and (note := f"context_parallel: {GATHERED.format(by=by)}") not in (
             notes := context.stash(Decisions).notes
         ):
@@ -289,8 +298,20 @@ class ContextParallel:
         if any(part.is_last and part.module is model for part in context.parts):
             sequence.returned = Outputs(rules=rules, found=found)
         sequence.install(model)
+        self._follow_losses(context, sequence)
         model.forward = explained(model.forward, partial(self._padding, context))
         return fqns
+
+    def _follow_losses(self, context: RunContext, sequence: PropagatedSequence) -> None:
+        """Let losses read whole sequences of what the model keeps, as those of a loop's own forward do."""
+        found: Found = context.state[self]
+        inside = context.stash(InsideValues)
+
+        def mode() -> OutsideValues:
+            is_whole = found.sequences.gathers or not found.shares_output
+            return sequence.outside(found.sequences.unpadded(), "" if is_whole else UNSEEN)
+
+        inside.axes, inside.mode = ("cp",), mode
 
     def _padding(self, context: RunContext) -> tuple[int, int, str] | None:
         """Return the length and the padded length of the batch at work, and which to use instead."""

@@ -31,6 +31,7 @@ from composer3d.propagation import (
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
 from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
+from composer3d_plugins.sharding.context_parallel.kept_values import KeptValues
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels, own_backwards
@@ -66,6 +67,7 @@ class Found:
         sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
         form: What the model returned.
+        kept: What the forward leaves in the model, or in objects of its code.
         losses: Decisions about the run's loss function.
         layers: Forwards of the classes of linear layers, by FQN, before precision plugins convert them.
         is_captured: Returns whether blocks run as graphs, in which positions are constants.
@@ -86,6 +88,7 @@ class Found:
     sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
     form: OutputForm | None = None
+    kept: KeptValues = field(default_factory=KeptValues)
     losses: Losses | None = None
     layers: dict[str, Any] = field(default_factory=dict)
     is_captured: Callable[[], bool] = lambda: False
@@ -99,11 +102,9 @@ class Found:
         }
 
 
-# Functions along a sequence that read no later position.
-CUMULATIVE = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
+CUMULATIVE = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())  # which read no later position
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-# Notes that say something of a function which another note names.
-UNLISTED = ("narrowed", "follows")
+UNLISTED = ("narrowed", "follows")  # notes that say something of a function which another note names
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -166,7 +167,7 @@ def dry_run(
     }
     if not call.has_values:
         forwards |= {model.get_submodule(fqn): _without_values(model.get_submodule(fqn).forward) for fqn in rowwise}
-    output = _run(model, call, sequence, forwards, rules)
+    output = _run(model, call, sequence, found.kept.after(forwards, model, AXIS), rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     _summarise(found, rules, traced.forms.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["state_of"]
+__all__ = ["COLLECTIONS", "PLAIN", "held_by", "is_library", "state_of"]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 COLLECTIONS = (list, tuple, set, frozenset, deque)
@@ -35,13 +35,18 @@ def state_of(loss: Any) -> list[Any]:
             found.append(value)
         elif not isinstance(value, LEFT_OUT) and id(value) not in seen:
             seen.add(id(value))
-            held = list(_held(value))
+            held = list(held_by(value))
             found.append((type(value).__name__, len(held)))
             waiting.extend(held)
     return found
 
 
-def _held(value: Any) -> Iterator[Any]:
+def is_library(name: str | None) -> bool:
+    """Return whether a module of this name is of a library."""
+    return (name or "").partition(".")[0] in LIBRARIES
+
+
+def held_by(value: Any) -> Iterator[Any]:
     """Yield what an object holds, in an order that stays."""
     if isinstance(value, Mapping):
         yield from value
@@ -49,7 +54,7 @@ def _held(value: Any) -> Iterator[Any]:
     elif isinstance(value, COLLECTIONS):
         yield from value
     elif isinstance(value, types.FunctionType):
-        if not value.__module__ or value.__module__.partition(".")[0] not in LIBRARIES:
+        if not is_library(value.__module__):
             yield from _read_by(value)
     elif isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
@@ -69,7 +74,12 @@ def _read_by(function: types.FunctionType) -> Iterator[Any]:
         except ValueError:  # not assigned yet
             yield None
     yield from (function.__defaults__, function.__kwdefaults__)
-    yield from (function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__)
+    names = _names(function.__code__)
+    for value in (function.__globals__[name] for name in names if name in function.__globals__):
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif not is_library(value.__name__):
+            yield from (vars(value)[name] for name in names if name in vars(value))
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -97,11 +97,12 @@ class BlockExchange:
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's forward with the exchange inside."""
+        outside = propagation.OutsideState(self.block.modules())
 
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
-            states, state = random_states(given), BlockState(self.block)
+            states, state = random_states(given), BlockState(self.block, outside.now())
 
             def run(fill: float | None) -> Any:
                 restore_random_states(states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,10 +23,17 @@ def random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, Te
 
 
 class BlockState:
-    """State of a block's modules beside parameters: buffers, and attributes such as a list of losses."""
+    """State of a block's modules beside parameters: buffers, and attributes such as a list of losses.
 
-    def __init__(self, block: nn.Module) -> None:
+    Args:
+        block: Any.
+        outside: Puts back what its code has written to outside of it.
+    """
+
+    def __init__(self, block: nn.Module, outside: Callable[[], None]) -> None:
         from torch import nn
+
+        self._outside = outside
 
         self._of_torch = vars(nn.Module()).keys()  # hooks, parameters and modules among them
         self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
@@ -41,6 +48,7 @@ class BlockState:
         """Take back what a first run has changed of them."""
         import torch
 
+        self._outside()
         with torch.no_grad():
             for buffer, version, before in self._buffers:
                 if buffer._version != version:

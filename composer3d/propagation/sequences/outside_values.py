@@ -1,0 +1,77 @@
+"""Propagation of sharded activations that a model keeps, through code outside of its forward: losses, and loops.
+
+Shapes as in `sequence_mode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer3d import torch_compat
+from composer3d.errors import LossError
+from composer3d.observation.call_sites import beside
+from composer3d.propagation.functions.function_dims import OBJECT, name_of
+from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.sequence_mode import SequencePropagation
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["OutsideValues"]
+
+
+class OutsideValues(SequencePropagation):
+    """Propagates what code outside of a model computes of its activations.
+
+    Args:
+        degree: Ranks along the axis.
+        rules: Of the plugin that shards the sequence.
+        mesh: Of one dim, the axis.
+        axis: Its name.
+        padded: Numbers of tokens by padded lengths, of the batch at work: code is given tokens alone.
+        refused: Why nothing sharded may be read; empty where it may.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        *,
+        rules: SequenceRules,
+        mesh: DeviceMesh | None,
+        axis: str,
+        padded: Mapping[int, int],
+        refused: str = "",
+    ) -> None:
+        super().__init__(degree, "the loss", rules=rules, mesh=mesh, axis=axis)
+        self._padded, self._refused = padded, refused
+
+    def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run one function.
+
+        Raises:
+            LossError: It reads what is refused.
+            PropagationError: It cannot be run on local shards.
+        """
+        name = name_of(func)
+        if name not in OBJECT and (self._refused or self._padded) and self._specs_in(args, options):
+            if self._refused:
+                raise LossError(f"{name} of an activation that the model keeps{beside()}: {self._refused}")
+            args, options = torch_compat.tree_map(self._tokens, [list(args), options])
+        return super().run(func, args, options)
+
+    def _tokens(self, x: Any) -> Any:
+        """Return all tokens of a sequence that is padded."""
+        spec = self._spec_of(x)
+        if spec is None or not any(length in self._padded for length in spec.placed.parts):
+            return x
+        whole: Tensor = self._whole(x)
+        with self._within():
+            ends = torch.tensor(spec.placed.parts).cumsum(0).tolist()
+            starts = [end - length for end, length in zip(ends, spec.placed.parts, strict=True)]
+            kept = [self._padded.get(length, length) for length in spec.placed.parts]
+            runs = [torch.arange(start, start + num) for start, num in zip(starts, kept, strict=True)]
+            return whole.index_select(spec.placed.dim, torch.cat(runs).to(whole.device))

@@ -1,0 +1,59 @@
+"""Values of a model's inside in losses, where a rank holds the shard of its own positions.
+
+Modules keep losses and activations in attributes and lists, for the code that adds them up after the forward. Where a
+plugin shards sequences, what a loop's own forward returns is whole on all ranks that share a sequence; what the loop
+reads beside it is made whole where it is used, so that these ranks compute one loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.mesh import Role
+
+if TYPE_CHECKING:
+    from composer3d.mesh import Layout
+
+__all__ = ["InsideValues"]
+
+
+class InsideValues:
+    """Follows shards of a model's inside into code after its forward.
+
+    Attributes:
+        axes: Along which ranks get whole outputs of a forward that the loop runs itself, and compute one loss.
+        mode: Makes the mode of torch functions in which that code runs; None where nothing is sharded.
+
+    Memory: what the code gathers. Collectives: those of its gathers.
+    """
+
+    def __init__(self) -> None:
+        self.axes: tuple[str, ...] = ()
+        self.mode: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        self._entered: Any = None
+
+    def others(self, layout: Layout) -> list[str]:
+        """Return the axes of samples and positions along which ranks compute losses of their own."""
+        return [axis for axis in layout.names(Role.BATCH, Role.SEQUENCE) if axis not in self.axes]
+
+    def begin(self) -> None:
+        """Follow what a loop computes, until `end`: modes that it enters meanwhile are left before this one."""
+        if self.mode is not None:
+            self._entered = self.mode()
+            torch_compat.function_transforms.enter_mode_below(self._entered)
+
+    def end(self) -> None:
+        """Follow nothing until the next forward."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            torch_compat.leave_mode(entered)
+
+    @contextlib.contextmanager
+    def over_loss(self) -> Iterator[None]:
+        """Follow what a loss function computes."""
+        self.end()
+        with contextlib.nullcontext() if self.mode is None else self.mode():
+            yield
