@@ -237,11 +237,30 @@ class Reading(Looped):
         (MIXTURES["looped"], ep(2, "dp_shard = 2", table='experts = ["nothing.*"]\n'), '"nothing.*"'),
         (
             MIXTURES["looped"],
+            ep(2, "dp_shard = 2", table='experts = ["layers"]\n'),
+            '"layers" is the list of the model\'s blocks, and their experts are in "layers.0.experts" and others; name',
+        ),
+        (
+            MIXTURES["looped"],
+            ep(2, "dp_shard = 2", table='dispatch = "all_gather"\n'),
+            'dispatch = "all_gather" does nothing for "layers.0.experts": tokens are gathered for modules with stacked',
+        ),
+        (
+            MIXTURES["looped"],
             ep(2, "dp_shard = 1\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n"),
             'ep = 2 does not divide dp_shard x cp = 1, so that it takes ranks of tp, and "layers.0.experts" is a list',
         ),
     ],
-    ids=["none", "another module", "does not divide", "too many ranks", "pattern", "lists out of tp"],
+    ids=[
+        "none",
+        "another module",
+        "does not divide",
+        "too many ranks",
+        "pattern",
+        "blocks",
+        "gathered rows",
+        "lists out of tp",
+    ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
     world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (

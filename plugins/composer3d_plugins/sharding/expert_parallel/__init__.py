@@ -199,12 +199,24 @@ class ExpertParallel:
 
         patterns = (self.experts,) if isinstance(self.experts, str) else self.experts
         experts = find_experts(model, None if patterns == ("auto",) else patterns, context)
+        self._refuse_dispatch(experts)
         context.state[self] = _Found(experts=experts)
         stacked = [each for each in experts if not each.is_list and context.degrees[AXIS] > 1]
         context.stash(DataDependent).stacked = frozenset(
             fqn for fqn in context.parameter_fqns if any(each.holds(fqn) for each in stacked)
         )
         return [each.fqn for each in experts]
+
+    def _refuse_dispatch(self, experts: Sequence[Experts]) -> None:
+        """Refuse to gather tokens for experts that are always sent their rows."""
+        if self.dispatch == "all_gather" and all(
+            each.is_list or each.is_multiplied or each.is_sorted for each in experts
+        ):
+            raise PluginError(
+                f'dispatch = "all_gather" does nothing for "{experts[0].fqn}": tokens are gathered for modules with '
+                "stacked weights that are called with tokens and the experts of each, and all others are sent rows",
+                hint="leave dispatch out",
+            )
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
         found: _Found | None = context.state.get(self)

@@ -112,6 +112,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
             if each is None:
                 kind = type(model.get_submodule(fqn)).__name__
                 raise PluginError(f'expert_parallel: "{fqn}" ({kind}) holds no experts: what does is {_CONTRACT}')
+            _refuse_blocks(model, each, context)
             found.append(each)
     if patterns is None and len(fitting := [each for each in found if each.number % degree == 0]):
         # Routers in a list, of which tokens choose one, are chosen by values too, and stay as they are.
@@ -298,6 +299,18 @@ def _is_list(module: nn.Module, *, named: bool = True) -> bool:
         return False
     is_one = isinstance(module, nn.ModuleList) or len({type(entry) for entry in entries}) == 1
     return (named or is_one) and any(True for _ in module.parameters())
+
+
+def _refuse_blocks(model: nn.Module, named: Experts, context: RunContext) -> None:
+    """Refuse the list of the model's blocks, which every sample passes in turn, where these hold experts."""
+    blocks = set(select_fqns(context.blocks, context.fqns)) if named.is_list and context.has_blocks else set()
+    inside = [each.fqn for each in _found(model) if each.fqn != named.fqn and _is_within(each.fqn, named.fqn)]
+    if inside and blocks >= {f"{named.fqn}.{name}" for name in named.names}:
+        raise PluginError(
+            f'expert_parallel: "{named.fqn}" is the list of the model\'s blocks, and their experts are in '
+            f'"{inside[0]}"{" and others" * (len(inside) > 1)}',
+            hint="name these in experts, or leave experts out, which finds them",
+        )
 
 
 def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) -> None:
