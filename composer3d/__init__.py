@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     from composer3d.runner.loaded_manifest import load_manifest
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
-    from composer3d.step.gradients import average_whole, averaging_action
+    from composer3d.step.gradients import average_whole, averaging_action, reducing_point
     from composer3d.step.losses.inside_values import InsideValues
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits
@@ -177,7 +177,7 @@ _MODULES = {
     "step.losses.inside_values": ("InsideValues",),
     "step.rank_numbers": ("RankNumbers",),
     "step.units.gathered_units": ("make_unit",),
-    "step.gradients": ("average_whole", "averaging_action"),
+    "step.gradients": ("average_whole", "averaging_action", "reducing_point"),
     "step.units.own_meshes": ("own_meshes", "whole_in_own_meshes"),
     "step.units.unit_dtypes": ("divide_by_dtype",),
     "linear_selection": ("ConvertedLayers", "LinearSharding", "linear_layers", "linear_sharding", "on_local_shards"),
@@ -353,6 +353,7 @@ __all__ = [
     "plugin",
     "propagation",
     "receive_json",
+    "reducing_point",
     "resolve_reference",
     "run",
     "seed_of",

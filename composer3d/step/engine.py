@@ -88,8 +88,7 @@ class StepEngine:
             raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
         self.state = StepState(step=number, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
-        self.call = self._num_forwards = self._seen = 0
-        self.is_stepping = False
+        self.call, self._num_forwards, self._seen, self.is_stepping = 0, 0, 0, False
         self._begin_anew()
         self.streams.begin(number)
         try:
@@ -199,11 +198,12 @@ class StepEngine:
         self.units.settle(self.loss_totals.added)
         if self.loss_totals.auxiliary:
             state.metrics["auxiliary_loss"] = self.loss_totals.auxiliary
-        if self._moves_gradients:
-            return loss
-        self.units.drop_unused()
-        if self.stepper is not None:
+        if not self._moves_gradients:
+            self.units.drop_unused()
+        self._at(StepPoint.AFTER_BATCH)
+        if self.stepper is not None and not self._moves_gradients:
             self.stepper.step_waiting()
+        if self._moves_gradients or self.stepper is not None:
             return loss
         parameters = list(state.parameters())
         if not self.actions[StepPoint.GRADIENTS_LOCAL]:

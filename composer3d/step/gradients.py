@@ -24,6 +24,7 @@ __all__ = [
     "average_whole",
     "averaged_dims",
     "averaging_action",
+    "reducing_point",
     "local",
     "refuse_none",
     "settle_partial",
@@ -98,23 +99,25 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
 def averaging_action(name: str, average: Callable[[StepState], None], context: RunContext) -> StepAction:
     """Return the action of a data-parallel plugin that averages what no unit reduces.
 
-    It runs when the last backward of a batch ends, so that a loop which reads gradients, or updates by them itself, has
-    averages. A pipeline's last micro-batch ends before backwards of others, and gradients that are in host memory then
-    come back later: there it runs when the gradients are first used.
+    It runs at `reducing_point(context)`: a loop which reads gradients, or updates by them itself, has averages.
 
     Args:
         name: Of the action.
         average: Leaves averages as they are.
         context: Configured.
     """
-    if context.layout.degree(Role.STAGE) > 1 or context.claimants("moved_gradients"):
-        return StepAction(name=name, point=StepPoint.GRADIENTS_LOCAL, run=average)
+    return StepAction(name=name, point=reducing_point(context), run=average)
 
-    def average_last(state: StepState) -> None:
-        if state.is_last:
-            average(state)
 
-    return StepAction(name=name, point=StepPoint.AFTER_MICROBATCH, run=average_last)
+def reducing_point(context: RunContext) -> StepPoint:
+    """Return when gradients of a batch are to be reduced that were not in its backward, before a loop reads them.
+
+    After each batch, of which a step may have several; gradients that are in host memory come back once they are used.
+
+    Args:
+        context: Configured.
+    """
+    return StepPoint.GRADIENTS_LOCAL if context.claimants("moved_gradients") else StepPoint.AFTER_BATCH
 
 
 def averaged_dims(axes: Sequence[str], experts: Sequence[str], context: RunContext) -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer3d import Phase, RunContext, StepAction, StepPoint, StepState, Transform, hookimpl, plugin
+from composer3d import Phase, RunContext, StepAction, StepState, Transform, averaging_action, hookimpl, plugin
 
 
 # Owning an axis answers for it: `check` refuses a degree above 1 that nobody owns. Its role says what ranks have in
@@ -40,8 +40,9 @@ class ReplicasAveraged:
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> StepAction:
-        # GRADIENTS_LOCAL: after the last micro-batch of a step, before anyone reads gradients.
-        return StepAction(name="replicas_averaged", point=StepPoint.GRADIENTS_LOCAL, run=self._average)
+        # After the last backward of a batch, before the loop reads gradients. A step may have several batches: averages
+        # to which gradients of the next one are added are averaged again, and stay what they are.
+        return averaging_action("replicas_averaged", self._average, context)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         return fqns

@@ -37,6 +37,7 @@ from composer3d import (
     hookimpl,
     pieces_of,
     plugin,
+    reducing_point,
     select_fqns,
     torch_compat,
 )
@@ -338,8 +339,9 @@ class Pipeline:
 
         return [
             StepAction(
-                name="pipeline.ties", point=StepPoint.GRADIENTS_LOCAL, run=lambda state: ties().sum_gradients(state)
+                name="pipeline.ties", point=reducing_point(context), run=lambda state: ties().sum_gradients(state)
             ),
+            StepAction(name="pipeline.sums", point=StepPoint.BEFORE_MICROBATCH, run=lambda state: ties().take_apart()),
             StepAction(
                 name="pipeline.copies", point=StepPoint.PARAMETERS_FINAL, run=lambda state: ties().fill_copies(state)
             ),

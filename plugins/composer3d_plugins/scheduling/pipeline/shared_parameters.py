@@ -66,7 +66,7 @@ class Ties:
             group = groups[tuple(sorted({owner[stage] for stage in stages}))]
             if held:
                 self._ties.append(_Tie(fqn=fqn, held=tuple(held), group=group))
-        self._checked = False
+        self._checked = self._is_summed = False
 
     @staticmethod
     def _group(context: RunContext, ranks: tuple[int, ...]) -> Any:
@@ -96,6 +96,7 @@ class Ties:
         reduced first, so that all replicas' gradients have one placement.
         Collectives: one all-reduce for each such parameter, over the ranks that hold it.
         """
+        self._is_summed = True
         for tie in self._ties:
             copies = [part.module.get_parameter(name) for part, name in tie.held]
             if not copies[0].requires_grad:
@@ -117,6 +118,19 @@ class Ties:
             for other in others:
                 other.grad = None  # no optimizer has it, so nobody else would
         self._checked = True
+
+    def take_apart(self) -> None:
+        """Leave sums to the earliest replica alone, so that gradients of a step's next batch are added to one of them.
+
+        A loop may have changed them since, alike on all ranks.
+        """
+        if not self._is_summed:
+            return
+        self._is_summed = False
+        for tie in self._ties:
+            if tie.group is not None and dist.get_rank(tie.group) > 0:
+                for part, name in tie.held:
+                    part.module.get_parameter(name).grad = None
 
     def fill_copies(self, state: StepState) -> None:
         """Copy values to a rank's further replicas: its optimizer steps the first alone."""
