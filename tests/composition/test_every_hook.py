@@ -263,7 +263,7 @@ def test_the_batch_is_placed_and_gradients_are_those_of_one_device(ranks, refere
 def expected_points(step, skipped):
     before = [("BEGIN", None), ("BEFORE_MICROBATCH", 1, False), ("AFTER_MICROBATCH", 1)]
     before += [("BEFORE_MICROBATCH", 0, True), ("AFTER_MICROBATCH", 0)]
-    before += [(name, None) for name in ("GRADIENTS_LOCAL", "GRADIENTS_REDUCED", "UNSCALED", "DECIDE")]
+    before += [(name, None) for name in ("AFTER_BATCH", "GRADIENTS_LOCAL", "GRADIENTS_REDUCED", "UNSCALED", "DECIDE")]
     optimizer = ("BEFORE_OPTIMIZER", "AFTER_OPTIMIZER", "PARAMETERS_SYNCHRONISED", "PARAMETERS_FINAL")
     after = [] if skipped else [(name, None) for name in optimizer]
     return [(step, *point) for point in [*before, *after, ("END", None)]]

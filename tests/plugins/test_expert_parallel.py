@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from composer3d_plugins.sharding.expert_parallel.listed_experts import shard_listed
@@ -213,11 +215,10 @@ class InPlace(Looped):
 class Changing(Looped):
     """Gives experts other rows in every run."""
 
-    num_runs = [0]
+    num_runs = itertools.count(1)
 
     def forward(self, x_BSD):
-        self.num_runs[0] += 1
-        return super().forward(x_BSD * self.num_runs[0])
+        return super().forward(x_BSD * next(self.num_runs))
 
 
 class Reading(Looped):

@@ -31,7 +31,8 @@ def test_the_points_of_a_step_come_in_order():
     assert points == [
         "BEGIN",
         *["BEFORE_MICROBATCH", "AFTER_MICROBATCH"] * 2,
-        *("GRADIENTS_LOCAL", "GRADIENTS_REDUCED", "UNSCALED", "DECIDE", "BEFORE_OPTIMIZER", "AFTER_OPTIMIZER"),
+        *("AFTER_BATCH", "GRADIENTS_LOCAL", "GRADIENTS_REDUCED", "UNSCALED", "DECIDE", "BEFORE_OPTIMIZER"),
+        "AFTER_OPTIMIZER",
         *("PARAMETERS_SYNCHRONISED", "PARAMETERS_FINAL", "END"),
     ]
     assert places == [(0, False), (0, False), (1, True), (1, True)]

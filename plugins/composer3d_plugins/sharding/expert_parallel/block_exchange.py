@@ -10,14 +10,28 @@ that are made of results wait for these: they are recorded in the second run, an
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from composer3d import DataDependent, PluginError, propagation, torch_compat
-from composer3d_plugins.sharding.expert_parallel.call_exchange import Calls, by_rank, exchange_calls
-from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState, random_states, restore_random_states
+from composer3d_plugins.sharding.expert_parallel.call_exchange import (
+    Calls,
+    by_rank,
+    exchange_calls,
+    is_exchangeable,
+    tied,
+)
+from composer3d_plugins.sharding.expert_parallel.call_sources import number_of, row_of, shown
+from composer3d_plugins.sharding.expert_parallel.rerun_state import (
+    BlockState,
+    differ,
+    has_values,
+    random_states,
+    restore_random_states,
+)
 from composer3d_plugins.sharding.expert_parallel.result_flow import BY_INDEX, BY_ROWS, ResultFlow
 from composer3d_plugins.sharding.expert_parallel.token_exchange import scaled, send_pieces
 
@@ -84,12 +98,12 @@ class BlockExchange:
         self.block, self.fqn, self.dependent = block, fqn, dependent
         self._group, self._degree, self._rank, self._peers = mesh.get_group(), mesh.size(), mesh.get_local_rank(), peers
         self._sources: list[Source] = []
-        self._known: list[_Call] = []
-        self._made: list[_Call] = []
+        self._known, self._made = list[_Call](), list[_Call]()
         self._differs: list[Tensor] = []
         self._flow: ResultFlow | None = None
-        self._is_chained = False
-        self._fill: float | None = None
+        self._after: BlockState | None = None
+        self._fill, self._is_chained = cast("float | None", None), False
+        self._usually: dict[int, tuple[int, ...]] = {}
 
     def add(self, source: Source) -> None:
         """Exchange the rows of more experts."""
@@ -102,17 +116,22 @@ class BlockExchange:
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
-            states, state = random_states(given), BlockState(self.block, outside.now())
+            states = random_states(given)
 
             def run(fill: float | None) -> Any:
                 restore_random_states(states)
-                state.restore()
-                return self._run(functools.partial(forward, *args, **kwargs), given, fill)
+                # Taken back before experts run, which may leave something in the block, once.
+                before = None if fill is None else BlockState(self.block, outside.now())
+                output = self._run(lambda: forward(*args, **kwargs), given, fill)
+                if before is not None:
+                    self._after = BlockState(self.block, outside.now()) if self._is_chained else None
+                    before.restore()
+                return output
 
             try:
                 return self._rounds(run, given)
             finally:
-                self._known, self._made, self._differs, self._flow = [], [], [], None
+                self._known, self._made, self._differs, self._flow, self._after = [], [], [], None, None
 
         replayed.composer3d_exchange = self  # type: ignore[attr-defined]
         return propagation.eagerly(replayed)
@@ -127,6 +146,8 @@ class BlockExchange:
             with torch_compat.hidden_from(propagation.SequencePropagation):
                 told, came = self._exchanged(made, given, tie)
             if came is None:
+                if self._after is not None:
+                    self._after.restore()  # the last run was the one
                 break
             tie, is_idle = came, all(call.waits for call in made)
             self._known += [call for call in made if not call.waits]
@@ -135,7 +156,7 @@ class BlockExchange:
             self._refuse_others()
             if not told.wait:
                 break
-        return _tied(output, tie) if is_idle else output
+        return tied(output, tie) if is_idle else output
 
     def _run(self, forward: Callable[[], Any], given: Sequence[Tensor], fill: float | None) -> Any:
         """Run the block's own code; without a value for what is not known, all has to be."""
@@ -175,15 +196,16 @@ class BlockExchange:
                 f'expert_parallel: {number} of "{source.fqn}" is called with other rows when the block runs again; its '
                 "forward has to do the same twice"
             )
-        width, fill = source.width(number, rows.shape[-1]), self._fill
         first = torch.zeros_like(rows)  # with what plugins know of rows
-        if fill:
-            first = first + fill * torch.arange(1, first.numel() + 1, device=first.device).view_as(first).sin()
-        if width != rows.shape[-1]:
-            first = first[..., :1].repeat(*[1] * (rows.ndim - 1), width)
+        if self._fill:
+            first = first + self._fill * torch.arange(1, first.numel() + 1, device=first.device).view_as(first).sin()
+        given = row_of(source, rows)
+        if (made := source.result(number, given)) != given:
+            one = first[..., :1] if len(given) == 1 else first.flatten(1)[:, :1].reshape(-1, *[1] * len(made))
+            first = one.repeat(*[1] * (one.ndim - len(made)), *made)
         how = self._flow.depends(rows)
         # Without values nothing tells whether rows of memory are others than those to which results were written.
-        waits = how > (0 if _has_values(rows) else BY_ROWS)
+        waits = how > (0 if has_values(rows) else BY_ROWS)
         self._made.append(_Call(key=key, rows=rows, first=first, waits=waits, depends=how))
         self._flow.mark(first)
         return first
@@ -193,10 +215,10 @@ class BlockExchange:
         for call in self._known:
             if call.key != key or call.is_taken or call.rows.shape != rows.shape:
                 continue
-            if not _has_values(rows):
+            if not has_values(rows):
                 return call
             with torch_compat.without_torch_functions():  # modes of plugins propagate the model's operators
-                differs = _differ(rows.detach(), call.rows.detach())
+                differs = differ(rows.detach(), call.rows.detach())
                 if not self._is_chained:  # one wait for the accelerator, when the run is over
                     self._differs.append(differs)
                     return call
@@ -213,14 +235,14 @@ class BlockExchange:
         made = self._made
         waiting = [place for place, call in enumerate(made) if call.waits and self._sources[call.key[0]].is_varied]
         doubtful = [place for place in waiting if made[place].depends < BY_INDEX]
-        if doubtful and _has_values(made[0].rows):
+        if doubtful and has_values(made[0].rows):
             run(1.0)
             for place, (call, other) in enumerate(zip(made, self._made, strict=False)):
                 if call.key != other.key or call.rows.shape != other.rows.shape:
                     break
                 if place in doubtful:
                     with torch_compat.without_torch_functions():
-                        call.waits = bool(_differ(other.rows.detach(), call.rows.detach()))
+                        call.waits = bool(differ(other.rows.detach(), call.rows.detach()))
         return made
 
     def _refuse_others(self) -> None:
@@ -261,16 +283,14 @@ class BlockExchange:
         if tie is not None and not told.are_new:
             return told, None
         sent = torch.cat([like.new_zeros(0) if tie is None else tie[:0], *(x.reshape(-1) for x in flat)])
-        numbers = [sum(n * width for n, width in of_rank) for of_rank in told.received]
+        numbers = [sum(n * math.prod(of_row) for n, of_row in of_rank) for of_rank in told.received]
         got = send_pieces(sent, told.sent, numbers, group=self._group)
         made_RD, sizes = self._computed(scaled(got, float(self._degree)), told)
         came = send_pieces(scaled(made_RD, 1.0 / self._degree), sizes, self._sizes_back(told), group=self._group)
-        widths = [
-            self._sources[call.key[0]].width(call.key[1], x.shape[-1]) for call, x in zip(calls, flat, strict=True)
-        ]
-        counts = [x.numel() // x.shape[-1] * width for x, width in zip(flat, widths, strict=True)]
-        for call, x, width, is_shard, result in zip(calls, flat, widths, are_shards, came.split(counts), strict=True):
-            call.result = result.view(*x.shape[:-1], width)
+        shapes = [self._result_of(call.key, x) for call, x in zip(calls, flat, strict=True)]
+        pieces = came.split([math.prod(shape) for shape in shapes])
+        for call, shape, is_shard, result in zip(calls, shapes, are_shards, pieces, strict=True):
+            call.result = result.view(shape)
             if is_shard:
                 propagation.copy_mark(call.first, call.result)
         return told, came
@@ -278,23 +298,32 @@ class BlockExchange:
     def _told(self, calls: Sequence[_Call], flat: Sequence[Tensor], like: Tensor, *, waits: bool) -> Calls:
         places = [self._place(call.key) for call in calls]
         rows: list[int | None] = [None] * sum(source.total for source in self._sources)
-        widths = [0] * len(rows)
-        for place, x in zip(places, flat, strict=True):
-            if widths[place] not in (0, x.shape[-1]):
-                raise PluginError(
-                    f'expert_parallel: the forward of "{self.fqn}" gives one expert of "{self._sources[0].fqn}" rows '
-                    f"of {widths[place]} and of {x.shape[-1]} elements; they are exchanged as rows of one width"
+        sizes: list[tuple[int, ...]] = [()] * len(rows)
+        for place, call, x in zip(places, calls, flat, strict=True):
+            given = row_of(self._sources[call.key[0]], x)
+            if not is_exchangeable(given):
+                self._refuse_call(f"samples of {shown(given)} elements, which it relates: of three dims at most")
+            if sizes[place] not in ((), given):
+                self._refuse_call(
+                    f"rows of {shown(sizes[place])} and of {shown(given)} elements; they are exchanged as of one size"
                 )
-            rows[place], widths[place] = (rows[place] or 0) + x.numel() // x.shape[-1], x.shape[-1]
+            rows[place], sizes[place] = (rows[place] or 0) + number_of(x, given), given
         return exchange_calls(
             rows,
-            widths,
+            sizes,
+            are_samples=not all(source.is_rowwise for source in self._sources),
             waits=waits,
             group=self._group,
             peers=self._peers,
             device=like.device,
             parts=[source.total // self._degree for source in self._sources],
             skew=self.dependent.routing_skew,
+        )
+
+    def _refuse_call(self, given: str) -> NoReturn:
+        raise PluginError(
+            f'expert_parallel: the forward of "{self.fqn}" gives one expert of "{self._sources[0].fqn}" {given}; or '
+            "leave these out of [sharding.expert_parallel] experts"
         )
 
     def _place(self, key: tuple[int, int]) -> int:
@@ -305,37 +334,41 @@ class BlockExchange:
 
     def _sizes_back(self, told: Calls) -> list[int]:
         """Return the elements of results that come from each rank."""
-        sizes = [0] * len(told.chosen)
+        elements = [0] * len(told.chosen)
         for index, source in enumerate(self._sources):
             for number in range(source.total):
                 place = self._place((index, number))
                 if told.chosen[place]:
-                    sizes[place] = told.chosen[place] * source.width(number, told.widths[place])
-        return by_rank(sizes, self._degree)
+                    elements[place] = told.chosen[place] * math.prod(source.result(number, told.sizes[place]))
+        return by_rank(elements, self._degree)
 
     def _computed(self, got: Tensor, told: Calls) -> tuple[Tensor, list[int]]:
         """Return the results of what this rank holds, in one dim, and how many elements go to each rank."""
         import torch
 
-        pieces = got.split([n * width for of_rank in told.received for n, width in of_rank])
+        pieces = got.split([n * math.prod(of_row) for of_rank in told.received for n, of_row in of_rank])
         local, first = len(told.received[0]), 0
         made: list[list[Tensor]] = [[] for _ in told.received]
         for index, source in enumerate(self._sources):
             number, rows = source.total // self._degree, []
             for at in range(first, first + number):
-                widths = {of_rank[at][1] for of_rank in told.received if of_rank[at][0]}
-                width = max(widths, default=0) or source.width_given() or 1
-                rows.append(torch.cat(pieces[at::local]).view(-1, width))
-            source.note([x.shape[0] for x in rows], self._chosen(index, told))
+                sizes = {of_rank[at][1] for of_rank in told.received if of_rank[at][0]} or {self._usual(index, told)}
+                if len(sizes) > 1:
+                    self._refuse_call(
+                        f"samples, by rank, of {' and '.join(map(shown, sorted(sizes)))} elements, which it relates; "
+                        "let the batches of ranks be as long"
+                    )
+                rows.append(torch.cat(pieces[at::local]).view(-1, *sizes.pop()))
+            source.note([x.numel() // x.shape[-1] for x in rows], self._chosen(index, told))
             results = source.compute(rows, told.is_called[first : first + number])
             for at, (x, result) in enumerate(zip(rows, results, strict=True)):
                 held = self._rank * number + at
-                if result.shape[:-1] != x.shape[:-1] or (
-                    x.shape[0] and result.shape[-1] != source.width(held, x.shape[-1])
+                if result.shape[:1] != x.shape[:1] or (
+                    x.shape[0] and tuple(result.shape[1:]) != source.result(held, tuple(x.shape[1:]))
                 ):
                     raise PluginError(
                         f'expert_parallel: expert {held} of "{source.fqn}" returns {list(result.shape)} of '
-                        f"{list(x.shape)}: not row by row, or of another width than the first expert's"
+                        f"{list(x.shape)}: not row by row, or of other sizes than it has on meta"
                     )
                 counts = [of_rank[first + at][0] for of_rank in told.received]
                 for of_rank, part in zip(made, result.split(counts), strict=True):
@@ -345,28 +378,23 @@ class BlockExchange:
         # What stands for the rows of nobody keeps the exchange in the graph, whose backward all ranks have to call.
         return torch.cat([*flat, got[:0].to(flat[0].dtype)]), [sum(x.numel() for x in of_rank) for of_rank in made]
 
+    def _usual(self, index: int, told: Calls) -> tuple[int, ...]:
+        """Return the sizes of a row for what nobody has called: those of others, of now or before."""
+        source, local = self._sources[index], len(told.received[0])
+        first = sum(each.total // self._degree for each in self._sources[:index])
+        places = range(first, first + source.total // self._degree)
+        received = [of_rank[at][1] for of_rank in told.received for at in places if of_rank[at][0]]
+        sent = [told.sizes[rank * local + at] for rank in range(self._degree) for at in places]
+        found = next(iter(filter(None, (*received, *sent))), None) or self._usually.get(index) or source.given()
+        self._usually[index] = found or (1,)
+        return self._usually[index]
+
     def _chosen(self, index: int, told: Calls) -> list[int]:
-        return [told.chosen[self._place((index, number))] for number in range(self._sources[index].total)]
+        places = [self._place((index, number)) for number in range(self._sources[index].total)]
+        return [told.chosen[place] * math.prod(told.sizes[place][:-1]) for place in places]
 
-
-def _tied(output: Any, tie: Tensor | None) -> Any:
-    """Return an output whose backward goes through an exchange of which it uses no row."""
-    from composer3d import map_tensors
-
-    if tie is None:
-        return output
-    return map_tensors(lambda leaf: leaf + tie.sum().to(leaf.dtype) if leaf.is_floating_point() else leaf, output)
-
-
-def _has_values(x: Tensor) -> bool:
-    return torch_compat.active_fake_mode() is None and not x.is_meta
-
-
-def _differ(x: Tensor, recorded: Tensor) -> Tensor:
-    """Return whether two runs' rows differ: by more than rounding, where an accelerator adds in no fixed order."""
-    if x.device.type == "cpu":
-        return ((x != recorded) & ~(x.isnan() & recorded.isnan())).any()  # NaN of both is the same
-    import torch
-
-    scale = recorded.abs().amax() if recorded.numel() else recorded.new_zeros(())
-    return ((x - recorded).abs() > 16 * torch.finfo(x.dtype).eps * scale).any()
+    def _result_of(self, key: tuple[int, int], x: Tensor) -> tuple[int, ...]:
+        """Return the sizes of the results of rows."""
+        source = self._sources[key[0]]
+        given = row_of(source, x)
+        return *x.shape[: x.ndim - len(given)], *source.result(key[1], given)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from composer3d import DataDependent, PluginError, listed_experts
+from composer3d import DataDependent, PluginError, listed_experts, propagation
 from composer3d_plugins.sharding.expert_parallel.block_exchange import exchange_around
 from composer3d_plugins.sharding.expert_parallel.call_sources import Caller
+from composer3d_plugins.sharding.expert_parallel.expert_forms import ExpertForm, form_of
+from composer3d_plugins.sharding.expert_parallel.rerun_state import BlockState
 from composer3d_plugins.sharding.expert_parallel.token_exchange import Note
 
 if TYPE_CHECKING:
@@ -54,9 +56,14 @@ def shard_listed(
     experts: Any = block.get_submodule(name)
     names = [*listed_experts(experts)] if names is None else names  # those with parameters
     held = local_experts(len(names), degree=mesh.size(), rank=mesh.get_local_rank())
-    widths = _widths(
-        experts.get_submodule(names[0] if _has_parameters(experts.get_submodule(names[0])) else names[held[0]])
-    )
+    forms: dict[int, ExpertForm] = {}
+    known: dict[Any, ExpertForm] = {}
+    for index in sorted(
+        range(len(names)), key=lambda index: index not in held
+    ):  # forms are asked after others are dropped
+        expert = experts.get_submodule(names[index])
+        if _has_parameters(expert):  # none are left of those that another block's exchange has dropped before
+            forms[index] = form_of(expert, f"{fqn}.{name}".rstrip("."), known)
     for index, entry in enumerate(names):
         if index not in held:
             _drop_parameters(experts.get_submodule(entry), f"{fqn}.{name}".rstrip("."), fqn)
@@ -66,31 +73,12 @@ def shard_listed(
             # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
             around.__class__ = _list_class(type(around))
     exchange = exchange_around(block, mesh, fqn=fqn, dependent=dependent, peers=peers)
-    exchange.add(_Listed(experts, names, held, fqn=name or fqn, note=note, dependent=dependent, widths=widths))
+    every = [forms.get(index, forms[held[0]]) for index in range(len(names))]
+    exchange.add(_Listed(experts, names, held, fqn=name or fqn, note=note, dependent=dependent, forms=every))
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _widths(expert: nn.Module) -> dict[int, int]:
-    """Return how wide an expert's results are, by the width of rows: what it does on meta with those it may take."""
-    import torch
-
-    tensors = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
-    state = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
-    dtypes = [parameter.dtype for parameter in expert.parameters() if parameter.is_floating_point()]
-    found: dict[int, int] = {}
-    for width in dict.fromkeys(size for parameter in expert.parameters() for size in parameter.shape):
-        rows = torch.empty(2, width, dtype=dtypes[0] if dtypes else None, device="meta")
-        try:
-            with torch.no_grad():
-                made = torch.func.functional_call(expert, state, (rows,))
-        except Exception:  # another width, or code that does not run on meta: its rows are taken to stay as wide
-            continue
-        if isinstance(made, torch.Tensor) and made.ndim == 2:
-            found[width] = made.shape[1]
-    return found
 
 
 def _drop_parameters(expert: nn.Module, of: str, block: str) -> None:
@@ -129,6 +117,13 @@ class _StandIn:
                 f'expert_parallel: expert {self._number} of "{self._source.fqn}" is called with something else than '
                 "one tensor of rows"
             )
+        if x.ndim < 3 or self._source.is_rowwise:
+            return self._exchange.called(self._source, self._number, x)
+        return of_whole_samples(x, self._of_samples)
+
+    def _of_samples(self, x: Tensor) -> Tensor:
+        if x.is_meta:  # a propagation asks for sizes
+            return x.new_empty(x.shape[0], *self._source.result(self._number, tuple(x.shape[1:])))
         return self._exchange.called(self._source, self._number, x)
 
     forward = __call__
@@ -142,6 +137,16 @@ class _StandIn:
             "may hold; experts of a list can be called with rows, and nothing else; or leave this list out of "
             "[sharding.expert_parallel] experts"
         )
+
+
+def of_whole_samples(x: Tensor, called: Callable[[Tensor], Tensor]) -> Tensor:
+    """Call an expert that relates positions; one that no propagation knows is given all of those that ranks share."""
+    from torch.overrides import handle_torch_function, has_torch_function
+
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(of_whole_samples, (x,), x, called)
+        return result
+    return called(x)
 
 
 def _list_class(cls: type) -> type:
@@ -186,10 +191,11 @@ class _Listed:
         fqn: str,
         note: Note,
         dependent: DataDependent,
-        widths: dict[int, int],
+        forms: Sequence[ExpertForm],
     ) -> None:
         self.fqn, self.total, self.note = fqn, len(names), note
-        self._experts, self._names, self._held, self._dependent, self._widths = experts, names, held, dependent, widths
+        self.is_rowwise = all(form.is_rowwise for form in forms)
+        self._experts, self._names, self._held, self._dependent, self._forms = experts, names, held, dependent, forms
 
     @contextmanager
     def running(self, exchange: Caller) -> Iterator[None]:
@@ -207,24 +213,41 @@ class _Listed:
             for of_list in lists:
                 of_list.running.pop()
 
-    def width(self, number: int, given: int) -> int:
-        """Return the elements of a row of results."""
-        return self._widths.get(given, given)
+    def result(self, number: int, given: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of the result of a row, or of a sample, by its own."""
+        return self._forms[number].result(given)
 
-    def width_given(self) -> int:
+    def given(self) -> tuple[int, ...]:
         """Return the first width that the experts take, as far as a dry run knows."""
-        return next(iter(self._widths), 0)
+        return tuple([*self._forms[self._held[0]].widths][:1])
 
     def compute(self, rows: Sequence[Tensor], is_called: Sequence[bool]) -> list[Tensor]:
         """Run this rank's experts."""
-        import torch
-
         made, used = [], self._dependent.used
-        for number, x_RD, called in zip(self._held, rows, is_called, strict=True):
+        for number, x, called in zip(self._held, rows, is_called, strict=True):
             expert = self._experts.get_submodule(self._names[number])
             used[expert] = used.get(expert, False) or called
-            # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
-            # and the exchange before it, whose backward all ranks have to call.
-            given = x_RD if x_RD.shape[0] else torch.cat([x_RD, x_RD.new_zeros(1, x_RD.shape[1])])
-            made.append(expert(given)[: x_RD.shape[0]])
+            y: Tensor = expert(x) if x.shape[0] else _of_nobody(expert, x)
+            if propagation.spec_of(y) is not None:
+                raise PluginError(
+                    f'expert_parallel: an expert of "{self.fqn}" relates positions of the sequence that '
+                    "[sharding.tensor_parallel] sequence_parallel shards, and is given all of them; write "
+                    "sequence_parallel = false, or leave this list out of [sharding.expert_parallel] experts"
+                )
+            made.append(y)
         return made
+
+
+def _of_nobody(expert: nn.Module, x: Tensor) -> Tensor:
+    """Return an expert's results of no rows.
+
+    Rows that nobody sent keep the parameters in the graph, which data-parallel plugins reduce on all ranks, and the
+    exchange before it, whose backward all ranks have to call. They leave nothing in its buffers and attributes; batch
+    norm takes two at least.
+    """
+    import torch
+
+    state = BlockState(expert)
+    y: Tensor = expert(torch.cat([x, x.new_zeros(2, *x.shape[1:])]))[:0]
+    state.restore()
+    return y

@@ -161,7 +161,7 @@ class _Multiplied:
     Arguments as of `shard_multiplied`; without `dependent` they are stacked.
     """
 
-    is_varied = False
+    is_varied, is_rowwise = False, True
 
     def __init__(
         self,
@@ -211,14 +211,14 @@ class _Multiplied:
         y = exchange.called(self, 2 * number + place.is_turned, x)
         return y if w_OI.shape[0] == made else y[..., place.outputs]
 
-    def width(self, number: int, given: int) -> int:
+    def result(self, number: int, given: tuple[int, ...]) -> tuple[int, ...]:
         """Return the elements of a row of results."""
         matrix = self._matrices[number // 2]
-        return matrix.num_columns if number % 2 else matrix.num_rows
+        return (matrix.num_columns if number % 2 else matrix.num_rows,)
 
-    def width_given(self) -> int:
+    def given(self) -> tuple[int, ...]:
         """Return nothing that is known: without rows there are no products."""
-        return 0
+        return ()
 
     def note(self, local: list[int], chosen: list[int]) -> None:
         """Take the numbers of rows of both products of a matrix together."""
