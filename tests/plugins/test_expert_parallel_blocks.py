@@ -28,7 +28,9 @@ def assert_equal_to_one_device(names, text, world_size=2):
 
 
 @pytest.mark.parametrize(
-    "names", [("Lists", "Unsaid", "Beside", "Broadcast", "Groups", "Twice"), sorted(KNOWN)], ids=["forms", "all"]
+    "names",
+    [("Lists", "Unsaid", "Beside", "Broadcast", "Gathered", "Groups", "Twice"), sorted(KNOWN)],
+    ids=["forms", "all"],
 )
 def test_blocks_that_use_experts_in_their_own_code_equal_one_device(names):
     for name, counted in assert_equal_to_one_device(names, EP.format("dp_shard = 2")).items():

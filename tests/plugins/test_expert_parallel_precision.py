@@ -198,6 +198,13 @@ BROADCAST = {
     "added": lambda x, w: torch.addmm(x[0, :4], x, w[1], beta=2, alpha=0.5),
     "added to no input": lambda x, w: torch.addmm(x.new_full((4,), torch.nan), x, w[1], beta=0),
     "added to each": lambda x, w: torch.baddbmm(x[:3, :1, None], w.mT, x[:3, :, None]),
+    "chosen for each choice": lambda x, w: torch.einsum("rkdf,rd->rkf", w[PART], x),
+    "chosen, turned and added up": lambda x, w: torch.einsum("rd,r...fd,rk->rf", x, w.mT[PART], x[:, :2]),
+    "chosen and turned, of several rows": lambda x, w: torch.einsum("rkfd,crd->crkf", w[PART].mT, x.view(1, 5, 8)),
+    "chosen, of one dim": lambda x, w: torch.einsum("rd,rdf->rf", x, w[OF_ROWS]),
+    "chosen in several dims": lambda x, w: (x.view(5, 1, 1, 8) @ w[PART]).squeeze(2),
+    "chosen in several dims, first": lambda x, w: w[PART].mT @ x.view(5, 1, 8, 1),
+    "chosen and flattened": lambda x, w: torch.bmm(x.repeat_interleave(2, 0)[:, None], w[PART].flatten(0, 1)),
     "a vector": lambda x, w: x[0] @ w,
     "matrices and a vector": lambda x, w: torch.matmul(w.mT, x[0]),
 }
@@ -218,10 +225,20 @@ def test_products_that_broadcast_over_experts_are_those_of_torch(way):
     assert float((module.w_EIO.grad - expected).abs().max()) < 1e-13
 
 
-def test_a_matrix_for_each_row_of_several_dims_is_refused():
-    module = Stack(lambda x, w: x.view(5, 1, 1, 8) @ w[OF_ROWS])
+PART = torch.tensor([[0, 2], [1, 0], [2, 2], [0, 0], [1, 1]])
+OTHERWISE = {
+    "more rows": lambda x, w: x.view(5, 1, 1, 8) @ w[OF_ROWS],
+    "some of the matrices": lambda x, w: torch.bmm(x[:2].unsqueeze(1), w[OF_ROWS][:2]),
+    "moved": lambda x, w: torch.einsum("rd,krdf->rkf", x, w[PART].transpose(0, 1)),
+    "merged": lambda x, w: torch.einsum("rk,rkdf->rdf", x[:, :2], w[PART]),
+}
+
+
+@pytest.mark.parametrize("way", OTHERWISE)
+def test_other_uses_of_matrices_chosen_for_rows_are_refused(way):
+    module = Stack(OTHERWISE[way])
     multiply_experts(module, linear, fqn="experts", by="test")
-    with pytest.raises(PluginError, match=r"use their weights in `(__)?matmul(__)?`, which is no product of rows"):
+    with pytest.raises(PluginError, match=r"use their weights in `.*`, which is no product of rows"):
         module(torch.randn(5, 8), None, None)
 
 

@@ -127,6 +127,20 @@ class RowByRow(Routed):
         return x_BSD + (out_R1D.view(-1, 2, DIM) * weights_TK[..., None]).sum(1).view_as(x_BSD)
 
 
+class Gathered(Routed):
+    """A matrix for each choice of each position, which einsums multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_NFD = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, DIM) / 3)
+        self.down_NDF = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, WIDTH) / 3)
+
+    def forward(self, x_BSD):
+        weights_BSK, chosen_BSK = self.gate(x_BSD).softmax(-1).topk(2, -1)
+        up_BSKF = torch.einsum("bskfd,bsd->bskf", self.up_NFD[chosen_BSK], x_BSD).relu()
+        return x_BSD + torch.einsum("bskdf,bskf,bsk->bsd", self.down_NDF[chosen_BSK], up_BSKF, weights_BSK)
+
+
 class ChoosingStacks(Routed):
     """Experts choose positions of a sequence, and compute them by einsums with stacks."""
 
@@ -277,7 +291,7 @@ def nets(*layers):
 
 
 # Exchanges of a layer: 2, 1, and as many as results are waited for.
-MULTIPLIED = nets(Lists, Unsaid, GatedDict, Beside, RowByRow, ChoosingStacks, Broadcast, StackedLists)
+MULTIPLIED = nets(Lists, Unsaid, GatedDict, Beside, RowByRow, Gathered, ChoosingStacks, Broadcast, StackedLists)
 NESTED = nets(Groups, Deeper, InPlaceRows)
 CHAINED = nets(Twice, ByGroup, Chained)
 

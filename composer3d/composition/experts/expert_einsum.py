@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["einsum_by_expert"]
+__all__ = ["einsum_by_expert", "einsum_by_row"]
 
 
 def einsum_by_expert(
@@ -60,6 +60,50 @@ def einsum_by_expert(
     made = made if is_several else made[0]
     rest = [at for at in beside if at != partner]
     spelling = ",".join([of_made, *(letters[at] for at in rest)])
+    return torch.einsum(f"{spelling}->{out}", made, *(operands[at] for at in rest))
+
+
+def einsum_by_row(
+    multiply: Callable[[Tensor, bool], Tensor], equation: str, operands: Sequence[Tensor], place: int
+) -> Tensor | None:
+    """Return an einsum, of whose operands one is a matrix for each row: its product with rows, then the rest.
+
+    Args:
+        multiply: Returns y of x, whose first dims are those of the matrices before their last two, then one of rows of
+            the same matrix, and one that is summed; given whether that is the matrices' last dim.
+        equation: As `torch.einsum` takes it.
+        operands: Tensors.
+        place: Of the matrices among them.
+
+    Returns:
+        None where it is no product of rows and a matrix for each of them.
+    """
+    import torch
+
+    given, _, out = equation.replace(" ", "").partition("->")
+    if "->" not in equation or len(operands) < 2:
+        return None
+    letters, out = _spelt_out(given.split(","), out, operands)
+    of_weight = letters[place]
+    chosen, matrix = of_weight[:-2], of_weight[-2:]
+    beside = [at for at in range(len(operands)) if at != place]
+    summed = [each for each in matrix if each not in out and any(each in letters[at] for at in beside)]
+    holders = [at for at in beside if summed and summed[0] in letters[at]]
+    if len(summed) != 1 or len(holders) != 1 or len(set(of_weight)) != len(of_weight):
+        return None
+    result, of_rows = matrix.replace(summed[0], ""), letters[holders[0]]
+    if result in of_rows or len(set(of_rows)) != len(of_rows):
+        return None
+    more = [each for each in of_rows if each not in chosen and each != summed[0]]
+    known = [each for each in chosen if each in of_rows]
+    rows = torch.einsum(f"{of_rows}->{''.join([*known, *more])}{summed[0]}", operands[holders[0]])
+    sizes, inner = operands[place].shape[:-2], rows.shape[len(known) :]
+    shape = [rows.shape[known.index(each)] if each in known else 1 for each in chosen]
+    x = rows.reshape(*shape, *inner).expand(*sizes, *inner)
+    made = multiply(x.reshape(*sizes, -1, inner[-1]), matrix.index(summed[0]) == 1)
+    made = made.reshape(*sizes, *inner[:-1], made.shape[-1])
+    rest = [at for at in beside if at != holders[0]]
+    spelling = ",".join([f"{chosen}{''.join(more)}{result}", *(letters[at] for at in rest)])
     return torch.einsum(f"{spelling}->{out}", made, *(operands[at] for at in rest))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.composition.experts.expert_einsum import einsum_by_expert
+from composer3d.composition.experts.expert_einsum import einsum_by_expert, einsum_by_row
 from composer3d.composition.experts.matrix_products import Product, added, grouped, linear, matmul, product_of, rowwise
 from composer3d.errors import PluginError
 
@@ -132,10 +132,32 @@ class _Chosen:
     experts_R: Tensor
     stand_in: Tensor
 
-    def is_turned(self, view: Tensor) -> bool:
-        """Return whether a view has the last two dims the other way round."""
-        last = view.shape[-2:]
-        return last != self.stand_in.shape[-2:] or (view.stride(-1) != 1 and last[-1] > 1)
+    def is_turned(self, view: Tensor) -> bool | None:
+        """Return whether a view has the last two dims the other way round; None if it lacks or moves some rows."""
+        last = self.stand_in.shape[-2:]
+        if view.numel() == self.stand_in.numel():
+            for turned, each in ((False, view), (True, view.mT)):
+                if each.shape[-2:] == last and each.is_contiguous():
+                    return turned
+        return None
+
+    def product(self, product: Product, x: Tensor, view: Tensor, *, is_first: bool, turns: bool) -> Tensor | None:
+        """Return the product of rows and the matrices of a view; None where that lacks or moves some.
+
+        Args:
+            product: Of rows and one matrix.
+            x: Rows, with the dims of the matrices before their last two, or such that broadcast.
+            view: Of the stand-in.
+            is_first: Whether matrices come first.
+            turns: Whether they are multiplied the other way round than they stand in the view.
+        """
+        is_turned, dims = self.is_turned(view), view.shape[:-2]
+        if is_turned is None or not 1 < x.ndim < len(dims) + 3:
+            return None
+        rows = x.expand(*dims, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+        experts_R = self.experts_R.reshape(-1)
+        y = rowwise(product, rows, self.weight, experts_R, is_turned=is_turned != turns, is_first=is_first)
+        return y.view(*dims, *y.shape[-2:])
 
 
 class _Weights:
@@ -290,7 +312,7 @@ def _mode(
             tensors = [each for each in values if _has_values(each)]
             places = [at for at, each in enumerate(tensors) if held.has(each)]
             if name == "einsum" and isinstance(args[0], str) and len(places) == 1:
-                if (made := einsum_by_expert(partial(product_of, multiply), args[0], tensors, places[0])) is not None:
+                if (made := _einsum(multiply, held, args[0], tensors, places[0])) is not None:
                     return made
             result = function(*args, **given) if name in _VIEWS else None
             if name in _VIEWS and all(held.has(each) for each in torch_compat.tree_leaves(result) if _has_values(each)):
@@ -307,10 +329,23 @@ def _matmul(product: Product, held: _Weights, one: Tensor, other: Tensor) -> Ten
     x, weight = (other, one) if is_first else (one, other)
     if (chosen := held.chosen(weight)) is None:
         return matmul(product, x, weight, is_first=is_first)
-    if x.ndim > 3:
+    return chosen.product(product, x, weight, is_first=is_first, turns=False)
+
+
+def _einsum(product: Product, held: _Weights, equation: str, tensors: Sequence[Tensor], place: int) -> Tensor | None:
+    """Return an einsum with one weight, or None where it is no product of rows and matrices."""
+    view = tensors[place]
+    if (chosen := held.chosen(view)) is None:
+        return einsum_by_expert(partial(product_of, product), equation, tensors, place)
+    if chosen.is_turned(view) is None:
         return None
-    is_turned = chosen.is_turned(weight)
-    return rowwise(product, x, chosen.weight, chosen.experts_R, is_turned=is_turned, is_first=is_first)
+
+    def multiply(x: Tensor, is_last: bool) -> Tensor:
+        made = chosen.product(product, x, view, is_first=False, turns=is_last)
+        assert made is not None, "the view has all rows"
+        return made
+
+    return einsum_by_row(multiply, equation, tensors, place)
 
 
 def _refusal(used: str, *, fqn: str, by: str, remedy: str | None) -> PluginError:
@@ -335,6 +370,6 @@ def _is_stack(held: _Weights, tensors: Any, dim: int = 0) -> bool:
 
 
 def _is_choice(index: Any, weight: Tensor) -> bool:
-    """Return whether an index chooses one matrix for each row."""
-    is_index = _has_values(index) and index.ndim == 1 and not index.is_floating_point()
+    """Return whether an index chooses one matrix for each row, in any dims."""
+    is_index = _has_values(index) and index.ndim > 0 and not index.is_floating_point()
     return is_index and weight.ndim == 3 and index.element_size() > 1
