@@ -5,7 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
-from composer3d.torch_compat import checkpoint_plans, function_transforms
+from composer3d.torch_compat import checkpoint_plans, function_transforms, recomputed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -330,6 +330,7 @@ __all__ = [
     "plain_tensors",
     "process_group",
     "ranks_of_group",
+    "recomputed",
     "recomputed_tensors",
     "record_memory_history",
     "reduce_scatter_single",

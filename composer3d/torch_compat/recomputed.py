@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["recomputed_tensors", "saved_tensor", "watched_checkpoints"]
+__all__ = ["recomputed_tensors", "replaced_recomputations", "saved_tensor", "watched_checkpoints"]
 
 
 def recomputed_tensors(model: nn.Module) -> dict[int, Tensor]:
@@ -99,3 +99,32 @@ def watched_checkpoints(reentrant: Callable[[], None]) -> Iterator[Sequence[int]
     finally:
         checkpoint.CheckpointFunction = function  # type: ignore[misc]
         checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+@contextmanager
+def replaced_recomputations(replaced: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint.checkpoint` recompute another function than the one that it is called with.
+
+    Args:
+        replaced: Called with the function, and its arguments where `use_reentrant=True`, whose forward it runs too;
+            returns what runs in its place.
+    """
+    from torch.utils import checkpoint
+
+    function: Any = checkpoint.CheckpointFunction
+    names: Any = vars(checkpoint)
+    generator: Any = names["_checkpoint_without_reentrant_generator"]
+
+    class Replaced(function):
+        @classmethod
+        def apply(cls, run: Any, preserves: Any, *args: Any) -> Any:
+            return function.apply(replaced(run, args), preserves, *args)
+
+    def recomputing(run: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield from generator(replaced(run, ()), *args, **kwargs)
+
+    names.update(CheckpointFunction=Replaced, _checkpoint_without_reentrant_generator=recomputing)
+    try:
+        yield
+    finally:
+        names.update(CheckpointFunction=function, _checkpoint_without_reentrant_generator=generator)

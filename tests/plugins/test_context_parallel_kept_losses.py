@@ -50,6 +50,13 @@ def test_they_are_over_micro_batches_beside_other_plugins(tables: str):
     assert_one_devices(2, [(keeps, tables, EVEN) for keeps in names])
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_functions_that_blocks_have_torch_recompute_are_propagated_again(reentrant: bool):
+    """A recomputation of a rank's positions alone had attention of their own, and means of their own."""
+    cases = [(keeps, FSDP, {"reentrant": reentrant}) for keeps in ("attribute", "statistic")]
+    assert_one_devices(2, cases)
+
+
 @pytest.mark.slow
 def test_they_are_beside_tensor_parallelism_with_a_sharded_sequence():
     tables = f"mesh.tp = 2\n{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n"

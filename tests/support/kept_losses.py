@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import composer3d
 from composer3d import Loss
@@ -80,12 +81,19 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
+    reentrant: bool | None = None  # of a function of its own that torch recomputes
+
     def __init__(self, keeps: str) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
         self.experts, self.keeps = Experts(keeps), keeps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+    def body(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (part.view(batch, length, 2, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -159,16 +167,21 @@ def given(*, padded: bool, num_samples: int = 4, length: int = 8) -> tuple[Tenso
     return x, y
 
 
-def seeded(keeps: str) -> Mixture:
+def seeded(keeps: str, reentrant: bool | None = None) -> Mixture:
     torch.manual_seed(0)
     COLLECTED.clear()
     MANAGER.losses.clear()
-    return Mixture(keeps)
+    model = Mixture(keeps)
+    for block in of(Block, model):
+        block.reentrant = reentrant
+    return model
 
 
-def one_device(keeps: str, x: Tensor, y: Tensor, parts: int, loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+def one_device(
+    keeps: str, x: Tensor, y: Tensor, parts: int, loss: Callable[..., Tensor], reentrant: bool | None
+) -> dict[str, Tensor]:
     """Return gradients of the mean over parts of a batch, and the loss under an empty name."""
-    model, total = seeded(keeps), torch.zeros(())
+    model, total = seeded(keeps, reentrant), torch.zeros(())
     for tokens, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
         value = loss(model, model(tokens), targets) / parts
         value.backward()
@@ -176,12 +189,20 @@ def one_device(keeps: str, x: Tensor, y: Tensor, parts: int, loss: Callable[...,
     return {name: p.grad for name, p in model.named_parameters()} | {"": total}
 
 
-def errors_of(keeps: str, text: str, *, padded: bool = True, parts: int = 1, form: Callable[..., Any] = whole):
+def errors_of(
+    keeps: str,
+    text: str,
+    *,
+    padded: bool = True,
+    parts: int = 1,
+    form: Callable[..., Any] = whole,
+    reentrant: bool | None = None,
+):
     """Run on a rank: return how far the engine's step and a loop's own are from one device's."""
     torch.set_default_dtype(torch.float64)
     x, y = given(padded=padded)
-    wanted = one_device(keeps, x, y, parts, partial(whole, keeps=keeps))
-    model = seeded(keeps)
+    wanted = one_device(keeps, x, y, parts, partial(whole, keeps=keeps), reentrant)
+    model = seeded(keeps, reentrant)
     loss = partial(form, model, keeps=keeps)
     manifest = write_manifest(text if parts == 1 else f"train.microbatch = {len(x) // parts}\n{text}")
     reduction = {"loss_reduction": "mean"} if form is whole else {}

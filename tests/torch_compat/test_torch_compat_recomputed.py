@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from composer3d import torch_compat
 
@@ -61,3 +62,29 @@ def test_what_a_graph_has_saved_is_read_where_no_hook_would_recompute_it():
     assert torch_compat.saved_tensor(node, "another") is None
     checkpointed = torch.utils.checkpoint.checkpoint(product, x, use_reentrant=False).grad_fn
     assert torch_compat.saved_tensor(checkpointed, "other") is None and len(ran) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_another_function_is_recomputed(use_reentrant):
+    called = []
+
+    def own(x):
+        called.append("own")
+        return x.sin()
+
+    def replaced(function, given):
+        assert function is own
+        assert len(given) == use_reentrant
+
+        def other(x):
+            called.append("other")
+            return function(x)
+
+        return other
+
+    x = torch.ones(2, requires_grad=True)
+    with torch_compat.recomputed.replaced_recomputations(replaced):
+        result = checkpoint(own, x, use_reentrant=use_reentrant)
+    result.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    assert called == (["other", "own"] * 2 if use_reentrant else ["own", "other", "own"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
+from composer3d.propagation.sequences.recomputed_functions import propagated_again
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
@@ -250,10 +251,19 @@ class PropagatedSequence:
         self._at_work = mode
         flexible = torch_compat.taken_flex_calls(mode.attend_flexibly) if self._has_flex else contextlib.nullcontext()
         try:
-            with flexible, mode:
+            with flexible, mode, torch_compat.recomputed.replaced_recomputations(self._recomputed):
                 return forward(*args, **kwargs)
         finally:
             self._at_work = None
+
+    def _recomputed(self, function: Any, given: Sequence[Any]) -> Any:
+        return propagated_again(
+            function,
+            given,
+            axis=self._axis,
+            is_at_work=lambda: self._at_work is not None,
+            propagate=lambda run, args, kwargs: self._propagate(run, "what is recomputed", args, kwargs),
+        )
 
     def outside(self, padded: Mapping[int, int], refused: str) -> OutsideValues:
         """Return the mode in which code outside of the model computes with shards; arguments as of `OutsideValues`."""
