@@ -207,14 +207,14 @@ class ParameterMesh:
         shard_dim: Dim along which data-parallel plugins shard its module's parameters that have it; others along dim 0.
         is_rowwise: Whether the module that has it does the same with every row, as a block that multiplies does not.
         within: FQN of the list of experts that it is in, of which ranks along the axis have others; None for slices.
-        is_held: Whether this rank has it: of a list's buffers, which all ranks keep, the others take the holder's.
+        held: Rows of a buffer that this rank's experts have, of which ranks along the axis have others; None of others.
     """
 
     mesh: DeviceMesh
     shard_dim: int = 0
     is_rowwise: bool = True
     within: str | None = None
-    is_held: bool = True
+    held: slice | None = None
 
 
 # Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.interfaces import ParameterMesh
 
-__all__ = ["UpdatedBuffers", "average_buffers", "held_by_one", "share_held_buffers"]
+__all__ = ["NOTHING", "WHOLE", "UpdatedBuffers", "average_buffers", "held_in_part", "share_held_buffers"]
 
 log = logging.getLogger(__name__)
 
+WHOLE, NOTHING = slice(0, None), slice(0, 0)  # of `ParameterMesh.held`
 _NAME = "updated_buffers"
 _DIFFER = (
     "buffers that the model updates from a rank's own samples differ between data-parallel ranks: %s; %sa forward that "
@@ -55,7 +56,7 @@ def average_buffers(context: RunContext) -> None:
     that differ, which training may use, are named in a warning, once: between two averages every rank has its own.
     So are whole numbers that differ, which have no mean: a digest of each is compared.
 
-    Those of a list's experts are the holder's first, as of `share_held_buffers`, and averaged over several holders.
+    Those of experts are the holder's first, as of `share_held_buffers`, and averaged over several holders.
 
     Memory: one float64 copy of floating-point buffers, one int64 copy of the largest other one. Collectives: one
     all-reduce an axis of degree above 1, and that of `share_held_buffers`.
@@ -88,9 +89,9 @@ def average_buffers(context: RunContext) -> None:
 
 
 def share_held_buffers(context: RunContext) -> None:
-    """Let ranks that do not hold an expert of a list take its buffers from one that does, bit for bit.
+    """Let ranks take buffers, or their rows, of experts that they do not hold from one that does, bit for bit.
 
-    The holder alone runs it, as all ranks together would, so that its statistics and counters are the model's.
+    The holder alone runs an expert, as all ranks together would, so that its statistics and counters are the model's.
 
     Memory: the bytes of these buffers, once. Collectives: one all-reduce of these bytes over the axis of experts.
     """
@@ -99,25 +100,37 @@ def share_held_buffers(context: RunContext) -> None:
 
     found: dict[str, list[tuple[Tensor, ParameterMesh]]] = {}
     for fqn, buffer in _saved(context):
-        if (own := held_by_one(context, fqn)) is not None:
+        if (own := held_in_part(context, fqn)) is not None:
             for axis in set(own.mesh.mesh_dim_names or ()).intersection(context.layout.names(Role.EXPERT)):
                 found.setdefault(axis, []).append((buffer, own))
     for axis, buffers in found.items():
-        own_bytes = [buffer.detach().reshape(-1).contiguous().view(torch.uint8) for buffer, _ in buffers]
-        flat = torch.cat([x if own.is_held else x * 0 for x, (_, own) in zip(own_bytes, buffers, strict=True)])
+        own_bytes = [_held_bytes(buffer.detach(), own.held) for buffer, own in buffers]
+        flat = torch.cat(own_bytes)
         with context.span("all_reduce", group="buffers", axis=axis, bytes=flat.nbytes):
             dist.all_reduce(flat, group=buffers[0][1].mesh[axis].get_group())
         pieces = flat.split([x.numel() for x in own_bytes])
         with torch.no_grad():
             for (buffer, own), piece in zip(buffers, pieces, strict=True):
-                if not own.is_held:
+                if own.held != WHOLE:
                     buffer.copy_(piece.clone().view(buffer.dtype).view_as(buffer))
 
 
-def held_by_one(context: RunContext, fqn: str) -> ParameterMesh | None:
-    """Return the mesh of what is inside of an expert of a list, which one rank along the axis of experts holds."""
+def _held_bytes(buffer: Tensor, held: slice | None) -> Tensor:
+    """Return a buffer's bytes, with zeros for rows that other ranks hold."""
+    import torch
+
+    kept = buffer
+    if held != WHOLE:
+        kept = torch.zeros_like(buffer)
+        if held not in (None, NOTHING):
+            kept[held] = buffer[held]
+    return kept.reshape(-1).contiguous().view(torch.uint8)
+
+
+def held_in_part(context: RunContext, fqn: str) -> ParameterMesh | None:
+    """Return the mesh of what is inside of an expert, or of rows of experts, which ranks along their axis hold each."""
     own = context.parameter_mesh(fqn)
-    return None if own is None or own.within is None else own
+    return None if own is None or own.held is None else own
 
 
 def _digest(counts: Tensor) -> Tensor:
@@ -181,7 +194,7 @@ class UpdatedBuffers:
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._numbers, self._digest = context, context.stash(RankNumbers), Digest()
-        own = (fqn for fqn, _ in _changeable(context)[0] if held_by_one(context, fqn) is None)  # ranks have one each
+        own = (fqn for fqn, _ in _changeable(context)[0] if held_in_part(context, fqn) is None)  # ranks have one each
         self._fqns = {*own} - _statistics(context)
         self._before: dict[str, int] = {}
         self._updated: set[str] = set()

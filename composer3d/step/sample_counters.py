@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.step.buffers import UpdatedBuffers, held_by_one
+from composer3d.step.buffers import UpdatedBuffers, held_in_part
 from composer3d.step.microbatches import first_tensor
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ def _counts_samples(fqn: str, forwards: Sequence[_Forward], num_ranks: int) -> b
 
 
 def _counts_all(fqn: str, context: RunContext) -> bool:
-    """Return whether an expert of a list keeps a number: its one holder counts the rows of all ranks."""
-    own = held_by_one(context, fqn)
+    """Return whether experts keep a number: their one holder counts the rows of all ranks."""
+    own = held_in_part(context, fqn)
     return own is not None and own.mesh.size() == context.layout.degree(Role.EXPERT)
 
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.mixtures import DIM, NUM_EXPERTS, Looped, MixtureNet, mine, seeded, token_sum, tokens_and_targets
+from support.mixtures import (
+    DIM,
+    NUM_EXPERTS,
+    Looped,
+    MixtureNet,
+    Stack,
+    Stacked,
+    mine,
+    seeded,
+    token_sum,
+    tokens_and_targets,
+)
 from support.models import write_manifest
 from torch import nn
 
 import composer3d
-from composer3d.testing import full, run_ranks
+from composer3d.testing import fake_world, full, run_ranks
 
 TIGHT = 1e-12
 TABLES = "[sharding.fsdp2]\n[sharding.expert_parallel]\n"
@@ -221,3 +232,96 @@ def test_a_state_of_one_device_is_loaded_into_the_experts_that_a_rank_holds(layo
         assert max(errors) == 0.0
         odd = 'Unexpected key(s) in state_dict: "layers.0.experts.expert_0.weight".'
         assert said[2:] == ([odd] if place == 0 else [])
+
+
+class RowsOfEach(Stack):
+    """Stacked experts with scales and counts of each in buffers, a tensor and numbers beside them, and others."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.arange(1.0, 5.0))
+        self.register_buffer("counts", torch.zeros(NUM_EXPERTS, dtype=torch.int64))
+        self.register_buffer("share", torch.zeros(NUM_EXPERTS, 1))
+        self.register_buffer("norm", torch.full((DIM,), 0.5))
+        self.powers, self.gains = torch.tensor([[1.0], [0.5], [2.0], [0.25]]), [0.9, 1.0, 1.1, 1.2]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights=None):
+        if self.training:
+            rows = torch.stack([(top_k_index == number).sum() for number in range(self.num_experts)])
+            self.counts += rows
+            self.share = self.share / 2 + rows[:, None]
+        gains = torch.tensor(self.gains)[top_k_index] * self.scale[top_k_index] * self.powers[top_k_index, 0]
+        return super().forward(hidden_states * self.norm, top_k_index, top_k_weights * gains)
+
+
+class Ambiguous(Stack):
+    """As many experts as features between matrices, and as many numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_NFD, self.up_NF = (nn.Parameter(torch.randn(NUM_EXPERTS, 4, *rest)) for rest in ((DIM,), ()))
+        self.down_NDF = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, 4))
+        self.register_buffer("scale", torch.ones(4))
+
+
+def with_rows(text):
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = tokens_and_targets()
+    single = seeded(lambda: MixtureNet(Stacked, stack=RowsOfEach))
+
+    def compute():
+        loss = token_sum(single(tokens), targets)
+        (loss.sum / loss.count).backward()
+
+    train(compute, torch.optim.SGD(single.parameters(), lr=0.1))
+    run = composer3d.compose(
+        seeded(lambda: MixtureNet(Stacked, stack=RowsOfEach)), write_manifest(text), loss_fn=token_sum
+    )
+    ours = mine(run, tokens), mine(run, targets)
+    train(lambda: run.forward_backward(ours[0], target=ours[1]), run.optimizer(torch.optim.SGD, lr=0.1))
+    errors = {
+        fqn: float((full(p.detach()) - single.get_parameter(fqn).detach()).abs().max())
+        for fqn, p in run.named_parameters()
+    }
+    state, expected = run.full_state_dict(), single.state_dict()
+    experts = run.model.layers[0].experts
+    kept = {name: buffer.clone() for name, buffer in experts.named_buffers()}, experts.gains, experts.powers.shape
+    run.close()
+    return (
+        errors,
+        {fqn: (state[fqn], expected[fqn]) for fqn in state if fqn.endswith(("counts", "share", "scale"))},
+        kept,
+    )
+
+
+@pytest.mark.parametrize("layout", ["ep", pytest.param("replicas of experts", marks=pytest.mark.slow)])
+def test_rows_that_stacked_experts_have_beside_weights_are_theirs(layout):
+    num_ranks, text = LAYOUTS[layout]
+    ranks = run_ranks(with_rows, num_ranks, text)
+    for errors, _, (buffers, gains, shape) in ranks:
+        assert max(errors.values()) < TIGHT, errors
+        assert {name: len(buffer) for name, buffer in buffers.items()} == dict.fromkeys(
+            ("scale", "counts", "share"), NUM_EXPERTS
+        ) | {"norm": DIM}
+        assert gains == [0.9, 1.0, 1.1, 1.2]
+        assert shape == (NUM_EXPERTS, 1)
+    state = ranks[0][1]
+    assert len(state) == 2 * 3
+    for fqn, (found, expected) in state.items():
+        # A replica counts its half of the tokens; of whole numbers, which have no mean, the first one's are kept.
+        if layout == "ep":
+            assert torch.equal(found, expected), fqn
+        elif fqn.endswith("share"):
+            assert torch.allclose(found, expected / 2, rtol=0, atol=TIGHT), fqn
+
+
+def test_rows_of_as_many_experts_as_features_are_refused():
+    with fake_world(2), pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.compose(
+            seeded(lambda: MixtureNet(Stacked, stack=Ambiguous)), write_manifest(LAYOUTS["ep"][1]), loss_fn=token_sum
+        )
+    assert (
+        'expert_parallel: "layers.0.experts.scale" has 4 elements, and there are as many experts as features: nothing '
+        "says which it has one for, and ranks hold rows of experts alone; name it with `expert`, or give it a second "
+        "dim"
+    ) in str(caught.value)

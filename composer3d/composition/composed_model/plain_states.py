@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
-from composer3d.step.buffers import held_by_one
+from composer3d.step.buffers import NOTHING, held_in_part
 from composer3d.step.sharded_tensors.written_values import WrittenValues, is_compared
 from composer3d.torch_compat import is_wrapper_subclass
 
@@ -33,8 +33,8 @@ def leave_out_absent(module: nn.Module, state: dict[str, Any], *, within: str, c
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     for name in [name for name in state if name not in known]:
-        own = held_by_one(context, within + name)
-        if own is not None and not own.is_held:
+        own = held_in_part(context, within + name)
+        if own is not None and own.held == NOTHING:
             del state[name]
 
 

@@ -115,7 +115,8 @@ class ExpertParallel:
     and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run. An ep that does not
     divide dp_shard x cp is a multiple of tp and takes its ranks too, for stacked weights: each sends its part of the
     tokens that they all have.
-    Buffers inside of experts of a list are those of the rank that holds it when they are averaged, evaluated or saved.
+    Buffers inside of experts of a list, and rows of those that have one for each stacked expert, are those of the rank
+    that holds it when they are averaged, evaluated or saved.
     Memory: experts / ep; rows sent and received, twice each.
     Collectives: a layer and micro-batch 3 all-to-alls forward (counts, rows, results) and 2 backward, as many again for
     rows that are made of results; all_gather: 4 all-gathers and 1 reduce-scatter forward, 1 all-gather and 2
@@ -166,8 +167,8 @@ class ExpertParallel:
         of = next(each for each in found.experts if each.holds(fqn))
         mesh, is_rowwise = context.expert_mesh(AXIS), of.is_list or not of.is_multiplied
         dim, rank, degree = 0 if of.is_list else 1, context.coordinates[AXIS], context.degrees[AXIS]
-        is_held = of.is_held(fqn, rank=rank, degree=degree)
-        return ParameterMesh(mesh=mesh, shard_dim=dim, is_rowwise=is_rowwise, within=of.list_of(fqn), is_held=is_held)
+        held = of.held(fqn, rank=rank, degree=degree)
+        return ParameterMesh(mesh=mesh, shard_dim=dim, is_rowwise=is_rowwise, within=of.list_of(fqn), held=held)
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric]:

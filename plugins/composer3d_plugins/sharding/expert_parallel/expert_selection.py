@@ -20,6 +20,7 @@ from composer3d import (
     shared_by_experts,
     stacked_number,
 )
+from composer3d_plugins.sharding.expert_parallel.expert_rows import refuse_unknown_rows, rows_of_experts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +51,7 @@ class Experts:
         shared: Names of its parameters, or of buffers in a list, that all experts have, and every rank.
         names: Of a list, its entries that are experts; of stacks that a block's own code multiplies, these.
         is_multiplied: Whether it holds weights alone, which a block's own code multiplies rows with.
+        rows: Of stacked experts, names of buffers that have a row for each.
     """
 
     fqn: str
@@ -60,17 +62,21 @@ class Experts:
     shared: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     is_multiplied: bool = False
+    rows: frozenset[str] = frozenset()
 
     def holds(self, tensor: str) -> bool:
         """Return whether a parameter or buffer, by its FQN, is of one expert."""
         names = (tensor.removeprefix(f"{fqn}.") for fqn in self.blocks if tensor.startswith(f"{fqn}."))
         return any(name not in self.shared and (not self.is_list or self.place_of(name) is not None) for name in names)
 
-    def is_held(self, tensor: str, *, rank: int, degree: int) -> bool:
-        """Return whether a rank of ep has the expert of a parameter or buffer, by its FQN, or a slice of all."""
-        names = (tensor.removeprefix(f"{fqn}.") for fqn in self.blocks if tensor.startswith(f"{fqn}."))
+    def held(self, tensor: str, *, rank: int, degree: int) -> slice | None:
+        """Return the rows that a rank of ep has of a buffer, by its FQN; of a list all, or none; None of stacks."""
+        names = [tensor.removeprefix(f"{fqn}.") for fqn in self.blocks if tensor.startswith(f"{fqn}.")]
+        local = self.number // degree
+        if not self.is_list:
+            return slice(rank * local, (rank + 1) * local) if any(name in self.rows for name in names) else None
         places = [place for name in names if (place := self.place_of(name)) is not None]
-        return not self.is_list or places[0] * degree // self.number == rank
+        return slice(0, None if places[0] // local == rank else 0)
 
     def place_of(self, name: str) -> int | None:
         """Return the number of the expert that a name inside of a list is of; None of an entry that is none."""
@@ -127,6 +133,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
             raise PluginError(
                 f'"{each.fqn}" has {each.number} experts, which do not divide by ep = {degree}; ep may be {divisors}'
             )
+        if each.rows and degree > 1:
+            refuse_unknown_rows(model.get_submodule(each.fqn), each.fqn)
     _refuse_shared(model, found, degree)
     if degree > 1 and context.layout.degree(Role.STAGE) > 1:
         _refuse_tied(model, found)
@@ -183,6 +191,7 @@ def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, is_said: bool,
             blocks={name: name for name in _names(model, module)},
             is_sorted=form != "chosen",
             shared=shared_by_experts(module),
+            rows=frozenset(rows_of_experts(module)),
         )
     if fqn and _is_list(module, named=named) and (is_said or chosen_by_values(model, fqn)):
         blocks = {name: caller_of(model, name) for name in _names(model, module)}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import PluginError, expert_counts, expert_form, propagation, shared_by_experts, stacked_number
+from composer3d_plugins.sharding.expert_parallel.expert_rows import local_rows, owners_of_rows
 from composer3d_plugins.sharding.expert_parallel.sorted_rows import exchange_sorted, states_ends
 from composer3d_plugins.sharding.expert_parallel.token_exchange import (
     Note,
@@ -41,7 +42,8 @@ def shard_stacked(
 
     The module's own code runs on this rank's experts: where tokens choose them, each row with one expert and a weight
     of one; where rows come in order of experts, those of all ranks in that order. What all experts share stays whole;
-    its gradients are averaged over all ranks, as those of other layers, and so are not divided by the degree. Experts
+    its gradients are averaged over all ranks, as those of other layers, and so are not divided by the degree. Of what
+    has a row for each expert the code sees those of this rank's. Experts
     without weights, whose numbers come after those of all others, are run where their tokens are.
 
     Args:
@@ -64,7 +66,7 @@ def shard_stacked(
     held, first = dict.fromkeys(counts, total // degree), mesh.get_local_rank() * (total // degree)
     local = functools.partial(_local, module, held, shared=shared, divisor=divisor, first=first)
     more = any(held.ndim > 2 for name, held in module.named_parameters() if name in shared)
-    group = mesh.get_group()
+    group, owners = mesh.get_group(), [each for _, each in owners_of_rows(module)]
     options: dict[str, Any] = {"num_experts": total, "group": group, "degree": divisor, "note": note, "skew": skew}
     if form == "chosen":
         of_tokens: dict[str, Any] = {"dispatch": dispatch, "degree": degree, "tensor": tensor, "more": more}
@@ -76,7 +78,7 @@ def shard_stacked(
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = signature.bind(*args, **kwargs).args
-        with local():
+        with local_rows(owners, total, slice(first, first + total // degree)), local():
             return run(*given)
 
     module.forward = propagation.eagerly(forward)
