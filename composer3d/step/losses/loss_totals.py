@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["LossTotals"]
 
 _NUMBERS = 6
-_SPREAD = 1e-2  # of the loss; what ranks along tp compute alike differs by roundings at most
+# Of the loss; what ranks along tp compute alike differs by roundings at most, which are smaller in float64.
+_SPREAD, _SPREAD_OF_DOUBLES = 1e-2, 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ class LossTotals:
         control_numbers.all_reduce(total, group=self._group)
         added_up, count, auxiliary_sum, is_double, is_divided, num_nothing, *others = total.tolist()
         self.added = others[: len(also)]
-        if compares and abs(others[-1]) > _SPREAD * abs(added_up):
+        if compares and abs(others[-1]) > (_SPREAD_OF_DOUBLES if is_double else _SPREAD) * abs(added_up):
             raise LossError(
                 "ranks of tensor parallelism computed other losses of the same batch: they differ by "
                 f"{abs(others[-1]):.3g}, of {abs(added_up):.3g}. What the loop calls inside of a block, "
