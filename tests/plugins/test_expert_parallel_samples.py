@@ -108,6 +108,22 @@ class Routed(Dense):
         return x_BSD + out_BSD
 
 
+class OfRecurrent(Dense):
+    """Modules around recurrent layers."""
+
+    def __init__(self):
+        super().__init__(lambda: Wrapped(nn.LSTM(DIM, DIM, batch_first=True, bidirectional=True)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x_BSD):
+        return self.out(self.layer(x_BSD)[0])
+
+
 MIXERS = {
     "encoder layers": lambda: Dense(lambda: nn.TransformerEncoderLayer(DIM, 2, 12, 0.0, batch_first=True)),
     "attention": lambda: Dense(Unpacked),
@@ -118,9 +134,10 @@ MIXERS = {
     "convolutions": Convolved,
     "pools": Pooled,
     "routed samples": Routed,
+    "recurrent layers": OfRecurrent,
     "rows": lambda: Dense(feed_forward),
 }
-FAST = ("attention", "lengths", "convolutions", "routed samples")
+FAST = ("recurrent layers", "attention", "lengths", "convolutions", "routed samples")
 
 
 @pytest.mark.parametrize(

@@ -263,10 +263,21 @@ class ExpertParallel:
                     name = "" if fqn == block else fqn.removeprefix(f"{block}.")
                     options: Any = {"note": note, "dependent": dependent, "names": each.names, "peers": peers}
                     shard_listed(pair[0], name, mesh, fqn=block, **options)
+                    _forget_flat_weights(pair[1])
                 else:
                     options = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}
                     shard_stacked(pair[1], mesh, fqn=fqn, note=note, **options)
         return fqns
+
+
+def _forget_flat_weights(experts: nn.Module) -> None:
+    """Let recurrent layers of other ranks' experts forget parameters, which they keep in a list besides."""
+    from torch import nn
+
+    for layer in experts.modules():
+        lacking = [name for name, held in layer._parameters.items() if held is None]
+        for name in lacking if isinstance(layer, nn.RNNBase) else ():
+            setattr(layer, name, None)  # their own writes it into the list
 
 
 def _entropy(rows: Sequence[int]) -> float:
