@@ -34,6 +34,7 @@ from composer3d.propagation.functions.function_dims import (
     CASTS,
     OBJECT,
     SIZES,
+    STRIDED,
     name_of,
 )
 from composer3d.propagation.functions.random_functions import Drawing, draws
@@ -45,6 +46,7 @@ from composer3d.propagation.shards import (
     TENSOR_AXIS,
     PropagationError,
     ShardSpec,
+    is_dense,
     ranges_of,
     shadow_of,
 )
@@ -192,6 +194,12 @@ class Propagation(ShapeRules):
         if not specs:
             return self._unsharded(func, args, options)
         name = name_of(func)
+        if name in STRIDED and args and not is_dense(args[0]):
+            raise PropagationError(
+                f'"{self._where}": {name} of a shard that does not lie densely in memory of its own{beside()}; '
+                "call contiguous() before, or clone()",
+                sources=specs[0].sources,
+            )
         if name in SIZES:
             return func(*map(self._shadow, args), **options)
         if name in CASTS and self._spec_of(args[0]) is None:

@@ -33,6 +33,7 @@ __all__ = [
     "specs_in",
     "exchanged",
     "interned",
+    "is_dense",
     "mark",
     "ranges_of",
     "restated",
@@ -299,6 +300,12 @@ def strip(tensor: Tensor) -> Tensor:
         return tensor
     with torch_compat.without_torch_functions():
         return tensor.view_as(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a shard is contiguous from the beginning of its memory: on one device so is the whole, then."""
+    with torch_compat.without_torch_functions():
+        return tensor.is_contiguous() and tensor.storage_offset() == 0
 
 
 def unmark(tensor: Any, axis: str = TENSOR_AXIS) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 __all__ = ["CASTS", "EXPANDS", "JOINS", "OBJECT", "SIZES", "SPLITS", "VIEWS", "dims_of", "mixes", "name_of", "narrowed"]
 
 # Answered by the shadow: the code is to see whole sizes.
-SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__"})
+SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__", "stride"})
+# Functions of a tensor's memory: of a shard that lies there densely, so does the whole.
+STRIDED = frozenset({"stride", "as_strided"})
 VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "ravel", "reshape_as", "view_as"})
 EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
 SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split"})
@@ -19,7 +21,7 @@ CASTS = frozenset(
 # Asked of the tensor object itself: hooks of FSDP2 and others run inside of a model's forward.
 OBJECT = frozenset(
     "register_hook register_post_accumulate_grad_hook requires_grad requires_grad_ grad_fn grad is_leaf retain_grad "
-    "retains_grad data_ptr untyped_storage storage_offset stride is_contiguous _version output_nr device dtype layout "
+    "retains_grad data_ptr untyped_storage storage_offset is_contiguous _version output_nr device dtype layout "
     "is_meta is_cuda is_cpu is_sparse is_quantized is_nested is_complex is_floating_point element_size itemsize "
     "__hash__ _backward_hooks _post_accumulate_grad_hooks record_stream is_shared is_inference has_names _base _cdata "
     "_grad _grad_fn _is_view grad_dtype is_coalesced is_conj is_distributed is_ipu is_maia is_mkldnn is_mps is_mtia "

@@ -110,6 +110,7 @@ class PropagatedSequence:
         self._blocks, self._inputs, self._begins = blocks, inputs, begins
         # Global lengths of uneven shards, by a rank's own length.
         self._lengths = {rules.local_length(length): length for length in lengths}
+        self._local_sizes, self._whole_sizes = set[int](), set[int]()  # of what was marked
         self._memories: dict[Hashable, Memory] = {}
         self._is_alone = False
         self._has_flex = has_flex
@@ -130,6 +131,10 @@ class PropagatedSequence:
     def lengths(self) -> list[int]:
         """Global lengths of uneven shards that it met."""
         return list(self._lengths.values())
+
+    def is_whole(self, size: int) -> bool:
+        """Return whether a dim of a size has all positions of a sequence that was marked, and no shard's."""
+        return size in self._whole_sizes - self._local_sizes
 
     def install(self, model: nn.Module) -> None:
         """Replace the forwards of a model, or of a part of it that keeps its FQNs.
@@ -171,7 +176,7 @@ class PropagatedSequence:
             if not fqn and self._at_work is None:
                 args, kwargs = self._marked_inputs(args, kwargs)
             elif fqn in self._blocks:
-                args, kwargs = self._marked_again(self._blocks[fqn], args, kwargs)
+                args, kwargs = self._marked_again(fqn, args, kwargs)
             if self._begins is not None and fqn in self._begins.blocks:
                 args, kwargs = self._begun(self._begins, fqn, args, kwargs)
             if self._at_work is not None:
@@ -275,11 +280,11 @@ class PropagatedSequence:
 
     def _mark(self, x: Tensor, dim: int, *, is_inside: bool = False) -> Tensor:
         with torch_compat.without_torch_functions():
-            view = x.view_as(x)
-            size = x.shape[dim]
-            length = size * self._degree
-            placed = Placed(dim=dim, parts=(self._lengths.get(size, length) if is_inside else length,))
-            mark(view, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
+            view, size = x.view_as(x), x.shape[dim]
+            length = self._lengths.get(size, size * self._degree) if is_inside else size * self._degree
+            self._local_sizes, self._whole_sizes = self._local_sizes | {size}, self._whole_sizes | {length}
+            whole = Placed(dim=dim, parts=(length,))
+            mark(view, placed=whole, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
         return view
 
     def _marked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -288,8 +293,9 @@ class PropagatedSequence:
         return given, {name: self._mark(x, dims[name]) if name in dims else x for name, x in kwargs.items()}
 
     def _marked_again(
-        self, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sharded = self._blocks[fqn]
         leaves = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
         if len(leaves) != len(sharded):
             return args, kwargs
@@ -300,6 +306,12 @@ class PropagatedSequence:
         }
         if not lost:
             return args, kwargs
+        whole = [n for leaf in leaves if id(leaf) in lost and self.is_whole(n := leaf.shape[lost[id(leaf)]])]
+        if whole:
+            raise PropagationError(
+                f'"{fqn}" is given all {whole[0]} positions, of which it takes shards: how many there were in between '
+                "depends on values, as of repeat_interleave by a tensor; choose them by a mask that keeps their number"
+            )
         again, options = torch_compat.tree_map(
             lambda leaf: self._mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf,
             [list(args), kwargs],
