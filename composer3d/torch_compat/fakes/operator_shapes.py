@@ -14,11 +14,16 @@ __all__ = ["Maker", "MetaResults", "ResultMemory"]
 # Makes the result of a call from its arguments and keyword arguments.
 Maker = Callable[[Any, Any], Any]
 
-_COLLECTIVES = (
+# Besides those of aten: collectives, FSDP2's copies to and from their buffers, and conversions.
+_OTHERS = (
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::all_reduce",
     "_c10d_functional::all_to_all_single",
     "_c10d_functional::reduce_scatter_tensor",
+    "fsdp::all_gather_copy_in",
+    "fsdp::chunk_cat",
+    "fsdp::split_with_sizes_copy",
+    "prims::convert_element_type",
 )
 # Operators whose results depend on values, or that change the form of what they are given.
 _TAGS = ("dynamic_output_shape", "data_dependent_output", "inplace_view")
@@ -144,7 +149,7 @@ class ResultMemory:
 
         return (
             isinstance(operator, torch._ops.OpOverload)
-            and (operator.namespace == "aten" or operator.name() in _COLLECTIVES)
+            and (operator.namespace == "aten" or operator.name() in _OTHERS)
             and not operator.name().startswith(_NOT_REMEMBERED)
             and operator.name() not in PLACES
             and not self._tags & set(operator.tags)
