@@ -124,7 +124,8 @@ def test_uses_of_weights_and_experts_that_another_rank_has_are_refused():
         assert of_call == (
             'expert_parallel: an expert of "layers.0.experts" is called from outside of the forward of "layers.0", '
             "around which rows are exchanged, and another rank holds it; call it there, or leave it out of "
-            "[sharding.expert_parallel] experts"
+            "[sharding.expert_parallel] experts; where its forward has torch.utils.checkpoint recompute experts, let "
+            "[scheduling.activation_checkpoint] recompute the block instead"
         )
 
 

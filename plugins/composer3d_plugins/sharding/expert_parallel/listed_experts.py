@@ -96,7 +96,8 @@ def _elsewhere(of: str, block: str) -> Any:
         raise PluginError(
             f'expert_parallel: an expert of "{of}" is called from outside of the forward of "{block}", around which '
             "rows are exchanged, and another rank holds it; call it there, or leave it out of "
-            "[sharding.expert_parallel] experts"
+            "[sharding.expert_parallel] experts; where its forward has torch.utils.checkpoint recompute experts, let "
+            "[scheduling.activation_checkpoint] recompute the block instead"
         )
 
     return forward
