@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["LaterBackwards", "in_backward", "look_at"]
+__all__ = ["LaterBackwards", "in_backward", "look_at", "unwatched_grad"]
 
 _watching: set[LaterBackwards] = set()
 _plain: dict[str, Callable[..., Any]] = {}
@@ -47,6 +47,7 @@ class LaterBackwards:
                 # Somebody else may have put another function there.
                 if getattr(getattr(torch.autograd, name), "__wrapped__", None) is function:
                     setattr(torch.autograd, name, function)
+            _plain.clear()
 
 
 def in_backward() -> bool:
@@ -57,6 +58,13 @@ def in_backward() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+def unwatched_grad(*args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` unseen by those who watch: of numbers, before the graph of any parameter."""
+    import torch
+
+    return _plain.get("grad", torch.autograd.grad)(*args, **kwargs)
 
 
 def look_at(tensors: Any) -> None:

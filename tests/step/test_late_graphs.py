@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import write_manifest
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import composer3d
 from composer3d.errors import StepError
@@ -254,3 +254,42 @@ def test_gradients_of_a_loops_own_are_gathered_for_and_old_values_are_refused():
     for difference, said in run_ranks(of_gradients, 2, write_manifest(ZERO.format(2, 1, 3))):
         assert difference < TIGHT
         assert said.startswith('a backward begins from a graph of "last.weight" as a forward had gathered it, and the ')
+
+
+class Routed(Block):
+    def forward(self, x):
+        output = super().forward(x)
+        self.kept = output.logsumexp(-1).square().mean()
+        return output
+
+
+def of_a_kept_term(path):
+    """Return the largest difference from one device of gradients of a padded loss and a mean that blocks keep."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(8, 6)
+    model.layers = nn.ModuleList(Routed(6, 6) for _ in range(2))
+    targets = torch.tensor([-100, 0, 1, -100, 2, 3, 1, 0])
+    single = copy.deepcopy(model)
+
+    def loss_of(net, part):
+        output = net(x[part])
+        return cross_entropy(output, targets[part]) + 0.01 * sum(layer.kept for layer in net.layers)
+
+    with composer3d.compose(model, path) as run:
+        size = 8 // run.context.data_parallel_degree
+        run.backward(loss_of(run.model, own(run, size)))
+        loss_of(single, slice(8)).backward()
+        expected = dict(single.named_parameters())
+        return max(
+            float((run.full_tensor(fqn, p.grad.detach()) - expected[fqn].grad).abs().max())
+            for fqn, p in run.named_parameters()
+        )
+
+
+def own(run, size):
+    return slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
+
+
+def test_a_mean_that_blocks_keep_beside_a_padded_loss_is_one_devices():
+    assert max(run_ranks(of_a_kept_term, 2, write_manifest(ZERO.format(2, 1, 3)))) < TIGHT

@@ -16,7 +16,7 @@ from composer3d.torch_compat.fsdp_units.late_gathers import (
     shard_versions,
 )
 from composer3d.torch_compat.fsdp_units.unit_gradients import fill_gradients
-from composer3d.torch_compat.later_backwards import look_at
+from composer3d.torch_compat.later_backwards import look_at, unwatched_grad
 
 
 def freed():
@@ -66,6 +66,7 @@ def test_who_watches_sees_every_backward_but_those_inside_of_one():
             y.backward(retain_graph=True)
         x.register_hook(lambda gradient: look_at(y))
         torch.autograd.grad([y], [x])
+        assert unwatched_grad(x.sum(), x)[0].tolist() == [1.0, 1.0]
     finally:
         watching.shut()
     assert seen == [[y.grad_fn]] * 3

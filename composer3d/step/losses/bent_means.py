@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.step.losses.loss_factors import constant_factor, past_views
 from composer3d.step.losses.sample_mixing import base, operands_of
+from composer3d.torch_compat.later_backwards import unwatched_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,7 @@ class BentMean:
             shift = -math.inf if math.isnan(shift) else shift
             given = torch.tensor(mean, dtype=torch.float64, requires_grad=True)
             value = _function(self.node)(given * self.slope + shift)
-            (derivative,) = torch.autograd.grad(value, given)
+            (derivative,) = unwatched_grad(value, given)
         return float(value.detach()), float(derivative)
 
 

@@ -23,6 +23,7 @@ from composer3d.step.losses.loss_terms import Term, Terms, has_constants, separa
 from composer3d.step.losses.parameter_terms import learned_products
 from composer3d.step.losses.term_values import value_of
 from composer3d.step.losses.total_divisors import NUM_COUNTS, Part, counts_of, slots_of, total_divisor
+from composer3d.torch_compat.later_backwards import unwatched_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -262,7 +263,7 @@ def _seen_of(loss: Tensor, plain: Tensor, terms: Terms) -> list[_Seen] | None:
     if any(torch_compat.node_shape(node) is None for node in outers):
         return None
     edges = [torch.autograd.graph.GradientEdge(node, 0) for node in outers]
-    factors = dict(zip(outers, torch.autograd.grad(loss, edges, retain_graph=True), strict=True))
+    factors = dict(zip(outers, unwatched_grad(loss, edges, retain_graph=True), strict=True))
     is_empty = any(not term.part.divisor for term in terms.found)
     for beside_zero in (False, True) if terms.is_all and not is_empty else (False,):
         found = [_seen(term, factors[term.outer], beside_zero) for term in terms.found]
