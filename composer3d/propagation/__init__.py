@@ -33,7 +33,8 @@ from composer3d.propagation.sequences.attention_call import AttentionCall, Reach
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import PositionDraws, SequenceDraws
-from composer3d.propagation.sequences.propagated_sequence import Begins, PropagatedSequence, Sharded
+from composer3d.propagation.sequences.propagated_sequence import PropagatedSequence, Sharded
+from composer3d.propagation.sequences.sequence_begins import Begins
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.sequences.sequence_operands import gather_along, gather_parts
 from composer3d.propagation.shards import (

@@ -167,7 +167,7 @@ class ActivationGradients:
 
     def _wrap_module_hooks(self, root: nn.Module) -> None:
         for module in root.modules():
-            after, before = torch_compat.module_gradient_hooks(module)
+            after, before = torch_compat.backward_hooks.module_gradient_hooks(module)
             self._wrap_table(after, self._of_module)
             self._wrap_table(before, self._of_module)
 

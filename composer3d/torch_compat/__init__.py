@@ -5,7 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
-from composer3d.torch_compat import checkpoint_plans, function_transforms, recomputed
+from composer3d.torch_compat import backward_hooks, checkpoint_plans, function_transforms, recomputed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -14,7 +14,7 @@ from composer3d.torch_compat.attention_kernels import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
-from composer3d.torch_compat.backward_hooks import module_gradient_hooks, own_function
+from composer3d.torch_compat.backward_hooks import own_function
 from composer3d.torch_compat.collectives.buckets import watch_buckets
 from composer3d.torch_compat.collectives.group_calls import watch_group_collectives
 from composer3d.torch_compat.collectives.group_overrides import backend_of, group_override, nccl_fields, nccl_options
@@ -222,6 +222,7 @@ __all__ = [
     "assumed_share",
     "assumed_size_of",
     "backend_of",
+    "backward_hooks",
     "backward_inside",
     "bounded_messages",
     "bucket_parameters",
@@ -310,7 +311,6 @@ __all__ = [
     "mesh_dim",
     "micro_pipeline",
     "mixable_operators",
-    "module_gradient_hooks",
     "nccl_fields",
     "nccl_options",
     "neg_view",

@@ -1,14 +1,77 @@
-"""Hooks on gradients of modules, and autograd functions that are not torch's, in graphs."""
+"""Hooks on gradients of modules and of their calls, and autograd functions that are not torch's, in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.hooks import BackwardHook
 
-__all__ = ["module_gradient_hooks", "own_function"]
+__all__ = ["follow_gradients", "module_gradient_hooks", "own_function"]
+
+# Of the attribute of a module whose calls are followed.
+FOLLOWS = "composer3d_follows_gradients"
+
+
+class _FollowedCall(Protocol):
+    """Follower of one call of a module that has full backward hooks, for which torch replaces what it is given."""
+
+    def given(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Take note of positional arguments, and of those in their place."""
+
+    def returned(self, before: Any, after: Any) -> None:
+        """Take note of what the module has returned, and of what is in its place."""
+
+    def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called in place of a hook."""
+
+
+def follow_gradients(module: nn.Module, call: Callable[[], _FollowedCall | None]) -> None:
+    """Follow the calls of a module that has full backward hooks; torch has no public place for it (torch 2.11-2.15).
+
+    Args:
+        module: Whose calls.
+        call: Called at each; None leaves it as it is.
+    """
+    from torch.nn.modules import module as modules
+
+    vars(module)[FOLLOWS] = call
+    vars(modules)["BackwardHook"] = _backward_hook
+
+
+def _backward_hook(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any]) -> BackwardHook:
+    from torch.utils.hooks import BackwardHook
+
+    follow = vars(module).get(FOLLOWS)
+    call = None if follow is None else follow()
+    if call is None:
+        return BackwardHook(module, hooks, before)
+    return _followed_kind()(module, [call.around(hook) for hook in hooks], [call.around(hook) for hook in before], call)
+
+
+@functools.cache
+def _followed_kind() -> Any:
+    from torch.utils.hooks import BackwardHook
+
+    class Followed(BackwardHook):
+        def __init__(self, module: nn.Module, hooks: Any, before: Any, followed: _FollowedCall) -> None:
+            super().__init__(module, hooks, before)
+            self.followed = followed
+
+        def setup_input_hook(self, args: tuple[Any, ...]) -> Any:
+            given = super().setup_input_hook(args)
+            self.followed.given(args, given)
+            return given
+
+        def setup_output_hook(self, args: Any) -> Any:
+            returned = super().setup_output_hook(args)
+            self.followed.returned(args, returned)
+            return returned
+
+    return Followed
 
 
 def module_gradient_hooks(module: nn.Module) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:

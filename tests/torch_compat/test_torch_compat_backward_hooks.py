@@ -26,11 +26,42 @@ def test_full_backward_hooks_of_a_module_may_be_replaced():
     module, called = nn.Linear(2, 2), []
     module.register_full_backward_hook(lambda *_: called.append("after"))
     module.register_full_backward_pre_hook(lambda *_: called.append("before"))
-    for table in torch_compat.module_gradient_hooks(module):
+    for table in torch_compat.backward_hooks.module_gradient_hooks(module):
         (number,) = table
         table[number] = lambda *given, hook=table[number]: called.append("replaced") or hook(*given)
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
     assert called == ["replaced", "before", "replaced", "after"]
+
+
+class Call:
+    """Adds 1 to gradients that a hook returns, and keeps what torch puts in place of a call's values."""
+
+    def __init__(self) -> None:
+        self.pairs = []
+
+    def given(self, before, after):
+        self.pairs += zip(before, after, strict=True)
+
+    def returned(self, before, after):
+        self.pairs.append((before, after))
+
+    def around(self, hook):
+        return lambda module, *gradients: tuple(each + 1 for each in hook(module, *gradients))
+
+
+def test_calls_of_modules_with_backward_hooks_are_followed():
+    module, other, calls = nn.Identity(), nn.Identity(), [Call()]
+    for each in (module, other):
+        each.register_full_backward_hook(lambda module, given, _: given)
+    torch_compat.backward_hooks.follow_gradients(module, lambda: calls[0])
+    x = torch.ones(1, 2, requires_grad=True)
+    other(module(x)).sum().backward()
+    assert x.grad.tolist() == [[2, 2]]
+    assert [one is other for one, other in calls[0].pairs] == [False, False]
+    calls[0] = None
+    x.grad = None
+    module(x).sum().backward()
+    assert x.grad.tolist() == [[1, 1]]
 
 
 def test_a_mode_below_others_is_turned_off():

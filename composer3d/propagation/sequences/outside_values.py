@@ -16,6 +16,8 @@ from composer3d.errors import LossError
 from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.function_dims import OBJECT, name_of
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.gradient_hooks import GradientHooks
+from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 
 if TYPE_CHECKING:
@@ -34,7 +36,12 @@ class OutsideValues(SequencePropagation):
         axis: Its name.
         padded: Numbers of tokens by padded lengths, of the batch at work: code is given tokens alone.
         refused: Why nothing sharded may be read; empty where it may.
+        where: For messages.
+        draws_of: As of `SequenceWholes`.
+        hooks: As of `SequencePropagation`.
     """
+
+    has_wholes = False
 
     def __init__(
         self,
@@ -45,8 +52,11 @@ class OutsideValues(SequencePropagation):
         axis: str,
         padded: Mapping[int, int],
         refused: str = "",
+        where: str = "the loss",
+        draws_of: SequenceDraws | None = None,
+        hooks: GradientHooks | None = None,
     ) -> None:
-        super().__init__(degree, "the loss", rules=rules, mesh=mesh, axis=axis)
+        super().__init__(degree, where, rules=rules, mesh=mesh, axis=axis, draws_of=draws_of, hooks=hooks)
         self._padded, self._refused = padded, refused
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from composer3d.propagation.functions.random_functions import eagerly
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.gradient_hooks import GradientHooks, passed_on
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.recomputed_functions import propagated_again
+from composer3d.propagation.sequences.sequence_begins import Begins
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
@@ -34,33 +36,17 @@ from composer3d.propagation.shards import (
     spec_of,
     specs_in,
     strip,
-    unmark,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Begins", "PropagatedSequence", "Sharded"]
+__all__ = ["PropagatedSequence", "Sharded"]
 
 # So many kinds of batches have their decisions kept.
 MOST_FORMS = 16
 # Of each tensor among a call's arguments, in order: the dim along which it is sharded, or None.
 Sharded = tuple[int | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Begins:
-    """Blocks at which a sequence may begin.
-
-    Args:
-        blocks: FQNs.
-        dim: Of their activations, the sequence.
-        is_sequence: Returns whether an activation that is whole is to be sharded.
-    """
-
-    blocks: Collection[str]
-    dim: int
-    is_sequence: Callable[[Tensor], bool]
 
 
 class PropagatedSequence:
@@ -87,6 +73,7 @@ class PropagatedSequence:
 
     Attributes:
         returned: Called with each tensor that the root returns, and its mark or None; returns what takes its place.
+        gradients: Calls hooks on gradients.
     """
 
     def __init__(
@@ -121,6 +108,7 @@ class PropagatedSequence:
         # Of blocks at which a sequence begins, lengths of the shards that their hooks made.
         self._begun_sizes: dict[str, set[int]] = {}
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
+        self.gradients = GradientHooks(degree, rules=rules, mesh=mesh, axis=axis, mode=self.outside)
 
     @property
     def is_captured(self) -> bool:
@@ -151,6 +139,7 @@ class PropagatedSequence:
         held = dict(model.named_modules())
         for fqn in self._rowwise & held.keys():
             self._pass_through(held[fqn], fqn)
+        self.gradients.follow(model, self._rowwise, lambda: self._at_work)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         """Yield the modules whose forwards are replaced, with their FQNs and other forwards."""
@@ -231,27 +220,27 @@ class PropagatedSequence:
         return self._memories[form]
 
     def _unmarked(self, output: Any, *, is_root: bool) -> Any:
-        """Remove marks from what a forward returns, in place; what the root returns may be replaced."""
+        """Remove marks from what a forward returns, in place; of what is replaced they stay: hooks may have kept it."""
         leaves = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, Tensor)]
         specs = [spec_of(leaf, self._axis) for leaf in leaves]
-        for leaf in leaves:
-            unmark(leaf, self._axis)
         if not is_root:
+            for pair in zip(leaves, specs, strict=True):
+                passed_on(*pair)
             return output
-        results = {id(leaf): self.returned(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)}
+        results = {}
+        for leaf, spec in zip(leaves, specs, strict=True):
+            given = self.returned(stripped := strip(leaf), spec)
+            results[id(leaf)] = leaf if given is stripped else given
+            if given is stripped:
+                passed_on(leaf, spec)
         if all(results[id(leaf)] is leaf for leaf in leaves):
             return output
         return torch_compat.tree_map(lambda leaf: results.get(id(leaf), leaf), output)
 
     def _propagate(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whats: dict[str, Any] = {"rules": self._rules, "mesh": self._mesh, "axis": self._axis}
         mode = SequencePropagation(
-            self._degree,
-            fqn,
-            rules=self._rules,
-            mesh=self._mesh,
-            axis=self._axis,
-            memory=self._memory(),
-            draws_of=self._draws_of,
+            self._degree, fqn, **whats, memory=self._memory(), draws_of=self._draws_of, hooks=self.gradients
         )
         self._at_work = mode
         flexible = torch_compat.taken_flex_calls(mode.attend_flexibly) if self._has_flex else contextlib.nullcontext()
@@ -270,10 +259,18 @@ class PropagatedSequence:
             propagate=lambda run, args, kwargs: self._propagate(run, "what is recomputed", args, kwargs),
         )
 
-    def outside(self, padded: Mapping[int, int], refused: str) -> OutsideValues:
-        """Return the mode in which code outside of the model computes with shards; arguments as of `OutsideValues`."""
+    def outside(self, padded: Mapping[int, int], refused: str = "", *, hook: str = "") -> OutsideValues:
+        """Return the mode in which code outside of the model computes with shards, or a hook, which draws as it."""
         return OutsideValues(
-            self._degree, rules=self._rules, mesh=self._mesh, axis=self._axis, padded=padded, refused=refused
+            self._degree,
+            rules=self._rules,
+            mesh=self._mesh,
+            axis=self._axis,
+            padded=padded,
+            refused=refused,
+            where=hook or "the loss",
+            draws_of=self._draws_of if hook else None,
+            hooks=self.gradients,
         )
 
     # ---- marks -------------------------------------------------------------------------------------------------------
@@ -285,6 +282,8 @@ class PropagatedSequence:
             self._local_sizes, self._whole_sizes = self._local_sizes | {size}, self._whole_sizes | {length}
             whole = Placed(dim=dim, parts=(length,))
             mark(view, placed=whole, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
+            if is_inside:
+                passed_on(x, spec_of(view, self._axis))
         return view
 
     def _marked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -312,11 +311,11 @@ class PropagatedSequence:
                 f'"{fqn}" is given all {whole[0]} positions, of which it takes shards: how many there were in between '
                 "depends on values, as of repeat_interleave by a tensor; choose them by a mask that keeps their number"
             )
-        again, options = torch_compat.tree_map(
-            lambda leaf: self._mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf,
-            [list(args), kwargs],
-        )
-        return tuple(again), options
+
+        def marked(leaf: Any) -> Any:
+            return self._mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf
+
+        return torch_compat.tree_map(marked, (args, kwargs))
 
     def _begin_before(
         self, begins: Begins, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -26,6 +26,7 @@ from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES,
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.functions.whole_operands import BATCHED, BY_INDEX, PAIRED, is_in_place
 from composer3d.propagation.sequences.attention_call import AttentionCall, SequenceRules
+from composer3d.propagation.sequences.gradient_hooks import GradientHooks
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, shadow_of, strip
@@ -55,7 +56,13 @@ class SequencePropagation(SequenceWholes):
         axis: Its name.
         memory: Decisions of earlier forwards.
         draws_of: As of `SequenceWholes`.
+        hooks: Calls hooks on gradients that code registers; None where they are as they are.
+
+    Attributes:
+        has_wholes: Whether what has no mark is whole on every rank.
     """
+
+    has_wholes = True
 
     def __init__(
         self,
@@ -67,16 +74,19 @@ class SequencePropagation(SequenceWholes):
         axis: str = "cp",
         memory: Memory | None = None,
         draws_of: SequenceDraws | None = None,
+        hooks: GradientHooks | None = None,
     ) -> None:
         super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis, draws_of=draws_of)
         # Of rowwise modules at work, whose code sees its local shard: what they were given; None for whole tensors.
         self.pauses: list[ShardSpec | None] = []
-        self._is_busy = False
+        self._is_busy, self._hooks = False, hooks
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
+        if func is Tensor.register_hook and self._hooks is not None and not (self._is_busy or self.pauses):
+            args = [args[0], self._hooks.of_tensor(args[0], args[1], is_inside=self.has_wholes)]
         if not (self._is_busy or self.pauses or self.inside) and (memory := self._memory) is not None:
             return self._remembered(memory, func, args, kwargs or {})  # type: ignore[arg-type]
         if self._is_busy or self.pauses:

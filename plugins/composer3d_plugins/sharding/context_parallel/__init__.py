@@ -312,6 +312,7 @@ class ContextParallel:
             return sequence.outside(found.sequences.unpadded(), "" if is_whole else UNSEEN)
 
         inside.axes, inside.mode = ("cp",), mode
+        sequence.gradients.padded = lambda: found.sequences.unpadded()
 
     def _padding(self, context: RunContext) -> tuple[int, int, str] | None:
         """Return the length and the padded length of the batch at work, and which to use instead."""

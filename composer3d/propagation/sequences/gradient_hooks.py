@@ -1,0 +1,258 @@
+"""Hooks on gradients of a sharded sequence, whose code relates positions as on one device.
+
+A hook on an activation, or of a module, is called with the gradient of this rank's positions, marked as the activation
+is, in a propagation of its own: `g.mean(1)` and `g.shape[1]` are those of all positions. Of what every rank has whole
+each has a part of the gradient: hooks are called with the sum.
+
+Shapes as in `sequence_mode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from composer3d import torch_compat
+from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.sequence_operands import SequenceOperands, gather_parts
+from composer3d.propagation.shards import PropagationError, ShardSpec, attach, copy_mark, spec_of, strip, unmark
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["GradientHooks", "passed_on"]
+
+# Of the attribute of a tensor that a block, run by itself, takes or returns without its mark, before the axis.
+PASSED = "composer3d_passed_"
+# In place of the mark of a tensor that every rank has whole.
+WHOLE = "whole"
+# What is known of a gradient's tensor; None where nothing is, and hooks are called as they are.
+Kind = ShardSpec | str | None
+
+
+class Mode(Protocol):
+    """Makes the propagation in which a hook runs, of its name and of tokens by padded lengths."""
+
+    def __call__(self, padded: Mapping[int, int], *, hook: str) -> AbstractContextManager[Any]:
+        """Return it."""
+
+
+def passed_on(tensor: Tensor, spec: ShardSpec | None) -> None:
+    """Remove a tensor's mark, which hooks know still, as it leaves a block; or keep that of one that enters it."""
+    if spec is not None:
+        unmark(tensor, spec.axis)
+        setattr(tensor, PASSED + spec.axis, spec)
+
+
+class GradientHooks:
+    """Calls hooks on gradients of a sharded sequence as one device does.
+
+    Attributes:
+        padded: Returns numbers of tokens by padded lengths, of the batch at work: hooks see tokens alone.
+
+    Memory: what hooks gather. Collectives: those of what hooks relate; of tensors that every rank has whole, one
+        all-reduce of the gradient.
+
+    Args:
+        degree: Ranks along the axis.
+        rules: Of the plugin that shards the sequence.
+        mesh: Of one dim, the axis; None in a dry run on meta.
+        axis: Its name.
+        mode: Makes the propagation in which a hook runs.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        *,
+        rules: SequenceRules,
+        mesh: DeviceMesh | None,
+        axis: str,
+        mode: Mode,
+    ) -> None:
+        self._degree, self._rules, self._mesh, self.axis, self._mode = degree, rules, mesh, axis, mode
+        self.padded: Callable[[], Mapping[int, int]] = dict
+
+    def of_tensor(self, tensor: Tensor, hook: Callable[[Tensor], Any], *, is_inside: bool) -> Callable[[Tensor], Any]:
+        """Return a hook on a tensor that is called as on one device.
+
+        Args:
+            tensor: Of which it is a hook.
+            hook: As registered; those of torch's data parallelism, and of this package, are as they are.
+            is_inside: Whether what has no mark is whole on every rank.
+        """
+        kind = self._kind(tensor, is_inside=is_inside)
+        module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+        if kind is None or tensor.is_leaf or module.startswith(("torch.distributed", "composer3d")):
+            return hook
+        padded = dict(self.padded())
+        where = f"the hook {_name(hook)}"
+
+        def propagated(gradient: Tensor) -> Any:
+            given = self._given(gradient, kind, padded)
+            version = given._version
+            with self._mode(padded, hook=where):
+                returned = hook(given)
+            is_written = returned is None and given._version != version and not _is_share(kind, padded)
+            return self._returned(given if is_written else returned, gradient, kind, padded, where)
+
+        if hasattr(hook, "__name__"):
+            functools.update_wrapper(propagated, hook, updated=())
+        propagated.__module__ = module
+        return propagated
+
+    def follow(self, model: nn.Module, rowwise: Collection[str], at_work: Callable[[], Any]) -> None:
+        """Let backward hooks of a part's modules be called as on one device.
+
+        Args:
+            model: The part.
+            rowwise: FQNs of modules that work on local shards, inside of which hooks are as they are.
+            at_work: Returns the propagation at work, if any.
+        """
+
+        def followed(fqn: str) -> _Call | None:
+            mode = at_work()
+            return None if mode is not None and mode.pauses else _Call(self, fqn, is_inside=mode is not None)
+
+        inside = tuple(f"{fqn}." for fqn in rowwise)
+        for fqn, module in model.named_modules():
+            if fqn and not fqn.startswith(inside):
+                torch_compat.backward_hooks.follow_gradients(module, functools.partial(followed, fqn))
+
+    def call(self, where: str, hook: Callable[..., Any], module: Any, groups: Sequence[tuple[Any, Any]]) -> Any:
+        """Call a backward hook of a module.
+
+        Args:
+            where: For messages.
+            hook: As registered.
+            module: Its.
+            groups: Gradients with what is known of their tensors; those that the hook returns are of the first.
+        """
+        padded = dict(self.padded())
+        given = [
+            tuple(self._given(each, kind, padded) for each, kind in zip(gradients, kinds, strict=True))
+            for gradients, kinds in groups
+        ]
+        with self._mode(padded, hook=where):
+            returned = hook(module, *given)
+        gradients, kinds = groups[0]
+        if not isinstance(returned, tuple | list) or len(returned) != len(kinds):
+            return returned
+        pairs = zip(returned, gradients, kinds, strict=True)
+        return tuple(self._returned(value, each, kind, padded, where) for value, each, kind in pairs)
+
+    def _kind(self, value: Any, *, is_inside: bool) -> Kind:
+        if not isinstance(value, Tensor):
+            return None
+        spec: ShardSpec | None = spec_of(value, self.axis) or getattr(value, PASSED + self.axis, None)
+        return spec or (WHOLE if is_inside else None)
+
+    def _given(self, gradient: Any, kind: Kind, padded: Mapping[int, int]) -> Any:
+        if not isinstance(gradient, Tensor) or kind is None or self._mesh is None:
+            return gradient
+        if isinstance(kind, str):
+            whole = gradient.clone(memory_format=torch.contiguous_format)
+            torch.distributed.all_reduce(whole, group=self._mesh.get_group())
+            return whole
+        if _is_share(kind, padded):
+            return attach(gradient.view_as(gradient), kind)
+        with torch_compat.without_torch_functions():
+            return _tokens(gather_parts(gradient, kind.placed, self._rules), kind, padded)
+
+    def _returned(self, value: Any, gradient: Any, kind: Kind, padded: Mapping[int, int], where: str) -> Any:
+        """Return this rank's share of what a hook has returned."""
+        if not isinstance(value, Tensor) or kind is None or self._mesh is None:
+            return value
+        spec = spec_of(value, self.axis)
+        with torch_compat.without_torch_functions():
+            if isinstance(kind, ShardSpec) and spec is not None and spec.placed == kind.placed:
+                if _is_share(kind, padded):
+                    return strip(value)
+            whole = strip(value) if spec is None else gather_parts(strip(value), spec.placed, self._rules)
+            if isinstance(kind, str):
+                return whole / self._degree
+            shape = list(kind.shadow.shape)
+            shape[kind.placed.dim] = sum(padded.get(length, length) for length in kind.placed.parts)
+            if list(whole.shape) != shape:
+                raise PropagationError(
+                    f"{where} returns {list(whole.shape)} in place of a gradient of {shape}; return one of its size"
+                )
+            whole = _with_padding(whole, kind, padded)
+            own = SequenceOperands(self._degree, self._mesh, self._rules)
+            return own.indexed(whole, kind.placed.dim, kind.placed.parts)
+
+
+class _Call:
+    """One call of a module that has backward hooks.
+
+    Args:
+        hooks: Calls them.
+        fqn: Of the module.
+        is_inside: Whether what has no mark is whole on every rank.
+    """
+
+    def __init__(self, hooks: GradientHooks, fqn: str, *, is_inside: bool) -> None:
+        self._hooks, self._fqn, self._is_inside = hooks, fqn, is_inside
+        self._inputs: tuple[Any, ...] = ()
+        self._kinds: list[list[Kind]] = [[], []]
+
+    def given(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Mark the inputs that the module is given in place of others."""
+        self._mark(before, after)
+        self._inputs = after
+
+    def returned(self, before: Any, after: Any) -> None:
+        """Mark likewise what is returned in place of outputs, and remember the marks."""
+        outputs = before if isinstance(before, tuple) else (before,)
+        self._mark(outputs, after if isinstance(after, tuple) else (after,))
+        for at, values in enumerate((self._inputs, outputs)):
+            self._kinds[at] = [self._hooks._kind(value, is_inside=self._is_inside) for value in values]
+        self._inputs = ()
+
+    def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that is called as on one device."""
+
+        def propagated(module: Any, *gradients: Any) -> Any:
+            kinds = self._kinds[-len(gradients) :]  # a hook before the backward is given those of outputs alone
+            where = f'the backward hook {_name(hook)} of "{self._fqn}"'
+            return self._hooks.call(where, hook, module, list(zip(gradients, kinds, strict=True)))
+
+        return propagated
+
+    def _mark(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        for one, other in zip(before, after, strict=True):
+            if isinstance(one, Tensor) and one is not other:
+                copy_mark(one, other)
+                passed_on(other, getattr(one, PASSED + self._hooks.axis, None))
+
+
+def _name(hook: Any) -> str:
+    name = str(getattr(hook, "__qualname__", type(hook).__name__)).rpartition("<locals>.")[2]
+    code = getattr(hook, "__code__", None)
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _is_share(kind: Kind, padded: Mapping[int, int]) -> bool:
+    """Return whether a hook is given this rank's positions, marked; of padded sequences it is given all tokens."""
+    return isinstance(kind, ShardSpec) and not any(length in padded for length in kind.placed.parts)
+
+
+def _tokens(whole: Tensor, spec: ShardSpec, padded: Mapping[int, int]) -> Tensor:
+    dim, pieces = spec.placed.dim, whole.split(list(spec.placed.parts), spec.placed.dim)
+    return torch.cat([piece.narrow(dim, 0, padded.get(n := piece.shape[dim], n)) for piece in pieces], dim)
+
+
+def _with_padding(tokens: Tensor, spec: ShardSpec, padded: Mapping[int, int]) -> Tensor:
+    """Return the gradient of a padded sequence: nothing reaches its padding."""
+    dim, kept = spec.placed.dim, [padded.get(length, length) for length in spec.placed.parts]
+    pieces = []
+    for piece, length in zip(tokens.split(kept, dim), spec.placed.parts, strict=True):
+        shape = [*piece.shape[:dim], length - piece.shape[dim], *piece.shape[dim + 1 :]]
+        pieces += [piece, piece.new_zeros(shape)]
+    return torch.cat(pieces, dim)
