@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -58,7 +59,7 @@ def held_by(value: Any) -> Iterator[Any]:
             yield from _read_by(value)
     elif isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
-    elif hasattr(value, "func") and hasattr(value, "keywords"):  # partials
+    elif isinstance(value, functools.partial | functools.partialmethod):
         yield from (value.func, value.args, value.keywords)
     else:
         yield from dict(getattr(value, "__dict__", {})).values()
