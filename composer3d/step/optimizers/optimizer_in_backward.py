@@ -102,7 +102,7 @@ class BackwardStepper:
             handle.remove()
 
     def _needed(self, actions: Mapping[StepPoint, Sequence[StepAction]]) -> Iterator[str]:
-        between = range(StepPoint.GRADIENTS_LOCAL, StepPoint.AFTER_OPTIMIZER)
+        between = range(StepPoint.AFTER_BATCH, StepPoint.AFTER_OPTIMIZER)
         for point in (point for point in StepPoint if point in between):
             for action in actions[point]:
                 if action.gradients:
