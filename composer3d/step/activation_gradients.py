@@ -30,6 +30,7 @@ __all__ = ["ActivationGradients", "is_suspect"]
 _NUM_FORWARDS = 3  # a model that has registered no hook in these registers none later
 _NUM_NODES = 100_000
 _QUANTISED = ("torchao", "transformer_engine")  # whose scales are of all that a rank has, by design
+_OPERATORS = ("torch", "torch.functional", "torch.nn.functional")  # modules of functions on tensors
 _DEPTH = 3  # of functions that a backward calls
 # Names in the code of a backward that is possibly not linear in its gradient. Comparisons are, too.
 _NONLINEAR = frozenset(
@@ -49,9 +50,6 @@ class ActivationGradients:
     its own autograd functions those whose backward does what is not linear, by the names in its code. In the first
     backwards all of these are watched for what relates samples, too.
 
-    Attributes:
-        found: Whether there is any such code.
-
     Memory: one gradient of an activation beside another. Collectives: none.
 
     Args:
@@ -64,7 +62,7 @@ class ActivationGradients:
         is_watched = factor != 1.0 and context.purpose in ("run", "verify")
         self._num_left = _NUM_FORWARDS if is_watched else 0
         self._num_graphs = self._num_left
-        self.found = self._has_hooks = self._has_functions = False
+        self._has_hooks = self._has_functions = False
         self._modes: list[Any] = []
         self._recomputed: Any = None
         self._mixed = MixedGradients(context)
@@ -146,7 +144,7 @@ class ActivationGradients:
         """Scale around a node of a model's own function, and watch what it computes; its hooks run in this order."""
         is_scaled = is_suspect(function)
         if is_scaled:
-            self.found = self._has_functions = True
+            self._has_functions = True
             node.register_prehook(lambda given: _times(given, 1.0 / self._factor))
         module = function.__module__
         if self._mixed.is_watching and not (_is_ours(module) or module.partition(".")[0] in _QUANTISED):
@@ -177,7 +175,7 @@ class ActivationGradients:
                 table[key] = wrap(hook)
 
     def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        self.found = self._has_hooks = True
+        self._has_hooks = True
 
         @_named(hook)
         def scaled(gradient: Tensor) -> Any:
@@ -195,8 +193,6 @@ class ActivationGradients:
         return scaled
 
     def _of_module(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        self.found = True
-
         @_named(hook)
         def scaled(module: nn.Module, *gradients: Any) -> Any:
             if self._factor == 1.0:
@@ -227,9 +223,12 @@ def _name(hook: Any) -> str:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return whether a hook is torch's, a plugin's or wrapped already."""
+    """Return whether a hook is of torch's machinery, a plugin's or wrapped already.
+
+    Operators and functions (`torch.sgn`, `functional.normalize`) are what a model does with its gradient.
+    """
     module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
-    return _is_ours(module)
+    return _is_ours(module) and module not in _OPERATORS and not module.startswith("torch._C._")
 
 
 def _is_ours(module: str) -> bool:

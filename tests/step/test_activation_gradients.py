@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 from support.models import composed, write_manifest
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import mse_loss
 
 import composer3d
+from composer3d import torch_compat
 from composer3d.step.activation_gradients import is_suspect
 from composer3d.testing import run_ranks
 
@@ -55,6 +58,15 @@ def normalised(gradient):
     return gradient / (gradient.norm(dim=-1, keepdim=True) + LIMIT)
 
 
+REGISTERED = {
+    "clamp": clipped,
+    "normalise": normalised,
+    "torch's function": functional.normalize,
+    "torch's operator": torch.sgn,
+    "partial": functools.partial(torch.clamp, min=-LIMIT, max=LIMIT),
+}
+
+
 class Block(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -62,8 +74,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = torch.tanh(self.up(x))
-        if self.kind in ("clamp", "normalise") and h.requires_grad:
-            h.register_hook(clipped if self.kind == "clamp" else normalised)
+        if self.kind in REGISTERED and h.requires_grad:
+            h.register_hook(REGISTERED[self.kind])
         return x + self.down(Clip.apply(Double.apply(h)) if self.kind == "function" else h)
 
 
@@ -108,8 +120,36 @@ def differences(path, kinds):
 def test_what_is_not_linear_in_a_gradient_is_given_one_devices(layout):
     world_size, text = LAYOUTS[layout]
     path = write_manifest("model.blocks = '[12]'\ntrain.microbatch = 2\n" + text)
-    for found in run_ranks(differences, world_size, path, ("clamp", "normalise", "function", "module")):
-        assert max(found.values()) <= TOLERANCE, found
+    for found in run_ranks(differences, world_size, path, (*REGISTERED, "function", "module")):
+        assert not {each: value for each, value in found.items() if value > TOLERANCE}
+
+
+class CountsModes(nn.Linear):
+    def forward(self, x):
+        MODES.append(len(torch_compat.function_modes()))
+        return super().forward(x)
+
+
+MODES: list[int] = []
+
+
+def modes_in_forwards(path):
+    run = composer3d.compose(nn.Sequential(nn.Linear(4, 4), CountsModes(4, 2)), path, loss_fn=mse_loss)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    MODES.clear()
+    for _ in range(5):
+        run.forward_backward(torch.ones(2, 4), target=torch.ones(2, 2))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return MODES
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
+def test_a_model_that_registers_no_hook_pays_for_none_after_three_forwards(layout):
+    for modes in run_ranks(modes_in_forwards, 2, write_manifest(LAYOUTS[layout][1])):
+        assert modes[-1] == 0, modes
+        assert max(modes) > 0, "hooks were not looked for"
 
 
 def kept_by_a_hook(path):

@@ -46,7 +46,11 @@ class MarkedOutputs(_State):
     def _register_pre_backward_hook(self, output: Any) -> Any:
         import torch
 
-        written = functools.partial(self._look_for_writes, [shard_versions(group) for group in self.watched])
+        seen = [shard_versions(group) for group in self.watched]
+
+        def written(grad: Any) -> None:  # no partial: by its module a hook is told from those of a model
+            self._look_for_writes(seen)
+
         for each in _tensors(output) if torch.is_grad_enabled() else ():
             if each.requires_grad:
                 each.register_hook(written)  # before FSDP2's own, which gathers
@@ -58,7 +62,7 @@ class MarkedOutputs(_State):
             self.units.ended()
         return output
 
-    def _look_for_writes(self, seen: Sequence[Sequence[tuple[int, int]]], grad: Any) -> None:
+    def _look_for_writes(self, seen: Sequence[Sequence[tuple[int, int]]]) -> None:
         for group, versions in zip(self.watched, seen, strict=True):
             if versions == (now := shard_versions(group)):
                 continue
