@@ -30,7 +30,6 @@ __all__ = ["ActivationGradients", "is_suspect"]
 _NUM_FORWARDS = 3  # a model that has registered no hook in these registers none later
 _NUM_NODES = 100_000
 _QUANTISED = ("torchao", "transformer_engine")  # whose scales are of all that a rank has, by design
-_OPERATORS = ("torch", "torch.functional", "torch.nn.functional")  # modules of functions on tensors
 _DEPTH = 3  # of functions that a backward calls
 # Names in the code of a backward that is possibly not linear in its gradient. Comparisons are, too.
 _NONLINEAR = frozenset(
@@ -228,7 +227,7 @@ def _is_foreign(hook: Any) -> bool:
     Operators and functions (`torch.sgn`, `functional.normalize`) are what a model does with its gradient.
     """
     module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
-    return _is_ours(module) and module not in _OPERATORS and not module.startswith("torch._C._")
+    return _is_ours(module) and not torch_compat.backward_hooks.is_operator_module(module)
 
 
 def _is_ours(module: str) -> bool:

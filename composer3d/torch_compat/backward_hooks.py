@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import BackwardHook
 
-__all__ = ["follow_gradients", "module_gradient_hooks", "own_function"]
+__all__ = ["follow_gradients", "is_operator_module", "module_gradient_hooks", "own_function"]
 
 # Of the attribute of a module whose calls are followed.
 FOLLOWS = "composer3d_follows_gradients"
@@ -81,6 +81,11 @@ def module_gradient_hooks(module: nn.Module) -> tuple[MutableMapping[int, Any], 
         module: Its own, not its children's.
     """
     return module._backward_hooks, module._backward_pre_hooks
+
+
+def is_operator_module(name: str) -> bool:
+    """Return whether a module of torch holds functions on tensors, as `torch.sgn` is; some are in private ones."""
+    return name in ("torch", "torch.functional", "torch.nn.functional") or name.startswith("torch._C._")
 
 
 def own_function(node: Any) -> type | None:

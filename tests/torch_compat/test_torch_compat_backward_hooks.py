@@ -22,6 +22,13 @@ def test_own_functions_are_known_in_graphs():
     assert torch_compat.own_function((x * 2).grad_fn) is None
 
 
+def test_functions_on_tensors_are_told_from_torchs_machinery():
+    functions = (torch.sgn, torch.linalg.svdvals, torch.special.erf, torch.einsum, nn.functional.normalize, torch.relu)
+    machinery = (torch.utils.checkpoint.checkpoint, torch.autograd.backward, torch.nn.Module)
+    is_operator_module = torch_compat.backward_hooks.is_operator_module
+    assert [is_operator_module(each.__module__) for each in functions + machinery] == [True] * 6 + [False] * 3
+
+
 def test_full_backward_hooks_of_a_module_may_be_replaced():
     module, called = nn.Linear(2, 2), []
     module.register_full_backward_hook(lambda *_: called.append("after"))
