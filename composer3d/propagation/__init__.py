@@ -15,6 +15,7 @@ from composer3d.propagation.captured_forward import repeatable
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.attribute_state import KeptState, attributes_of
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_beside, blocks_of
+from composer3d.propagation.dry_run.held_objects import PLAIN, held_by, reached_from, tensors_of
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
@@ -71,6 +72,7 @@ __all__ = [
     "Placed",
     "OutsideState",
     "OutsideValues",
+    "PLAIN",
     "PositionDraws",
     "Products",
     "PropagatedModule",
@@ -106,6 +108,7 @@ __all__ = [
     "first_of",
     "gather_along",
     "gather_parts",
+    "held_by",
     "in_mode",
     "is_in_place",
     "kind_of",
@@ -116,12 +119,14 @@ __all__ = [
     "outside",
     "patched",
     "plain",
+    "reached_from",
     "reader_of",
     "repeatable",
     "replaced",
     "restated",
     "site_of",
     "strip",
+    "tensors_of",
     "trace",
     "unmark",
     "unseen",

@@ -27,6 +27,7 @@ class Call:
         kwargs: Those by name.
         has_values: Whether the module is run with values, which is slower than on meta, because its code looks at some.
         kept: Shapes of tensors that it keeps, in an attribute or a list, and that code outside of all blocks uses.
+        leaves: Whether code that runs after the model's forward, such as a loss, can reach tensors of blocks.
         seed: Of the random numbers that its code decides by, which are the same on all ranks.
     """
 
@@ -34,6 +35,7 @@ class Call:
     kwargs: Mapping[str, Any]
     has_values: bool = False
     kept: frozenset[tuple[int, ...]] = frozenset()
+    leaves: bool = False
     seed: int = 0
 
     def fresh(self) -> Call:

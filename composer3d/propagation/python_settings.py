@@ -65,12 +65,12 @@ class Surroundings:
     classes: tuple[type, ...] = ()
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> Surroundings:
-        """Return those of the forwards of modules, and of functions and methods that these name."""
+    def of(cls, modules: Sequence[nn.Module], others: Sequence[types.FunctionType] = ()) -> Surroundings:
+        """Return those of the forwards of modules, of other functions, and of functions and methods that these name."""
         found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         cells: dict[int, Any] = {}
         classes: dict[type, None] = {}
-        for function in _functions_of(modules):
+        for function in _functions_of(modules, others):
             for cell in function.__closure__ or ():
                 cells.setdefault(id(cell), cell)
             names = _names_in(function.__code__)
@@ -96,10 +96,13 @@ class Surroundings:
         return held + [cell.cell_contents for cell in self.cells if _is_full(cell)]
 
 
-def _functions_of(modules: Sequence[nn.Module]) -> Iterator[types.FunctionType]:
-    """Yield the functions of Python that the forwards of modules of others' classes call by name."""
+def _functions_of(modules: Sequence[nn.Module], others: Sequence[types.FunctionType]) -> Iterator[types.FunctionType]:
+    """Yield the functions of Python that others, and the forwards of modules of others' classes, call by name."""
     kinds = dict.fromkeys(type(module) for module in modules)
-    left = [(kind, inspect.unwrap(kind.forward)) for kind in kinds if not is_library(kind.__module__)]
+    left: list[tuple[Any, Any]] = [
+        (kind, inspect.unwrap(kind.forward)) for kind in kinds if not is_library(kind.__module__)
+    ]
+    left += [(object, function) for function in others]
     seen: set[Any] = set()
     while left and len(seen) < MOST_FUNCTIONS:
         owner, function = left.pop()

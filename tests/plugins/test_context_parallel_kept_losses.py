@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.kept_losses import COLLECTED, EXTRA, MANAGER, VOCAB, errors_of, given, seeded, stated, whole
+from support.kept_losses import (
+    COLLECTED,
+    EXTRA,
+    MANAGER,
+    VOCAB,
+    balance,
+    entropy,
+    errors_of,
+    given,
+    seeded,
+    stated,
+    whole,
+)
 from support.models import mine, write_manifest
 from torch import Tensor
 
@@ -60,7 +72,7 @@ def test_functions_that_blocks_have_torch_recompute_are_propagated_again(reentra
 @pytest.mark.slow
 def test_they_are_beside_tensor_parallelism_with_a_sharded_sequence():
     tables = f"mesh.tp = 2\n{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n"
-    assert_one_devices(4, [(keeps, tables, {}) for keeps in ("attribute", "statistic", "object")])
+    assert_one_devices(4, [(keeps, tables, {}) for keeps in EXTRA])
 
 
 LOSSES = {
@@ -194,11 +206,14 @@ def over_shards() -> str:
     torch.set_default_dtype(torch.float64)
     tables = "mesh.tp = 2\n[sharding.tensor_parallel]\nsequence_parallel = true\n"
     x, y = given(padded=False)
-    model = seeded("probabilities")
+    model, kept = seeded(""), list[Tensor]()
     run = composer3d.compose(model, write_manifest(tables), loss_fn=stated)
+    for layer in model.layers:  # where the composition does not know of it
+        layer.experts.gate.register_forward_hook(lambda module, args, output: kept.append(output))
     try:
         with run.step(0):
-            run.backward(whole(model, run.model(x), y, keeps="probabilities"))
+            o = run.model(x)
+            run.backward(entropy(o, y) + 0.1 * sum(balance(each.softmax(-1), each.argmax(-1)) for each in kept))
     except composer3d.LossError as error:
         return str(error)
     finally:

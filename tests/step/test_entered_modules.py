@@ -173,8 +173,8 @@ def test_shards_inside_of_a_block_are_no_loss_of_the_loop():
         assert error <= TIGHT
         assert re.fullmatch(
             r"ranks of tensor parallelism computed other losses of the same batch: they differ by \d\S+, of \d\S+\. "
-            r"What the loop calls inside of a block, or reads there, is a rank's shard: call the model, or its blocks "
-            r"as a whole, and compute the loss of what these return",
+            r"What a loop or a loss function calls inside of a block, or reads there, is a rank's shard: call the "
+            r"model, or its blocks as a whole, and compute the loss of what these return",
             message,
         )
 

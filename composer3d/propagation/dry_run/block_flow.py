@@ -19,6 +19,7 @@ from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.errors import TransformError
 from composer3d.patterns import select as select_fqns
+from composer3d.propagation.dry_run.held_objects import reached_from, tensors_of
 from composer3d.propagation.functions.function_dims import SIZES, name_of
 from composer3d.propagation.module_calls import activation_of, first_of
 from composer3d.propagation.module_kinds import kind_of
@@ -88,12 +89,14 @@ class Flow:
         calls: FQNs of the blocks in the order of their calls.
         edges: Pairs of calls: the second takes what the first returned.
         used: Calls whose activation goes elsewhere too.
+        leaves: Whether what blocks took or made is reached from the model after its forward.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.edges: set[tuple[int, int]] = set()
         self.used: set[int] = set()
+        self.leaves = False
         # By identity, kept so that it is not another tensor's.
         self._given: dict[int, tuple[int, Tensor]] = {}
         self._inside: list[int] = []
@@ -133,6 +136,16 @@ class Flow:
         A hook that appends to a list, or an attribute that the model's own code reads, keeps such a tensor.
         """
         return frozenset[tuple[int, ...]]().union(*(self._kept.get(fqn, ()) for fqn in fqns))
+
+    def look_at_left(self, model: nn.Module) -> None:
+        """Notice what blocks leave in attributes, lists and objects for code that runs after the model's forward."""
+        with torch_compat.without_torch_functions():
+            left = (each for _, _, value in reached_from(model) for each in tensors_of(value))
+            self.leaves = any(each.grad_fn is not None or self._is_of_block(each) for each in left)
+
+    def _is_of_block(self, tensor: Tensor) -> bool:
+        made, _ = self._made.get(id(tensor), (None, ""))
+        return (made is not None and made() is tensor) or id(tensor) in self._given
 
     @contextlib.contextmanager
     def inside(self, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:

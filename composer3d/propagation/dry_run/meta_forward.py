@@ -17,9 +17,10 @@ from composer3d import torch_compat
 from composer3d.errors import TransformError
 from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.propagation.dry_run.attribute_state import KeptState
+from composer3d.propagation.dry_run.held_objects import reached_from, tensors_of
 from composer3d.propagation.dry_run.outside_state import OutsideState
 from composer3d.propagation.module_calls import SMALL, Call
-from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of
+from composer3d.propagation.shards import KeptShardError, PropagationError, ShardSpec, copy_mark, spec_of, specs_in
 from composer3d.torch_compat.compilers import nothing_compiles
 
 if TYPE_CHECKING:
@@ -120,11 +121,13 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
             np.random.seed(call.seed)
             if call.has_values:
                 torch.manual_seed(call.seed)
-            before = _kept_shards(module, call.kept)
+            before, given = _kept_shards(module, call.kept), _held_in(call)
             output = module(*call.args, **call.kwargs)
             for path, (tensor, spec) in _kept_shards(module, call.kept).items():
                 if not any(tensor is other for other, _ in before.values()):
                     raise KeptShardError(f'code outside of it uses what it keeps as "{path}"', sources=spec.sources)
+            if call.leaves and specs_in(call.args, dict(call.kwargs)):
+                _refuse_left(module, call, given)
             return output
     finally:
         kept.restore()
@@ -138,6 +141,30 @@ def _kept_shards(module: nn.Module, shapes: Collection[tuple[int, ...]]) -> dict
         for reached in (reachable_tensors(module) if shapes else ())
         if (spec := spec_of(reached.tensor)) is not None and tuple(spec.shadow.shape) in shapes
     }
+
+
+def _held_in(call: Call) -> list[Tensor]:
+    """Return the tensors in containers and objects that a call passes."""
+    return [each for _, _, value in reached_from(_passed(call)) for each in tensors_of(value)] if call.leaves else []
+
+
+def _passed(call: Call) -> list[Any]:
+    return [each for each in [*call.args, *call.kwargs.values()] if not isinstance(each, Tensor)]
+
+
+def _refuse_left(module: nn.Module, call: Call, given: Sequence[Tensor]) -> None:
+    """Refuse shards of a sequence that a module leaves where a loss, or a loop, takes them for whole sequences."""
+    with torch_compat.without_torch_functions():
+        for owner, name, value in reached_from((module, _passed(call))):
+            for each in tensors_of(value):
+                spec = spec_of(each)
+                if spec is not None and spec.is_sequence and not any(each is x for x in given):
+                    who = type(owner).__name__ if isinstance(owner, nn.Module) else type(module).__name__
+                    what = f'as "{name}"' if name else "in what it is given"
+                    raise KeptShardError(
+                        f"a loss can read what {who} keeps {what}, which is sharded along the sequence",
+                        sources=spec.sources,
+                    )
 
 
 def _flex_on_meta(call: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:

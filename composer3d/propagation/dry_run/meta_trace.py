@@ -114,7 +114,11 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             traced.flow.end(plain(traced.output))
             traced.read = frozenset(reads.owners)
             traced.calls = {
-                first: replace(_on_meta_if_possible(model.get_submodule(first), block), kept=traced.flow.kept_of(group))
+                first: replace(
+                    _on_meta_if_possible(model.get_submodule(first), block),
+                    kept=traced.flow.kept_of(group),
+                    leaves=traced.flow.leaves,
+                )
                 for first, block in traced.calls.items()
                 for group in [traced.forms[first]]
             }
@@ -138,7 +142,14 @@ def _traced(model: nn.Module, blocks: Sequence[str], call: Call) -> tuple[Traced
     """Run the model once."""
     traced, reads = Traced(forms=forms_of(model, blocks), call=call), Reads(model)
     forwards = {module: reads.around(module, each) for module, each in _watching(model, traced).items()}
-    with patched(forwards):
+    forward = forwards.get(model, model.forward)
+
+    def searched(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        traced.flow.look_at_left(model)
+        return output
+
+    with patched({**forwards, model: searched}):
         traced.output = on_meta(model, call, seen=reads.watch, notes=[reads.note, traced.flow.note])
     return traced, reads
 

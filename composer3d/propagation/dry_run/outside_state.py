@@ -26,7 +26,7 @@ _LEFT_OUT = (torch.Tensor, nn.Module, types.ModuleType, types.FunctionType, type
 
 
 class OutsideState:
-    """Containers, and attributes of objects and classes, that the code of modules names outside of these.
+    """Containers, and attributes of objects and classes, that code of modules and their hooks names outside of these.
 
     Memory: none of tensors. Collectives: none.
 
@@ -36,7 +36,9 @@ class OutsideState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = list(modules)
-        self._surroundings = Surroundings.of(owners)
+        self._hooks = [part for module in owners for hook in _forward_hooks(module) for part in _parts(hook)]
+        functions = [each for each in self._hooks if isinstance(each, types.FunctionType)]
+        self._surroundings = Surroundings.of(owners, functions)
         kinds = dict.fromkeys(kind for module in owners for kind in type(module).__mro__)
         classes = dict.fromkeys([*kinds, *self._surroundings.classes])
         self._classes = [kind for kind in classes if not is_library(kind.__module__)]
@@ -50,7 +52,25 @@ class OutsideState:
         bound = [(space, name, space[name]) for space, name in self._surroundings.globals if name in space]
         for value in [each for kind in self._classes for each in vars(kind).values()] + self._surroundings.values():
             _note(value, held, seen, 0)
+        for value in self._hooks:
+            _note(value, held, seen, 0)
         return functools.partial(_restore, spaces, bound, held)
+
+
+def _forward_hooks(module: nn.Module) -> list[Any]:
+    hooks: list[Any] = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("composer3d")]
+
+
+def _parts(hook: Any) -> list[Any]:
+    """Return the functions that a hook calls, and the objects that it is called with beside what torch passes."""
+    if isinstance(hook, types.MethodType):
+        return [hook.__func__, hook.__self__]
+    if isinstance(hook, functools.partial):
+        return [*_parts(hook.func), *hook.args, *hook.keywords.values()]
+    if isinstance(hook, types.FunctionType):
+        return [hook]
+    return [hook, *(vars(kind)["__call__"] for kind in type(hook).__mro__ if "__call__" in vars(kind))]
 
 
 def _restore(

@@ -144,13 +144,13 @@ class LossTotals:
             own: Whether a loop has computed the losses of what it called itself, a shard of a block's inside maybe.
 
         Raises:
-            LossError: A loop's losses differ along tp, or what a mean was divided by has two readings.
+            LossError: Losses differ along tp, or what a mean was divided by has two readings.
         """
         import torch
 
         entries, self._entries = self._entries[-num_microbatches:], []
         # The fourth informs ranks without losses (other stages) that the loss is float64.
-        compares = own and self._spread != 0.0
+        compares = self._spread != 0.0 and (own or has_gradient)
         numbers = [0.0] * _NUMBERS + list(also) + [0.0] * compares
         own_entries = entries if self._contributes and not self.copy[0] else []
         terms = [(-1, entry.loss, self._spread) for entry in entries] if compares else []
@@ -164,9 +164,9 @@ class LossTotals:
         if compares and abs(others[-1]) > (_SPREAD_OF_DOUBLES if is_double else _SPREAD) * abs(added_up):
             raise LossError(
                 "ranks of tensor parallelism computed other losses of the same batch: they differ by "
-                f"{abs(others[-1]):.3g}, of {abs(added_up):.3g}. What the loop calls inside of a block, "
-                "or reads there, is a rank's shard: call the model, or its blocks as a whole, and compute the loss of "
-                "what these return"
+                f"{abs(others[-1]):.3g}, of {abs(added_up):.3g}. What a loop or a loss function calls inside of a "
+                "block, or reads there, is a rank's shard: call the model, or its blocks as a whole, and compute the "
+                "loss of what these return"
             )
         if is_divided:
             gathered = self._gathered(own_entries, parts)

@@ -5,26 +5,16 @@ Mixtures of experts keep the losses of their routers so, and a loss function add
 
 from __future__ import annotations
 
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d.propagation import spec_of
-from composer3d_plugins.sharding.context_parallel.loss_state import COLLECTIONS, PLAIN, held_by, is_library
+from composer3d.propagation import reached_from, spec_of, tensors_of
 
 __all__ = ["KeptValues"]
-
-# Objects that are searched, once: of a module there are some twenty.
-MOST = 200_000
-LEFT_OUT = (*PLAIN, torch.device, torch.dtype, types.ModuleType)
-# Tensors on meta in the dry run, whether a forward leaves them there or not.
-OWN = ("_parameters", "_buffers")
 
 
 @dataclass(kw_only=True)
@@ -59,8 +49,8 @@ class KeptValues:
         return {**forwards, model: searched}
 
     def _search(self, model: nn.Module, axis: str) -> None:
-        for owner, name, value in _reached(model):
-            for each in _tensors(value):
+        for owner, name, value in reached_from(model):
+            for each in tensors_of(value):
                 if each.is_meta and (each.grad_fn is not None or spec_of(each, axis) is not None):
                     if isinstance(owner, nn.Module):
                         self.kinds.setdefault(type(owner), name)
@@ -72,47 +62,9 @@ class KeptValues:
         """Return by what name a loss function can reach such a tensor; empty where it cannot."""
         if not self.holders:
             return ""
-        for _, name, value in _reached(loss):
+        for _, name, value in reached_from(loss):
             if isinstance(value, nn.Module) and type(value) in self.kinds:
                 return f"{type(value).__name__}.{self.kinds[type(value)]}"
             if id(value) in self.holders:
                 return name or type(value).__name__
         return ""
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple | set | deque):
-        yield from (x for x in (value.values() if isinstance(value, Mapping) else value) if isinstance(x, Tensor))
-
-
-def _reached(root: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is reached from an object, each with what holds it, and by which name."""
-    seen: set[int] = set()
-    waiting: deque[tuple[Any, str, Any]] = deque([(None, "", root)])
-    while waiting and len(seen) < MOST:
-        owner, name, value = waiting.popleft()
-        yield owner, name, value
-        if isinstance(value, (Tensor, *LEFT_OUT)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        waiting.extend((value, inner or name, each) for inner, each in _named(value))
-
-
-def _named(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object, or a class of a loop's own, holds, each with its name."""
-    if isinstance(value, type):
-        if not is_library(value.__module__):
-            kinds = (Tensor, types.FunctionType, dict, *COLLECTIONS)
-            yield from ((name, each) for name, each in vars(value).items() if isinstance(each, kinds))
-            yield from (("", each) for each in value.__bases__)
-        return
-    if isinstance(value, nn.Module):
-        yield from ((name, each) for name, each in vars(value).items() if name not in OWN)
-    elif isinstance(attributes := getattr(value, "__dict__", None), dict) and not isinstance(value, types.FunctionType):
-        names = {id(each): name for name, each in attributes.items()}
-        yield from ((names.get(id(each), ""), each) for each in held_by(value))
-    else:
-        yield from (("", each) for each in held_by(value))
-    yield "", type(value)

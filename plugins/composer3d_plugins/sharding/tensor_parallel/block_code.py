@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Codes"]
 
+WHOLE = 'write plan = "auto", which leaves the sequence of such a block whole, or sequence_parallel = false'
+
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
@@ -149,7 +151,10 @@ class Codes:
             if not error.divides:
                 raise PluginError(f"heads do not divide: {error}") from error
             if error.sources - {SEQUENCE} or isinstance(error, KeptShardError):
-                raise PluginError(f"the plan does not fit the model's code: {error}") from error
+                is_kept = isinstance(error, KeptShardError) and not error.sources - {SEQUENCE}
+                raise PluginError(
+                    f"the plan does not fit the model's code: {error}", hint=WHOLE if is_kept else None
+                ) from error
             return None
         # A norm that is stated to work on a full sequence, though activations are sharded, has no dry run.
         is_sharded = all(rule.is_sharded for rule in rules.values() if rule.style == "sequence")
