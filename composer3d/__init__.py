@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits
     from composer3d.step.rank_numbers import RankNumbers
+    from composer3d.step.received_values import ReceivedValues
     from composer3d.step.step_state import StepState
     from composer3d.step.units.gathered_units import make_unit
     from composer3d.step.units.own_meshes import own_meshes, whole_in_own_meshes
@@ -176,6 +177,7 @@ _MODULES = {
     "step.optimizers.unit_steps": ("SteppedUnit", "SteppedUnits"),
     "step.losses.inside_values": ("InsideValues",),
     "step.rank_numbers": ("RankNumbers",),
+    "step.received_values": ("ReceivedValues",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole", "averaging_action", "reducing_point"),
     "step.units.own_meshes": ("own_meshes", "whole_in_own_meshes"),
@@ -292,6 +294,7 @@ __all__ = [
     "QueryError",
     "RankError",
     "RankNumbers",
+    "ReceivedValues",
     "Recorder",
     "ReplicaPolicy",
     "ReplicaReduction",

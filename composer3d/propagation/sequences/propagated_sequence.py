@@ -275,7 +275,8 @@ class PropagatedSequence:
 
     # ---- marks -------------------------------------------------------------------------------------------------------
 
-    def _mark(self, x: Tensor, dim: int, *, is_inside: bool = False) -> Tensor:
+    def mark(self, x: Tensor, dim: int, *, is_inside: bool = False) -> Tensor:
+        """Return a local shard with its mark; inside of the model of any length, which need not divide."""
         with torch_compat.without_torch_functions():
             view, size = x.view_as(x), x.shape[dim]
             length = self._lengths.get(size, size * self._degree) if is_inside else size * self._degree
@@ -288,8 +289,8 @@ class PropagatedSequence:
 
     def _marked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dims = self._inputs(args, kwargs)
-        given = tuple(self._mark(x, dims[at]) if at in dims else x for at, x in enumerate(args))
-        return given, {name: self._mark(x, dims[name]) if name in dims else x for name, x in kwargs.items()}
+        given = tuple(self.mark(x, dims[at]) if at in dims else x for at, x in enumerate(args))
+        return given, {name: self.mark(x, dims[name]) if name in dims else x for name, x in kwargs.items()}
 
     def _marked_again(
         self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,7 +314,7 @@ class PropagatedSequence:
             )
 
         def marked(leaf: Any) -> Any:
-            return self._mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf
+            return self.mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf
 
         return torch_compat.tree_map(marked, (args, kwargs))
 
@@ -344,7 +345,7 @@ class PropagatedSequence:
             with torch_compat.without_torch_functions():
                 length = x_BSD.shape[begins.dim]
                 if not is_hook and length in self._begun_sizes.get(fqn, ()):
-                    return self._mark(x_BSD, begins.dim, is_inside=True)
+                    return self.mark(x_BSD, begins.dim, is_inside=True)
                 index = self._rules.index(length, x_BSD.device)
                 if length % self._degree:
                     self._lengths[len(index)] = length

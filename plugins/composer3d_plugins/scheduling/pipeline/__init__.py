@@ -27,6 +27,7 @@ from composer3d import (
     Part,
     Phase,
     PluginError,
+    ReceivedValues,
     RunContext,
     Schedule,
     Split,
@@ -286,6 +287,8 @@ class Pipeline:
         """Copy the model's structure once for each of this rank's stages."""
         if context.degrees["pp"] == 1:
             return None
+        from composer3d_plugins.scheduling.pipeline.surgery import runner_of
+
         division: Division[Any] = context.state[self].division
         mine = self._schedule(context).stages_of(context.coordinates["pp"])
         names = {fqn: tied for tied in context.ties for fqn in tied}
@@ -294,6 +297,7 @@ class Pipeline:
             later = [fqn for fqn in division.parameters if index in division.holders(fqn)[1:]]
             clones = [fqn for fqn in later if any(part.index in division.holders(fqn) for part in parts)]
             module = division.build(model, index, clones=clones, device=context.device)
+            runner_of(module).given = partial(context.stash(ReceivedValues).given, module)
             parts.append(
                 Part(
                     module=module,

@@ -23,8 +23,10 @@ from composer3d_plugins.scheduling.pipeline.block_trace import Observation
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
+    Given,
     Kept,
     Received,
+    as_received,
     become,
     become_root,
     descend,
@@ -56,6 +58,7 @@ class Runner:
         self.num_received = min(start, 1)
         self.received: Tensor | None = None
         self.call: Callable[..., Any] | None = None
+        self.given: Given = as_received
         # torch takes the gradients of inputs and of weights apart by walking from the stage's input, so it must have a
         # gradient; and it cannot where a parameter is used in several places. The first stage has no such halves.
         self.has_halves = start == 0 or observation.uses_once(start, end)
@@ -115,11 +118,16 @@ class Runner:
     def passing(self, index: int, value: Tensor) -> Any:
         """Stand in for an earlier stage's block: return `value` as it is, the last of them the received x_BSD."""
         self._arrive(index)
-        hidden = self.received if index == self.start - 1 else value
-        if hidden is self.received and hidden is not None and hidden.requires_grad:
+        hidden = self._given(index) if index == self.start - 1 else value
+        if index == self.start - 1 and hidden is not None and hidden.requires_grad:
             self._refuse_without_graph(index)
         form = self.observation.returns[index]
         return type(form)((hidden, *form[1:])) if isinstance(form, list | tuple) else hidden
+
+    def _given(self, index: int) -> Tensor | None:
+        if self.received is None:
+            return None
+        return self.given(self.observation.blocks[index], 0, 0, self.received)
 
     def entered(self, index: int) -> None:
         """Note that a block of this stage begins to run."""

@@ -14,8 +14,10 @@ from composer3d_plugins.scheduling.pipeline.absent import Absent, Stage, absent_
 
 __all__ = [
     "Done",
+    "Given",
     "Kept",
     "Received",
+    "as_received",
     "become",
     "become_root",
     "descend",
@@ -30,6 +32,15 @@ __all__ = [
 
 # Where modules of a stage keep what their added classes need.
 _RUNNER, _LEFT, _CHILDREN, _GIVEN = (f"_composer3d_{name}" for name in ("runner", "left", "children", "given"))
+
+
+# What the code of a stage is given for a value of another one: as of `ReceivedValues.given`, of a stage.
+Given = Callable[[str, int, int, Tensor], Tensor]
+
+
+def as_received(fqn: str, call: int, index: int, value: Tensor) -> Tensor:
+    """Return a value as it was received, where no plugin asks for another one."""
+    return value
 
 
 class Done(BaseException):  # noqa: N818 - not an error: no handler of the model's may take it for one

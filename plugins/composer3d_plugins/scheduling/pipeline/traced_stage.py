@@ -20,8 +20,10 @@ from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, 
 from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
+    Given,
     Kept,
     Received,
+    as_received,
     become,
     become_root,
     descend,
@@ -67,6 +69,7 @@ class TracedRunner:
         self.num_received = len(self._enters)
         self.has_halves = has_halves
         self.call: Callable[..., Any] | None = None
+        self.given: Given = as_received
         self._position = 0
         self._is_running = self.is_inside = self._has_graph = False
         self.written: str | None = None
@@ -172,7 +175,8 @@ class TracedRunner:
         return output
 
     def _stand_in(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        numbers = iter(self._trace.calls[index].values)
+        call = self._trace.calls[index]
+        numbers = iter(enumerate(call.values))
         arrived = [self._values[number] for number in self._trace.calls[index].values if number in self._values]
         if self._has_graph and not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arrived):
             refuse_without_graph(self._trace.calls[index].name)
@@ -180,15 +184,16 @@ class TracedRunner:
         def value(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            number = next(numbers)
+            at, number = next(numbers)
             if number in self._values:
                 received = self._values[number]
                 # It may be sent on, so what is written over is another.
-                return received.clone() if number in self._trace.written else received
+                made = received.clone() if number in self._trace.written else received
+                return self.given(call.fqn, call.repeat, at, made)
             return absent_zeros(
                 leaf,
                 device=self._device(args, kwargs),
-                source=f'what "{self._trace.calls[index].name}" returns',
+                source=f'what "{call.name}" returns',
                 stage=self,
                 is_written=number in self._trace.written,
             )

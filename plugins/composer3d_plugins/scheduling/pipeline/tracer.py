@@ -42,6 +42,7 @@ class Call:
     Attributes:
         name: The module's FQN; further calls of the same module have torch's `@1`, `@2` behind it.
         fqn: The module's FQN.
+        repeat: How many calls of the module come before.
         is_block: Whether it is a repeated block before which a stage can begin: no checkpoint of the forward's
             own recomputes it together with the call before it.
         takes: Sources of its inputs: FQNs of parameters and buffers, numbers of values, and special ones.
@@ -52,6 +53,7 @@ class Call:
 
     name: str
     fqn: str
+    repeat: int
     is_block: bool
     takes: frozenset[Source]
     values: tuple[int, ...]
@@ -229,9 +231,11 @@ class _Watch(Origins):
 
     def _name_of(self, index: int | None) -> str:
         assert index is not None, "of a call"
-        fqn = self._called[index][0]
-        earlier = sum(other == fqn for other, _ in self._called[:index])
-        return f"{fqn}@{earlier}" if earlier else fqn
+        fqn, repeat = self._called[index][0], self._repeat(index)
+        return f"{fqn}@{repeat}" if repeat else fqn
+
+    def _repeat(self, index: int) -> int:
+        return sum(other == self._called[index][0] for other, _ in self._called[:index])
 
     def attach(self) -> list[Any]:
         """Hook the calls of all modules that do not contain blocks; calls inside a call are ignored."""
@@ -327,6 +331,7 @@ class _Watch(Origins):
                 Call(
                     name=self._name_of(index),
                     fqn=fqn,
+                    repeat=self._repeat(index),
                     is_block=is_block,
                     takes=frozenset(self._takes[index]),
                     values=values,

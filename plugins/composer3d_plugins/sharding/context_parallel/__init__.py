@@ -17,6 +17,7 @@ from composer3d import (
     LayoutTraits,
     Phase,
     PluginError,
+    ReceivedValues,
     Role,
     RunContext,
     StepAction,
@@ -297,14 +298,15 @@ class ContextParallel:
         found.is_captured = lambda: sequence.is_captured
         if any(part.is_last and part.module is model for part in context.parts):
             sequence.returned = Outputs(rules=rules, found=found, is_whole=sequence.is_whole)
-        sequence.install(model)
-        self._follow_losses(context, sequence)
+        self._install(sequence, model, context)
         model.forward = explained(model.forward, partial(self._padding, context))
         return fqns
 
-    def _follow_losses(self, context: RunContext, sequence: PropagatedSequence) -> None:
-        """Let losses read whole sequences of what the model keeps, as those of a loop's own forward do."""
+    def _install(self, sequence: PropagatedSequence, model: nn.Module, context: RunContext) -> None:
+        """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
         found: Found = context.state[self]
+        sequence.install(model)
+        context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
         inside = context.stash(InsideValues)
 
         def mode() -> OutsideValues:

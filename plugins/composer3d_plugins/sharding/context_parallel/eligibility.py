@@ -34,11 +34,11 @@ from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
 from composer3d_plugins.sharding.context_parallel.kept_values import KeptValues
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
-from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels, own_backwards
+from composer3d_plugins.sharding.context_parallel.opaque_kernels import refuse_opaque
 from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
-from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
+from composer3d_plugins.sharding.context_parallel.stage_values import StageValues
 
 __all__ = ["Found", "dry_run", "names_of"]
 
@@ -69,6 +69,7 @@ class Found:
         form: What the model returned.
         kept: What the forward leaves in the model, or in objects of its code.
         losses: Decisions about the run's loss function.
+        values: What modules return, for stages of a pipeline.
         layers: Forwards of the classes of linear layers, by FQN, before precision plugins convert them.
         is_captured: Returns whether blocks run as graphs, in which positions are constants.
     """
@@ -90,6 +91,7 @@ class Found:
     form: OutputForm | None = None
     kept: KeptValues = field(default_factory=KeptValues)
     losses: Losses | None = None
+    values: StageValues = field(default_factory=lambda: StageValues(axis=AXIS))
     layers: dict[str, Any] = field(default_factory=dict)
     is_captured: Callable[[], bool] = lambda: False
 
@@ -135,7 +137,7 @@ def dry_run(
     Raises:
         PluginError: Something cannot be sharded, or nothing would be won.
     """
-    _refuse_kernels(model, rowwise)
+    refuse_opaque(model, rowwise)
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
@@ -167,7 +169,7 @@ def dry_run(
     }
     if not call.has_values:
         forwards |= {model.get_submodule(fqn): _without_values(model.get_submodule(fqn).forward) for fqn in rowwise}
-    output = _run(model, call, sequence, found.kept.after(forwards, model, AXIS), rules)
+    output = _run(model, call, sequence, found, found.kept.after(forwards, model, AXIS), rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     _summarise(found, rules, traced.forms.values())
@@ -197,6 +199,8 @@ def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: i
 def _summarise(found: Found, rules: DryRules, forms: Iterable[Sequence[str]]) -> None:
     """Take over what was noted of functions and blocks, which are of several forms."""
     # Code may leave out blocks at random: what they take is what others of their form take.
+    forms = list(forms)
+    found.values.complete(forms)
     for group in forms:
         given = [found.blocks[fqn] for fqn in group if fqn in found.blocks and fqn not in found.given_whole]
         found.blocks = dict.fromkeys(group if given else (), next(iter(given), ())) | found.blocks
@@ -211,23 +215,6 @@ def _summarise(found: Found, rules: DryRules, forms: Iterable[Sequence[str]]) ->
         for fqn in found.begins
         if fqn in found.given_whole or not any(d is not None for d in found.blocks.get(fqn, ()))
     )
-
-
-def _refuse_kernels(model: nn.Module, rowwise: Collection[str]) -> None:
-    inside = tuple(f"{fqn}." for fqn in rowwise)
-    for fqn, name in own_backwards(model).items():
-        if not f"{fqn}.".startswith(inside) and not is_rowwise(model.get_submodule(fqn)):
-            raise PluginError(
-                f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
-                "reads cannot be seen",
-                hint=f'if "{fqn}" does the same with every token, name it in rowwise; else write it with operators',
-            )
-    for kernel in opaque_kernels(model):
-        raise PluginError(
-            f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '
-            "positions it reads cannot be seen",
-            hint=f"write {kernel.instead}",
-        )
 
 
 def _unpadded(model: nn.Module, rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
@@ -261,11 +248,12 @@ def _run(
     model: nn.Module,
     call: Call,
     sequence: PropagatedSequence,
+    found: Found,
     forwards: Mapping[nn.Module, Callable[..., Any]],
     rules: DryRules,
 ) -> Any:
     try:
-        with patched(forwards), sequence.hooked(model):
+        with patched(forwards), sequence.hooked(model), found.values.noted(model):
             return on_meta(model, call)
     except PropagationError as error:
         text = str(error) if str(error).startswith('"') else f'"{rules.failed}": {error}'

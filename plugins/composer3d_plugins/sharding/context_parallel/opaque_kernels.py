@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd import Function
 
-__all__ = ["OpaqueKernel", "opaque_kernels", "own_backwards"]
+from composer3d import PluginError
+from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
+
+__all__ = ["OpaqueKernel", "opaque_kernels", "own_backwards", "refuse_opaque"]
 
 # Packages whose attention is a binding of their own, below torch's operators.
 _PACKAGES = ("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "sageattention")
@@ -30,6 +33,32 @@ class OpaqueKernel(NamedTuple):
     fqn: str
     name: str
     instead: str
+
+
+def refuse_opaque(model: nn.Module, rowwise: Collection[str]) -> None:
+    """Refuse a model whose code runs what a propagation cannot see into.
+
+    Args:
+        model: Whole, on any device.
+        rowwise: FQNs of modules that are said to do the same with every position.
+
+    Raises:
+        PluginError: With the module, the reason and what to write.
+    """
+    inside = tuple(f"{fqn}." for fqn in rowwise)
+    for fqn, name in own_backwards(model).items():
+        if not f"{fqn}.".startswith(inside) and not is_rowwise(model.get_submodule(fqn)):
+            raise PluginError(
+                f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
+                "reads cannot be seen",
+                hint=f'if "{fqn}" does the same with every token, name it in rowwise; else write it with operators',
+            )
+    for kernel in opaque_kernels(model):
+        raise PluginError(
+            f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '
+            "positions it reads cannot be seen",
+            hint=f"write {kernel.instead}",
+        )
 
 
 def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
