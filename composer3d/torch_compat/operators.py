@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = [
+    "call_operator",
     "custom_operator",
     "custom_operators",
     "device_question",
@@ -23,6 +24,7 @@ _MADE: dict[str, list[Any]] = {}
 _LIBRARIES: list[Any] = []
 # By their numbers, since operators have a hash of Python's, and each operator of a step is looked up; they are kept.
 _FUNCTIONS: dict[int, Callable[..., Any]] = {}
+_NODES: dict[int, Any] = {}
 # Operators take tensors, numbers and names, so what opens spans cannot be handed to them; None where nobody records.
 _WATCHED: list[Span] = []
 
@@ -66,8 +68,62 @@ def custom_operator(
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=library)
     operator: Any = getattr(getattr(torch.ops, namespace), short).default
     _FUNCTIONS[id(operator)] = function
+    if backward is not None and setup_context is not None:
+        _NODES[id(operator)] = _node(function, backward, setup_context)
     _MADE.setdefault(kind, []).append(operator)
     return operator
+
+
+def _node(function: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]) -> Any:
+    """Return the autograd function of an operator that is called without torch's dispatcher."""
+    import torch
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx, *gradients)
+
+    return Operator
+
+
+def call_operator(operator: Any, *args: Any) -> Any:
+    """Call an operator that `custom_operator` made.
+
+    Where nothing looks at operators, its function is called, and its gradient's, without torch's dispatcher, which
+    takes a third of the time of a short attention: it boxes the arguments twice, and comes back to Python twice.
+
+    Args:
+        operator: Of `custom_operator`.
+        args: All of its schema.
+    """
+    import torch
+
+    if _is_watched(args):
+        return operator(*args)
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
+        node = _NODES.get(id(operator))
+        return operator(*args) if node is None else node.apply(*args)
+    return _FUNCTIONS[id(operator)](*args)
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """Return whether modes, transforms, the profiler, the compiler or a tensor's own class are to see an operator."""
+    import torch
+
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or torch.compiler.is_compiling()
+        or any(isinstance(each, torch.Tensor) and type(each) not in (torch.Tensor, torch.nn.Parameter) for each in args)
+    )
 
 
 def custom_operators(*kinds: str) -> list[Any]:

@@ -230,3 +230,38 @@ def test_attention_of_cuda_returns_the_log_sum_exp(kernel, mask):
 def test_elementwise_operators_are_known_by_torchs_tag():
     assert all(map(torch_compat.is_pointwise, ("add", "gelu", "masked_fill")))
     assert not any(map(torch_compat.is_pointwise, ("cumsum", "flip", "name", "no such operator")))
+
+
+def called(operator, x):
+    """Call an operator by the short way; return its result, and whether its node is the dispatcher's."""
+    result = torch_compat.operators.call_operator(operator, x, 3)
+    return result, "composer3d_tests" in type(result.grad_fn).__name__
+
+
+def test_an_operator_that_nothing_looks_at_is_called_without_the_dispatcher(operator):
+    leaf = torch.ones(2, requires_grad=True)
+    result, is_dispatched = called(operator, leaf)
+    result.sum().backward()
+    assert not is_dispatched and result.tolist() == leaf.grad.tolist() == [6.0, 6.0]
+    with torch.no_grad():
+        assert torch_compat.operators.call_operator(operator, leaf, 3).grad_fn is None
+    assert not torch_compat.own_function(result.grad_fn).__module__.startswith("tests")
+
+
+@pytest.mark.parametrize("looks", ["dispatch mode", "function mode", "profiler"])
+def test_what_looks_at_operators_sees_one_that_is_called(operator, looks):
+    leaf, seen = torch.ones(2, requires_grad=True), []
+
+    def handle(called, *given):
+        seen.append(getattr(called, "__name__", "") or called.name())
+        return called(*given[-2], **given[-1])
+
+    if looks == "profiler":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            _, is_dispatched = called(operator, leaf)
+        seen = [event.key for event in profile.key_averages()]
+    else:
+        makers = {"dispatch mode": torch_compat.dispatch_mode, "function mode": torch_compat.function_mode}
+        with makers[looks](handle, **({"opens": False} if looks == "dispatch mode" else {})):
+            _, is_dispatched = called(operator, leaf)
+    assert is_dispatched and any("doubled" in name for name in seen), seen

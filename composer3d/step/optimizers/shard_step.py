@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def _shards(optimizer: torch.optim.Optimizer) -> list[_Shard]:
                 continue
             state = optimizer.state.get(whole, {})
             # Of a parameter without dims, its state and a count of steps cannot be told apart.
-            if not whole.dim() or not all(_is_like(whole, value) for value in (whole.grad, *state.values())):
+            if not whole.dim() or not _are_like(whole, (whole.grad, *state.values())):
                 return []
             local = held_tensor(whole).detach()  # `to_local` would make a node of a graph
             local.grad = held_tensor(whole.grad)
@@ -105,14 +105,19 @@ def _shards(optimizer: torch.optim.Optimizer) -> list[_Shard]:
     return found
 
 
-def _is_like(whole: Any, value: Any) -> bool:
-    """Return whether a gradient or a state is placed as its parameter, or is a number."""
+def _are_like(whole: Any, values: Iterable[Any]) -> bool:
+    """Return whether a gradient and states are placed as their parameter, or are numbers."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    if isinstance(value, DTensor):
-        return value.device_mesh == whole.device_mesh and value.placements == whole.placements
-    return not isinstance(value, torch.Tensor) or not value.dim()
+    mesh, placements = whole.device_mesh, whole.placements
+    for value in values:
+        if not isinstance(value, DTensor):
+            if isinstance(value, torch.Tensor) and value.dim():
+                return False
+        elif not (value.device_mesh is mesh or value.device_mesh == mesh) or value.placements != placements:
+            return False
+    return True
 
 
 def _replace(optimizer: torch.optim.Optimizer, shards: list[_Shard]) -> Callable[[], None]:

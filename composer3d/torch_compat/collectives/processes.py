@@ -193,13 +193,12 @@ def process_group(argument: Any) -> Any:
     The c10d operators carry a boxed group and the functional ones its name or the group itself; the lookup by name is
     private (torch 2.11-2.15).
     """
-    from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+    from torch.distributed import distributed_c10d
 
-    if isinstance(argument, ProcessGroup):
-        return argument
-    resolve: Any = _resolve_process_group
-    return resolve(argument) if isinstance(argument, str) else ProcessGroup.unbox(argument)
+    if isinstance(argument, str):
+        return distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined]
+    group = distributed_c10d.ProcessGroup
+    return argument if isinstance(argument, group) else group.unbox(argument)
 
 
 CHECKPOINT_METADATA_GLOBALS = frozenset(

@@ -19,9 +19,14 @@ def versions_of(group: Any) -> dict[Any, tuple[int, int]]:
     Args:
         group: Whose parameters have just been gathered, or are about to be freed.
     """
-    records = (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    pairs = ((p, p._unsharded_param, _local(p._unsharded_param)) for p in records)
-    return {p: (t._version, local.data_ptr()) for p, t, local in pairs if _is_plain(local) and not t.is_inference()}
+    import torch
+
+    plain, found = (torch.Tensor, torch.nn.Parameter), {}
+    for record in group.fsdp_params:  # of every unit, twice in a step and more
+        full = getattr(record, "_unsharded_param", None)
+        if full is not None and type(local := _local(full)) in plain and not full.is_inference():
+            found[record] = full._version, local.data_ptr()
+    return found
 
 
 def shards_of_gathered(module: Any) -> dict[int, Any]:
@@ -71,9 +76,3 @@ def write_back(group: Any, known: dict[Any, tuple[int, int]], written: Callable[
 
 def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def _is_plain(tensor: Any) -> bool:
-    import torch
-
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)

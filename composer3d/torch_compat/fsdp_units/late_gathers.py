@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from composer3d.torch_compat.fsdp_units.unit_hooks import ModuleFunctions
+from composer3d.torch_compat.modes import hidden_from
+
 __all__ = ["FreedParameter", "MarkedOutputs", "freed_parameters", "shard_versions"]
 
 _MARK = "composer3d_unit_output"
@@ -46,6 +49,14 @@ class MarkedOutputs(_State):
     def _register_pre_backward_hook(self, output: Any) -> Any:
         import torch
 
+        if torch._C._are_functorch_transforms_active():  # FSDP2 makes nodes of outputs then, which modes are to see
+            return self._marked(output)
+        with hidden_from(ModuleFunctions):
+            return self._marked(output)
+
+    def _marked(self, output: Any) -> Any:
+        import torch
+
         seen = [shard_versions(group) for group in self.watched]
 
         def written(grad: Any) -> None:  # no partial: by its module a hook is told from those of a model
@@ -74,8 +85,12 @@ class MarkedOutputs(_State):
 
 def shard_versions(group: Any) -> list[tuple[int, int]]:
     """Return what changes when a shard of a unit is written."""
-    shards = [parameter.sharded_param for parameter in group.fsdp_params]
-    return [(each._version, _local(each)._version) for each in shards if not each.is_inference()]
+    found = []
+    for parameter in group.fsdp_params:
+        shard = parameter.sharded_param
+        if not shard.is_inference():
+            found.append((shard._version, _local(shard)._version))
+    return found
 
 
 def freed_parameters(groups: Iterable[Any], nodes: Iterable[Any]) -> list[FreedParameter]:

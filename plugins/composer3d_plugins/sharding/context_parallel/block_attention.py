@@ -49,7 +49,14 @@ from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     unpacked,
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
-from composer3d_plugins.sharding.context_parallel.summed_positions import SummedPositions, WrittenRuns, side_by_side
+from composer3d_plugins.sharding.context_parallel.summed_positions import (
+    Sum,
+    SummedPositions,
+    SummedTensor,
+    WrittenRuns,
+    is_side_by_side,
+    side_by_side,
+)
 
 __all__ = ["Sharded", "backward_gathered", "backward_ring", "forward_gathered", "forward_ring"]
 
@@ -126,6 +133,8 @@ def backward_gathered(
         outgoing = Outgoing.of(pair, dim=2, positions=call.columns, dtype=rows.dtype)
         k, v = (SummedPositions(pieces) for pieces in outgoing.pieces)
         rows.add(pair, keys, (k, v))
+        for each in (k, v):
+            each.end()
         d_k, d_v = (_own(x, shards[0].dtype) for x in outgoing.reduced(call.group))
     else:
         d_k, d_v = (x.to(shards[0].dtype) for x in rows.added(pair, keys))
@@ -182,12 +191,9 @@ class _Forward:
     """Output and log-sum-exp of a rank's rows, as blocks are added."""
 
     def __init__(self, q_BHLE: torch.Tensor, width: int, mask: torch.Tensor | None, call: Sharded) -> None:
-        self._q, self._mask, self._call = q_BHLE, mask, call
-        wide = torch.promote_types(q_BHLE.dtype, torch.float32)
-        self._rows = Result(
-            side_by_side(q_BHLE, dtype=wide, width=width),
-            q_BHLE.new_empty(q_BHLE.shape[:-1], dtype=wide),
-        )
+        self._q, self._mask, self._call, self._width = q_BHLE, mask, call, width
+        self._dtype = torch.promote_types(q_BHLE.dtype, torch.float32)
+        self._rows: Result | None = None
         self._begun = WrittenRuns()
 
     def add(self, pair: _Pair, keys: tuple[Run, ...]) -> None:
@@ -198,17 +204,29 @@ class _Forward:
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
             result = kernel.forward(q, k, v, block_call)
+            if self._rows is None and q is self._q and is_side_by_side(result.o_BHLF, dtype=self._dtype):
+                self._rows = Result(result.o_BHLF, result.lse_BHL.to(self._dtype).contiguous())
+                self._begun.write(block.rows)
+                continue
+            rows = self._result()
             for part, is_begun in self._begun.write(block.rows):
                 inside = (part[0] - block.rows[0], part[1] - block.rows[0])
                 own = Result(positions_of(result.o_BHLF, inside), positions_of(result.lse_BHL, inside))
-                merge_(self._rows, own, part, is_first=not is_begun)
+                merge_(rows, own, part, is_first=not is_begun)
 
     def result(self) -> Result:
         """Return what all blocks make, the output in the dtype of the queries; 0 of rows that see nothing."""
+        rows = self._result()
         for run in self._begun.left((0, self._q.shape[2])) if self._q.shape[2] else ():
-            positions_of(self._rows.o_BHLF, run).zero_()
-            positions_of(self._rows.lse_BHL, run).fill_(float("-inf"))
-        return Result(self._rows.o_BHLF.to(self._q.dtype), self._rows.lse_BHL)
+            positions_of(rows.o_BHLF, run).zero_()
+            positions_of(rows.lse_BHL, run).fill_(float("-inf"))
+        return Result(rows.o_BHLF.to(self._q.dtype), rows.lse_BHL)
+
+    def _result(self) -> Result:
+        if self._rows is None:
+            lse = self._q.new_empty(self._q.shape[:-1], dtype=self._dtype)
+            self._rows = Result(side_by_side(self._q, dtype=self._dtype, width=self._width), lse)
+        return self._rows
 
 
 class _Backward:
@@ -220,20 +238,19 @@ class _Backward:
         self._grad, self._q, self._mask, self._call = grad_BHLF, q_BHLE, mask, call
         self._whole = Result(whole.o_BHLF, finite(whole.lse_BHL))
         self.dtype = torch.promote_types(q_BHLE.dtype, torch.float32)
-        self._rows, self._d_q = SummedPositions.of(q_BHLE, self.dtype)
+        self._rows = SummedTensor(q_BHLE, self.dtype)
 
     def d_q(self) -> torch.Tensor:
         """Return the gradient of the queries of all blocks that were added, in float32 or better."""
-        self._rows.end()
-        return self._d_q
+        return self._rows.total()
 
     def added(self, pair: _Pair, keys: tuple[Run, ...]) -> _Pair:
         """Add the blocks of some keys and values; return this rank's part of their gradients, in float32 or better."""
-        (k, d_k), (v, d_v) = (SummedPositions.of(x, self.dtype) for x in pair)
+        k, v = (SummedTensor(x, self.dtype) for x in pair)
         self.add(pair, keys, (k, v))
-        return d_k, d_v
+        return k.total(), v.total()
 
-    def add(self, pair: _Pair, keys: tuple[Run, ...], sums: tuple[SummedPositions, SummedPositions]) -> None:
+    def add(self, pair: _Pair, keys: tuple[Run, ...], sums: tuple[Sum, Sum]) -> None:
         """Add the blocks of some keys and values, and their gradients to sums."""
         for block in self._call.blocks(keys, self._mask, self._q.device):
             q, grad, o, lse = (
@@ -246,8 +263,6 @@ class _Backward:
             self._rows.add(block.rows, gradients.q_BHLE)
             sums[0].add(block.columns, gradients.k_BKME)
             sums[1].add(block.columns, gradients.v_BKMF)
-        for each in sums:
-            each.end()
 
 
 def _block_call(block: Block, mask: torch.Tensor | None, q: torch.Tensor, call: Sharded) -> BlockCall:

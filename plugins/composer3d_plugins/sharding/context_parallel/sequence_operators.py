@@ -76,9 +76,10 @@ def block_attention(
     """
     behind, ahead = (_UNLIMITED if bound is None else bound for bound in (pattern.behind, pattern.ahead))
     operator = _attention_kept if way == "gather_once" and group else _attention
-    o, *_ = operator(
-        q_BHLE, k_BKME, v_BKMF, mask, rows.encoded, columns.encoded, rank, behind, ahead, scale, softcap, way, group
-    )
+    o, *_ = torch_compat.operators.call_operator(
+        operator, q_BHLE, k_BKME, v_BKMF, mask,
+        rows.encoded, columns.encoded, rank, behind, ahead, scale, softcap, way, group,
+    )  # fmt: skip
     result: torch.Tensor = o
     return result
 
@@ -88,7 +89,8 @@ def exchange_heads(x: torch.Tensor, *, positions: Positions, group: str, to_head
 
     Collectives: one all-to-all, one more in the backward.
     """
-    return _exchange(x, positions.encoded, group, to_heads)
+    exchanged: torch.Tensor = torch_compat.operators.call_operator(_exchange, x, positions.encoded, group, to_heads)
+    return exchanged
 
 
 def gather_sequence(x: torch.Tensor, *, dim: int, positions: Positions, group: str) -> torch.Tensor:
@@ -190,7 +192,9 @@ def _attention_gradients(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[
     q, k, v, o, lse, mask = ctx.saved_tensors
     if grad is None:
         return (None,) * (4 + len(ctx.call))
-    gradients = _attention_backward_operator(grad, q, k, v, o, lse, mask, *ctx.call)
+    gradients = torch_compat.operators.call_operator(
+        _attention_backward_operator, grad, q, k, v, o, lse, mask, *ctx.call
+    )
     return (*gradients, None, *[None] * len(ctx.call))
 
 

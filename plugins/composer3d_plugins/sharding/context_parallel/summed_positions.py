@@ -6,13 +6,21 @@ Letters as in `block_attention`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from composer3d_plugins.sharding.context_parallel.block_kernels import positions_of
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Run
 
-__all__ = ["SummedPositions", "WrittenRuns", "side_by_side"]
+__all__ = ["Sum", "SummedPositions", "SummedTensor", "WrittenRuns", "is_side_by_side", "side_by_side"]
+
+
+class Sum(Protocol):
+    """What gradients of positions are added to."""
+
+    def add(self, run: Run, values: torch.Tensor) -> None:
+        """Add the values of a run."""
 
 
 class WrittenRuns:
@@ -61,6 +69,11 @@ def side_by_side(like: torch.Tensor, *, dtype: torch.dtype | None = None, width:
     return like.new_empty((batch, length, heads, width or like.shape[-1]), dtype=dtype or like.dtype).transpose(1, 2)
 
 
+def is_side_by_side(x: torch.Tensor, *, dtype: torch.dtype) -> bool:
+    """Return whether a tensor is what `side_by_side` would have returned memory for."""
+    return x.dtype is dtype and x.transpose(1, 2).is_contiguous()
+
+
 class SummedPositions:
     """A sum of tensors [B, H, n, E] that are of runs of positions.
 
@@ -72,12 +85,6 @@ class SummedPositions:
 
     def __init__(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._pieces, self._written = pieces, WrittenRuns()
-
-    @classmethod
-    def of(cls, like: torch.Tensor, dtype: torch.dtype) -> tuple[SummedPositions, torch.Tensor]:
-        """Return a sum in one tensor, and that."""
-        total = side_by_side(like, dtype=dtype)
-        return cls([(0, total)]), total
 
     def add(self, run: Run, values: torch.Tensor) -> None:
         """Add the values of a run."""
@@ -96,3 +103,42 @@ class SummedPositions:
         for begin, piece in self._pieces:
             for low, high in self._written.left((begin, begin + piece.shape[2])) if piece.shape[2] else ():
                 piece.narrow(2, low - begin, high - low).zero_()
+
+
+class SummedTensor:
+    """The same of one tensor. Values of all positions that come first are taken as they are, and added to in place.
+
+    Args:
+        like: [B, H, n, E], of the sum's sizes.
+        dtype: Of the sum.
+    """
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._total: torch.Tensor | None = None
+        self._sum: SummedPositions | None = None
+
+    def add(self, run: Run, values: torch.Tensor) -> None:
+        """Add the values of a run, which nothing else reads."""
+        is_whole = self._total is None and run == (0, self._like.shape[2])
+        if is_whole and is_side_by_side(values, dtype=self._dtype):
+            self._total = values
+        elif self._total is not None and self._sum is None:
+            positions_of(self._total, run).add_(values)
+        else:
+            self._summed().add(run, values)
+
+    def _summed(self) -> SummedPositions:
+        if self._sum is None:
+            self._total = side_by_side(self._like, dtype=self._dtype)
+            self._sum = SummedPositions([(0, self._total)])
+        return self._sum
+
+    def total(self) -> torch.Tensor:
+        """Return the sum; 0 where nothing was added."""
+        if self._total is None:
+            self._summed()
+        if self._sum is not None:
+            self._sum.end()
+        assert self._total is not None, "made"
+        return self._total
