@@ -5,7 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
-from composer3d.torch_compat import backward_hooks, checkpoint_plans, function_transforms, recomputed
+from composer3d.torch_compat import backward_hooks, checkpoint_plans, function_transforms, operators, recomputed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -142,8 +142,6 @@ from composer3d.torch_compat.operator_tags import is_pointwise
 from composer3d.torch_compat.operators import (
     custom_operator,
     custom_operators,
-    device_question,
-    operator_python,
     operator_span,
     watch_custom_operators,
 )
@@ -250,7 +248,6 @@ __all__ = [
     "default_generators",
     "default_store",
     "described_stage",
-    "device_question",
     "dispatch_mode",
     "drawing_operators",
     "drop_early",
@@ -319,8 +316,8 @@ __all__ = [
     "num_flops",
     "on_mismatched_size",
     "on_state_dict",
-    "operator_python",
     "operator_span",
+    "operators",
     "orthogonalised",
     "outside_function_modes",
     "outside_transforms",

@@ -93,7 +93,7 @@ def _node(function: Callable[..., Any], backward: Callable[..., Any], setup_cont
 
 
 def call_operator(operator: Any, *args: Any) -> Any:
-    """Call an operator that `custom_operator` made.
+    """Return what an operator that `custom_operator` made returns.
 
     Where nothing looks at operators, its function is called, and its gradient's, without torch's dispatcher, which
     takes a third of the time of a short attention: it boxes the arguments twice, and comes back to Python twice.
@@ -120,7 +120,7 @@ def _is_watched(args: tuple[Any, ...]) -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
         or torch.compiler.is_compiling()
         or any(isinstance(each, torch.Tensor) and type(each) not in (torch.Tensor, torch.nn.Parameter) for each in args)
     )

@@ -35,8 +35,8 @@ def operator():
 
 
 def test_what_an_operator_is_made_of_is_known_of_these_alone(operator):
-    assert torch_compat.operator_python(operator) is doubled
-    assert torch_compat.operator_python(torch.ops.aten.mul.Tensor) is None
+    assert torch_compat.operators.operator_python(operator) is doubled
+    assert torch_compat.operators.operator_python(torch.ops.aten.mul.Tensor) is None
 
 
 def names_under(operator, **options):

@@ -43,10 +43,12 @@ def test_a_fake_tensors_device_is_a_question_that_modes_see():
         number = len(asked)
         with torch_compat.dispatch_mode(handle, compiles=False, knows_devices=True):
             (tensor * 2).sum().backward()
-    questions = [of for operator, of in asked if operator is torch_compat.device_question()]
+    questions = [of for operator, of in asked if operator is torch_compat.operators.device_question()]
     assert questions and all(of.fake_device == torch.device("cpu") for of in questions)
     told = [operator for operator, _ in asked[number:]]
-    assert torch.ops.aten.mul.Tensor in told and torch_compat.device_question() not in told, "answered at once"
+    assert torch.ops.aten.mul.Tensor in told and torch_compat.operators.device_question() not in told, (
+        "answered at once"
+    )
 
 
 def test_rules_of_operators_are_found_at_hand_and_left_as_they_were():

@@ -196,7 +196,8 @@ def process_group(argument: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     if isinstance(argument, str):
-        return distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined]
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        return resolve(argument)
     group = distributed_c10d.ProcessGroup
     return argument if isinstance(argument, group) else group.unbox(argument)
 

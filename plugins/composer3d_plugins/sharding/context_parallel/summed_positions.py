@@ -17,7 +17,7 @@ __all__ = ["Sum", "SummedPositions", "SummedTensor", "WrittenRuns", "is_side_by_
 
 
 class Sum(Protocol):
-    """What gradients of positions are added to."""
+    """Sum to which gradients of positions are added."""
 
     def add(self, run: Run, values: torch.Tensor) -> None:
         """Add the values of a run."""
