@@ -153,6 +153,10 @@ class Tracer:
         Args:
             rank: Global.
         """
+        with scanning_new_objects_only(collects=False):
+            return self._depths(rank)
+
+    def _depths(self, rank: int) -> Depths:
         with Beside(lambda: self._longer(rank) if self._cuts else None) as beside:
             short = self._run(rank, _SHORT if self._cuts else None)
             number = sum(map(len, short.names))
@@ -291,6 +295,8 @@ class Tracer:
         job, truncation, step = self._job, BlockTruncation(keep), self._step(rank)
         # What lies in reference cycles is freed at the same moments in every run.
         gc.collect()
+        if gc.get_freeze_count():
+            gc.freeze()  # what is left is kept, and the next run's collection need not look at it
         was_enabled = gc.isenabled()
         gc.disable()
         try:
