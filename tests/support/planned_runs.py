@@ -12,6 +12,7 @@ import torch.distributed as dist
 from composer3d import Composition, StepAction, StepPoint, compose, hookimpl, plugin
 from composer3d.huggingface.forward import expect_no_packing, run_on_meta
 from composer3d.initialisation import record
+from composer3d.interfaces import Action
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
 from composer3d.models import llama
@@ -108,6 +109,19 @@ def job_of(case, folder):
 
 def tracer_of(case, folder, **options):
     return Tracer(job_of(case, folder), **options)
+
+
+def one_f_one_b(degree, number):
+    """Return every rank's actions of a step with that many micro-batches."""
+    orders = []
+    for rank in range(degree):
+        warm = min(degree - rank - 1, number)
+        order = [Action(rank, "F", index) for index in range(warm)]
+        for index in range(number - warm):
+            order += [Action(rank, "F", warm + index), Action(rank, "B", index)]
+        order += [Action(rank, "B", index) for index in range(number - warm, number)]
+        orders.append(order)
+    return orders
 
 
 def measured(case, folder):

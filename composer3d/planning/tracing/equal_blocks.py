@@ -10,12 +10,13 @@ from composer3d import patterns
 from composer3d.errors import TransformError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from composer3d.composition import Preparation
     from composer3d.interfaces import Part
 
-__all__ = ["BlockTruncation"]
+__all__ = ["BlockTruncation", "form_of", "form_of_tensor", "kind_of", "prefixes", "treatments"]
 
 # Attributes in which blocks keep their own number.
 _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
@@ -60,11 +61,12 @@ class BlockTruncation:
             and not _are_tied(names, context.ties)
             and all(_are_treated_alike(preparation, found[1:-1]) for found in self.names)
             and all(
-                len({_form(part.module.get_submodule(fqn)) for fqn in found}) == 1
+                len({form_of(part.module.get_submodule(fqn)) for fqn in found}) == 1
                 for part, found in zip(parts, self.names, strict=True)
             )
         )
         self.kept = [self._kept(preparation, found) if self.are_alike else found for found in self.names]
+        omitted: set[str] = set()
         for part, found, kept in zip(parts, self.names, self.kept, strict=True):
             last: list[Any] = [None]
             if len(kept) == len(found):
@@ -74,6 +76,12 @@ class BlockTruncation:
                     part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
                 else:
                     _empty(part.module.get_submodule(fqn), last, like=kept[1] if len(kept) > 2 else kept[0])
+                    omitted.add(fqn)
+        if omitted:
+            preparation.selected[:] = [
+                (transform, tuple(fqn for fqn in fqns if omitted.isdisjoint(prefixes(fqn))))
+                for transform, fqns in preparation.selected
+            ]
 
     def _kept(self, preparation: Preparation, names: list[str]) -> list[str]:
         if self._keep is None or len(names) <= self._keep:
@@ -148,38 +156,44 @@ def _empty(block: nn.Module, last: list[Any], *, like: str) -> None:
     block.composer3d_like = like  # type: ignore[assignment]
 
 
-def _form(block: nn.Module) -> tuple[Any, ...]:
+def form_of(block: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for blocks of equal structure."""
-    modules = tuple((fqn, type(module).__qualname__, _plain(module)) for fqn, module in block.named_modules())
-    tensors = tuple(
-        (fqn, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for fqn, tensor in [*block.named_parameters(), *block.named_buffers()]
-    )
-    return modules, tensors
+    modules = tuple((fqn, *kind_of(module)) for fqn, module in block.named_modules())
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    return modules, tuple((fqn, form_of_tensor(tensor)) for fqn, tensor in tensors)
 
 
-def _plain(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's attributes that are numbers or strings, except its own layer number."""
+def form_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype, and whether it is trained."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's class, and its attributes that are numbers or strings, except its own layer number."""
     values = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
-    return tuple(
-        (name, value) for name, value in values if name not in ("layer_idx", "layer_id", "index", "layer_number")
-    )
+    return type(module).__qualname__, tuple((name, value) for name, value in values if name not in _NUMBERS)
 
 
-def _are_treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Return whether every transform selects the same modules inside each of these blocks."""
+def treatments(preparation: Preparation, names: Sequence[str]) -> list[tuple[frozenset[str], ...]]:
+    """Return what every transform selects inside each of these blocks."""
+    rows: dict[str, list[frozenset[str]]] = {name: [] for name in names}
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:
-            owner = next((name for name in _prefixes(fqn) if name in inside), None)
+            owner = next((name for name in prefixes(fqn) if name in inside), None)
             if owner is not None:
                 inside[owner].add(fqn[len(owner) :])
-        if len({frozenset(found) for found in inside.values()}) > 1:
-            return False
-    return True
+        for name, found in inside.items():
+            rows[name].append(frozenset(found))
+    return [tuple(row) for row in rows.values()]
 
 
-def _prefixes(fqn: str) -> list[str]:
+def _are_treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
+    return len({*treatments(preparation, names)}) <= 1
+
+
+def prefixes(fqn: str) -> list[str]:
+    """Return the names of a module and of all that it is in: `a`, `a.b` and `a.b.c` of the last."""
     parts = fqn.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 

@@ -196,7 +196,8 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))
-        yield replace(preparation, model=model, attachments=preparation.attachments.of_copy(model))
+        attachments, selected = preparation.attachments.of_copy(model), [*preparation.selected]
+        yield replace(preparation, model=model, attachments=attachments, selected=selected)
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:

@@ -18,6 +18,7 @@ from composer3d.planning.schedules.warm_up import WarmUp
 from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
 from composer3d.planning.tracing.enough_microbatches import ShortStep
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
+from composer3d.planning.tracing.equal_stages import Twin, twins_of
 from composer3d.planning.tracing.extending import Sketch, extend, hold_more, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
@@ -126,23 +127,26 @@ class Tracer:
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         if not self._cuts:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
-        lengths = _SHORT, _SHORT + 1
-        costs = {(rank, length): length * self._step(rank).num_microbatches for rank in chosen for length in lengths}
+        middle = [rank for rank in chosen if rank in self._positions[1:-1]]
+        twins = twins_of(self._preparation, middle, self._step, least=_SHORT + 1)
+        own, lengths = [rank for rank in chosen if rank not in twins], (_SHORT, _SHORT + 1)
+        costs = {(rank, length): length * self._step(rank).num_microbatches for rank in own for length in lengths}
         # Both begin with the first rank, whose stage determines the shapes that the others receive.
         here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
         with Beside(lambda: self._run_all(there)) as beside:
             traced = self._run_all(here)
-            # Traces that failed there are made below.
-            traced |= beside.result() or {}
-        return [
-            self._joined(
-                rank,
-                traced.get((rank, _SHORT)) or self._run(rank, _SHORT),
-                traced.get((rank, _SHORT + 1)),
-                stands_for=number,
-            )
-            for rank, number in chosen.items()
-        ]
+            traced |= beside.result() or self._run_all(there)
+        pairs = {rank: (traced[rank, _SHORT], traced[rank, _SHORT + 1]) for rank in own}
+        pairs |= {rank: self._of_twin(twin, *pairs[twin.like]) for rank, twin in twins.items()}
+        return [self._joined(rank, *pairs[rank], stands_for=number) for rank, number in chosen.items()]
+
+    def _of_twin(self, twin: Twin, short: _Traced, longer: _Traced) -> tuple[_Traced, _Traced]:
+        """Return a rank's traces by those of the one that it is like; its own, where these are not to be extended."""
+        one, other = twin.of(short.sketch), twin.of(longer.sketch)
+        if one is None or other is None or not short.are_alike:
+            return self._run(twin.rank, _SHORT), self._longer(twin.rank)
+        mine = replace(short, sketch=one, names=[list(twin.names)], step=self._step(twin.rank))
+        return mine, replace(mine, sketch=other, notes=longer.notes)
 
     def _run_all(self, traces: Sequence[_Short]) -> dict[_Short, _Traced]:
         return {(rank, length): self._run(rank, length, if_longer=length > _SHORT) for rank, length in traces}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.planned_runs import Case, figures, tracer_of
+from support.planned_runs import Case, figures, one_f_one_b, tracer_of
 
 from composer3d import torch_compat
 from composer3d.errors import ComposerError
@@ -66,18 +66,6 @@ def test_fake_and_real_storages_count_alike():
             work()
         peaks.append(counter.peak)
     assert peaks == [2 * 30 * 30 * 4 + 30 * 7 * 4] * 2
-
-
-def one_f_one_b(degree, number):
-    orders = []
-    for rank in range(degree):
-        warm = min(degree - rank - 1, number)
-        order = [Action(rank, "F", index) for index in range(warm)]
-        for index in range(number - warm):
-            order += [Action(rank, "F", warm + index), Action(rank, "B", index)]
-        order += [Action(rank, "B", index) for index in range(number - warm, number)]
-        orders.append(order)
-    return orders
 
 
 def test_no_more_microbatches_are_traced_than_differ():
