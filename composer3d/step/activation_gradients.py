@@ -11,14 +11,16 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
+from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.microbatches import num_samples, tensors
 from composer3d.step.mixed_gradients import MixedGradients, kept_numbers
+from composer3d.step.retained_gradients import RetainedGradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,22 +66,29 @@ class ActivationGradients:
         self._has_hooks = self._has_functions = False
         self._modes: list[Any] = []
         self._recomputed: Any = None
-        self._mixed = MixedGradients(context)
-        self._outputs: list[weakref.ref[Tensor]] = []
+        self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
+        self._retained = RetainedGradients(self._inside)
+        self._outputs: list[_Output] = []
+        self._is_watched = self._is_followed = False  # any forward, and the last one that trained
+        self._outside: Any = None
 
     def __enter__(self) -> None:
         """Begin a backward of a loss that data parallelism averages."""
+        self.leave_loop()
         self._factor = self._whole
         self._mixed.open()
+        self._retained.begin()
         if self._has_hooks:  # which a recomputation registers
             self._recomputed = self._mode()
             self._recomputed.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if self._recomputed is not None:
             torch_compat.leave_mode(self._recomputed)
             self._recomputed = None
         self._mixed.close()
+        if kind is None:
+            self._retained.end(self._whole)
         self._factor = 1.0
 
     def watch(self, module: nn.Module) -> None:
@@ -88,23 +97,29 @@ class ActivationGradients:
 
         if not self._num_left:
             return
+        self._is_watched = True
+        for inner in module.modules():
+            torch_compat.backward_hooks.wrap_gradient_hooks(inner, self._of_module)
         has_stages = self._context.layout.degree(Role.STAGE) > 1
 
         def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
             if owner is module:
+                self.leave_loop()
                 self._mixed.num_samples = num_samples((args, kwargs)) or 0
                 self._modes.append(None)
-                if (self._num_left or self._has_hooks) and torch.is_grad_enabled() and owner.training:
+                trains = torch.is_grad_enabled() and owner.training
+                self._is_followed = trains and bool(self._num_left or self._has_hooks)
+                if self._is_followed:
                     self._num_left = max(0, self._num_left - 1)
-                    self._wrap_module_hooks(owner)
+                    self._retained.count_forward()
+                    self._wrap_legacy_hooks(owner)
                     self._modes[-1] = self._mode()
                     self._modes[-1].__enter__()
 
         def after(owner: nn.Module, _: Any, output: Any) -> None:
             if owner is module and self._modes:
                 torch_compat.leave_mode(self._modes.pop())
-                if self._whole != 1.0:
-                    self._outputs += [weakref.ref(value) for value in tensors(output) if value.grad_fn is not None]
+                self._note_outputs(output)
                 for value in tensors(output) if has_stages else ():
                     self.look(value)
 
@@ -120,9 +135,13 @@ class ActivationGradients:
         Returns:
             The same.
         """
-        outputs, self._outputs = [each() for each in self._outputs], []
-        for output in outputs:  # on which a loop, or a loss_fn, may have registered hooks
-            self._wrap_table(None if output is None else torch_compat.gradient_hooks(output)[0], self._one_device)
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:  # on which a loop, a loss_fn or a hook may have registered hooks
+            for key, hook in list(output.table.items()):
+                if not _is_foreign(hook):
+                    output.table[key] = self._one_device(output.followed(hook))
+            if (tensor := output.tensor()) is not None and tensor.retains_grad:
+                self._retained.add(tensor, is_output=True)
         if not (self._num_graphs or self._has_functions) or root.grad_fn is None:
             return root
         self._num_graphs = max(0, self._num_graphs - 1)
@@ -153,25 +172,40 @@ class ActivationGradients:
         if is_scaled:
             node.register_hook(lambda found, _: _times(found, self._factor))
 
+    def over_loss(self, output: Any) -> contextlib.AbstractContextManager[Any]:
+        """See what a loss function registers, and what hooks of the model have registered on what it returned."""
+        if self._is_watched:
+            self._note_outputs(output)
+        return self._mode() if self._is_followed else contextlib.nullcontext()
+
+    def _note_outputs(self, output: Any) -> None:
+        found = [value for value in tensors(output) if value.grad_fn is not None]
+        known = {id(each.tensor()) for each in self._outputs}
+        self._outputs += [_Output(value, self._inside) for value in found if id(value) not in known]
+
+    def follow_loop(self) -> None:
+        """See what a loop registers after a forward of its own, until the backward or another forward."""
+        if self._is_followed:
+            self._outside = self._mode()
+            torch_compat.function_transforms.enter_mode_below(self._outside)
+
+    def leave_loop(self) -> None:
+        """See nothing until the next forward."""
+        if self._outside is not None:
+            torch_compat.leave_mode(self._outside)
+            self._outside = None
+
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
         return torch_compat.function_mode(self._call)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(function, "__name__", "") == "register_hook" and len(args) == 2 and not args[0].is_leaf:
-            if not _is_foreign(args[1]):
-                return function(args[0], self._one_device(args[1]))
+        name = getattr(function, "__name__", "")
+        if name == "register_hook" and len(args) == 2 and not args[0].is_leaf and not _is_foreign(args[1]):
+            return function(args[0], self._one_device(self._followed(*args)))
+        if name == "retain_grad" and not args[0].is_leaf:
+            self._has_hooks = True
+            self._retained.add(args[0])
         return function(*args, **kwargs)
-
-    def _wrap_module_hooks(self, root: nn.Module) -> None:
-        for module in root.modules():
-            after, before = torch_compat.backward_hooks.module_gradient_hooks(module)
-            self._wrap_table(after, self._of_module)
-            self._wrap_table(before, self._of_module)
-
-    def _wrap_table(self, table: Any, wrap: Callable[[Any], Any]) -> None:
-        for key, hook in list(table.items()) if table else ():
-            if not _is_foreign(hook):
-                table[key] = wrap(hook)
 
     def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         self._has_hooks = True
@@ -191,7 +225,23 @@ class ActivationGradients:
 
         return scaled
 
+    def _wrap_legacy_hooks(self, root: nn.Module) -> None:
+        for module in root.modules():
+            table = torch_compat.backward_hooks.legacy_gradient_hooks(module)
+            for key, hook in list(table.items()):
+                table[key] = self._of_module(hook)
+
+    def _followed(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a hook that is called with all positions; code of the model is seen by what shards these first."""
+        if self._inside.hooks is None:
+            return hook
+        output = next((each for each in self._outputs if each.tensor() is tensor), None)
+        return self._inside.hooks.of_tensor(tensor, hook) if output is None else output.followed(hook)
+
     def _of_module(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        if _is_foreign(hook):
+            return hook
+
         @_named(hook)
         def scaled(module: nn.Module, *gradients: Any) -> Any:
             if self._factor == 1.0:
@@ -203,6 +253,17 @@ class ActivationGradients:
             return None if returned is None else _times(returned, self._factor)
 
         return scaled
+
+
+class _Output:
+    """An output of a forward, and its hooks, which it has longer than a loop holds it."""
+
+    def __init__(self, tensor: Tensor, inside: InsideValues) -> None:
+        if torch_compat.gradient_hooks(tensor)[0] is None:
+            tensor.register_hook(_is_foreign).remove()  # the table is made with the first one
+        self.table: MutableMapping[int, Any] = torch_compat.gradient_hooks(tensor)[0]
+        self.tensor = weakref.ref(tensor)
+        self.followed = (lambda hook: hook) if inside.hooks is None else inside.hooks.of_output(tensor)
 
 
 def _named(hook: Any) -> Callable[[Any], Any]:

@@ -173,8 +173,7 @@ class StepEngine:
         counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
             totals = self.guard.agree(step=number, call=None, counts=counts, digest=identity, copy=batch.copy[0])
-        self.loss_totals.copy, outer = batch.copy, self._equal
-        self._equal, self._evaluating = totals.equal, True
+        self.loss_totals.copy, outer, self._equal, self._evaluating = batch.copy, self._equal, totals.equal, True
         try:
             streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
             with streams, self.explaining(), self._context.span("evaluate"), units:
@@ -187,7 +186,8 @@ class StepEngine:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
         if self._evaluating:
             return self.loss_totals.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
-        return self._started(self.criterion.loss(output, target, equal=self._equal))
+        with self.activations.over_loss(output):
+            return self._started(self.criterion.loss(output, target, equal=self._equal))
 
     def _started(self, loss: Loss) -> Tensor:
         return self.activations.look(self.scaling.scale(self.loss_totals.scaled(loss)))

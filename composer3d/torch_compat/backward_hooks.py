@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import BackwardHook
 
-__all__ = ["follow_gradients", "is_operator_module", "module_gradient_hooks", "own_function"]
+__all__ = ["follow_gradients", "is_operator_module", "legacy_gradient_hooks", "own_function", "wrap_gradient_hooks"]
 
 # Of the attribute of a module whose calls are followed.
 FOLLOWS = "composer3d_follows_gradients"
+# Of that of a module whose hooks are wrapped.
+WRAPS = "composer3d_wraps_gradient_hooks"
 
 
 class _FollowedCall(Protocol):
@@ -42,9 +44,24 @@ def follow_gradients(module: nn.Module, call: Callable[[], _FollowedCall | None]
     vars(modules)["BackwardHook"] = _backward_hook
 
 
+def wrap_gradient_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Wrap the full backward hooks that a module has when it is called; see `follow_gradients`.
+
+    Args:
+        module: Its own, not its children's.
+        wrap: Given a hook as registered, or one before the backward; returns what is called in its place.
+    """
+    from torch.nn.modules import module as modules
+
+    vars(module)[WRAPS] = wrap
+    vars(modules)["BackwardHook"] = _backward_hook
+
+
 def _backward_hook(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any]) -> BackwardHook:
     from torch.utils.hooks import BackwardHook
 
+    if (wrap := vars(module).get(WRAPS)) is not None:
+        hooks, before = [wrap(hook) for hook in hooks], [wrap(hook) for hook in before]
     follow = vars(module).get(FOLLOWS)
     call = None if follow is None else follow()
     if call is None:
@@ -74,13 +91,13 @@ def _followed_kind() -> Any:
     return Followed
 
 
-def module_gradient_hooks(module: nn.Module) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
-    """Return the full backward hooks of a module, after and before its backward; registered ones have no public name.
+def legacy_gradient_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """Return what `register_backward_hook` has registered on a module; there is no public name (torch 2.11-2.15).
 
     Args:
         module: Its own, not its children's.
     """
-    return module._backward_hooks, module._backward_pre_hooks
+    return module._backward_hooks if module._is_full_backward_hook is False else {}
 
 
 def is_operator_module(name: str) -> bool:

@@ -29,15 +29,25 @@ def test_functions_on_tensors_are_told_from_torchs_machinery():
     assert [is_operator_module(each.__module__) for each in functions + machinery] == [True] * 6 + [False] * 3
 
 
-def test_full_backward_hooks_of_a_module_may_be_replaced():
+def test_full_backward_hooks_of_a_module_are_wrapped_when_it_is_called():
     module, called = nn.Linear(2, 2), []
+    wrap = lambda hook: lambda *given: called.append("wrapped") or hook(*given)  # noqa: E731
+    torch_compat.backward_hooks.wrap_gradient_hooks(module, wrap)
     module.register_full_backward_hook(lambda *_: called.append("after"))
     module.register_full_backward_pre_hook(lambda *_: called.append("before"))
-    for table in torch_compat.backward_hooks.module_gradient_hooks(module):
-        (number,) = table
-        table[number] = lambda *given, hook=table[number]: called.append("replaced") or hook(*given)
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert called == ["replaced", "before", "replaced", "after"]
+    assert called == ["wrapped", "before", "wrapped", "after"]
+
+
+def test_legacy_backward_hooks_of_a_module_may_be_replaced():
+    module, called = nn.Tanh(), []
+    assert not torch_compat.backward_hooks.legacy_gradient_hooks(module)
+    module.register_backward_hook(lambda *_: called.append("after"))
+    table = torch_compat.backward_hooks.legacy_gradient_hooks(module)
+    (number,) = table
+    table[number] = lambda *given, hook=table[number]: called.append("replaced") or hook(*given)
+    module(torch.ones(1, 2, requires_grad=True) * 2).sum().backward()
+    assert called == ["replaced", "after"]
 
 
 class Call:

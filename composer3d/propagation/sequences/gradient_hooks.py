@@ -19,9 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
+from composer3d.observation.call_sites import beside
+from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, gather_parts
-from composer3d.propagation.shards import PropagationError, ShardSpec, attach, copy_mark, spec_of, strip, unmark
+from composer3d.propagation.shards import (
+    SEQUENCE,
+    PropagationError,
+    ShardSpec,
+    attach,
+    copy_mark,
+    mark,
+    spec_of,
+    strip,
+    unmark,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +42,12 @@ __all__ = ["GradientHooks", "passed_on"]
 
 # Of the attribute of a tensor that a block, run by itself, takes or returns without its mark, before the axis.
 PASSED = "composer3d_passed_"
+# Of that of a hook that is called as on one device.
+FOLLOWED = "composer3d_followed"
 # In place of the mark of a tensor that every rank has whole.
 WHOLE = "whole"
+# In that of an output whose positions are in another order.
+UNKNOWN = "unknown"
 # What is known of a gradient's tensor; None where nothing is, and hooks are called as they are.
 Kind = ShardSpec | str | None
 
@@ -55,6 +71,9 @@ class GradientHooks:
 
     Attributes:
         padded: Returns numbers of tokens by padded lengths, of the batch at work: hooks see tokens alone.
+        inputs: Returns the dims along which positional arguments of the whole model are sharded; None where its own
+            hooks are as they are.
+        is_alike: Returns whether losses are computed of whole outputs, by all ranks alike.
 
     Memory: what hooks gather. Collectives: those of what hooks relate; of tensors that every rank has whole, one
         all-reduce of the gradient.
@@ -78,19 +97,81 @@ class GradientHooks:
     ) -> None:
         self._degree, self._rules, self._mesh, self.axis, self._mode = degree, rules, mesh, axis, mode
         self.padded: Callable[[], Mapping[int, int]] = dict
+        self.inputs: Callable[[tuple[Any, ...]], Mapping[int | str, int]] | None = None
+        self.is_alike: Callable[[], bool] = lambda: False
+        self._at_work: Callable[[], Any] = lambda: None
 
-    def of_tensor(self, tensor: Tensor, hook: Callable[[Tensor], Any], *, is_inside: bool) -> Callable[[Tensor], Any]:
+    def of_tensor(
+        self, tensor: Tensor, hook: Callable[[Tensor], Any], *, is_inside: bool | None = None
+    ) -> Callable[[Tensor], Any]:
         """Return a hook on a tensor that is called as on one device.
 
         Args:
             tensor: Of which it is a hook.
             hook: As registered; those of torch's data parallelism, and of this package, are as they are.
-            is_inside: Whether what has no mark is whole on every rank.
+            is_inside: Whether what has no mark is whole on every rank; None: as there is a propagation at work.
         """
-        kind = self._kind(tensor, is_inside=is_inside)
+        if is_inside is None:
+            mode = self._at_work()
+            if mode is not None and mode.pauses:
+                return hook
+            is_inside = mode is not None or self.is_alike()
+        return hook if tensor.is_leaf else self._of_kind(self._kind(tensor, is_inside=is_inside), hook)
+
+    def of_output(self, output: Tensor) -> Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]:
+        """Return what makes of a hook on an output of the model one that is called as on one device."""
+        return functools.partial(self._of_kind, self._kind(output, is_inside=True))
+
+    def pass_output(self, output: Tensor, other: Tensor | None, spec: ShardSpec | None) -> None:
+        """Mark for hooks alone what the whole model returns, or another tensor in its place: gathered, or tokens."""
+        if other is None:
+            passed_on(output, spec)
+        elif spec is not None and other.shape[spec.placed.dim] <= output.shape[spec.placed.dim]:
+            setattr(other, PASSED + spec.axis, spec if len(spec.placed.parts) == 1 else UNKNOWN)
+
+    def pass_inputs(self, given: tuple[Any, ...]) -> None:
+        """Mark what the whole model is given, for hooks alone."""
+        for at, dim in (self.inputs(given) if self.inputs is not None else {}).items():
+            if isinstance(at, int) and isinstance(x := given[at], Tensor):
+                placed = Placed(dim=dim, parts=(x.shape[dim] * self._degree,))
+                with torch_compat.without_torch_functions():
+                    view, sources = x.view_as(x), frozenset({SEQUENCE})
+                mark(view, placed=placed, degree=self._degree, sources=sources, axis=self.axis)
+                setattr(x, PASSED + self.axis, spec_of(view, self.axis))
+
+    def whole_of(self, tensor: Tensor, *, is_output: bool = False) -> Callable[[Tensor], Tensor]:
+        """Return what makes of this rank's gradient of a tensor that of one device.
+
+        Raises:
+            PropagationError: It is computed in a loss of this rank's positions, and is not known as a shard.
+        """
+        is_inside = is_output or self._at_work() is not None or self.is_alike()
+        kind, padded = self._kind(tensor, is_inside=is_inside), dict(self.padded())
+        if kind is None or kind == UNKNOWN:
+            raise PropagationError(
+                f"retain_grad of what a loss computes of a rank's own positions{beside()}: its gradient is that of a "
+                "shard; write it for the model's output, or for what a module of the model returns"
+            )
+
+        def whole(gradient: Tensor) -> Tensor:
+            with torch_compat.without_torch_functions():
+                if self._mesh is not None and isinstance(kind, ShardSpec):
+                    return self._gathered(gradient, kind, padded)
+                result: Tensor = self._given(gradient, kind, padded)
+                return result
+
+        return whole
+
+    def _of_kind(self, kind: Kind, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
-        if kind is None or tensor.is_leaf or module.startswith(("torch.distributed", "composer3d")):
+        is_followed = getattr(hook, FOLLOWED, False)
+        if kind is None or is_followed or module.startswith(("torch.distributed", "composer3d")):
             return hook
+        if kind == UNKNOWN:
+            raise PropagationError(
+                f"{_name(hook)}: a hook on an output that has several sequences one after another in a dim, of which "
+                "each rank has its positions; register it on what the model's last block returns"
+            )
         padded = dict(self.padded())
         where = f"the hook {_name(hook)}"
 
@@ -105,6 +186,7 @@ class GradientHooks:
         if hasattr(hook, "__name__"):
             functools.update_wrapper(propagated, hook, updated=())
         propagated.__module__ = module
+        setattr(propagated, FOLLOWED, True)
         return propagated
 
     def follow(self, model: nn.Module, rowwise: Collection[str], at_work: Callable[[], Any]) -> None:
@@ -118,11 +200,13 @@ class GradientHooks:
 
         def followed(fqn: str) -> _Call | None:
             mode = at_work()
-            return None if mode is not None and mode.pauses else _Call(self, fqn, is_inside=mode is not None)
+            if mode is not None and mode.pauses:
+                return None
+            return _Call(self, fqn, is_inside=mode is not None or not fqn)
 
-        inside = tuple(f"{fqn}." for fqn in rowwise)
+        self._at_work, inside = at_work, tuple(f"{fqn}." for fqn in rowwise)
         for fqn, module in model.named_modules():
-            if fqn and not fqn.startswith(inside):
+            if (fqn or self.inputs is not None) and not fqn.startswith(inside):
                 torch_compat.backward_hooks.follow_gradients(module, functools.partial(followed, fqn))
 
     def call(self, where: str, hook: Callable[..., Any], module: Any, groups: Sequence[tuple[Any, Any]]) -> Any:
@@ -162,7 +246,16 @@ class GradientHooks:
             return whole
         if _is_share(kind, padded):
             return attach(gradient.view_as(gradient), kind)
+        return self._gathered(gradient, kind, padded)
+
+    def _gathered(self, gradient: Tensor, kind: ShardSpec, padded: Mapping[int, int]) -> Tensor:
+        """Return the gradient of all tokens; an output of a padded sequence has none for a rank's padding."""
         with torch_compat.without_torch_functions():
+            dim = kind.placed.dim
+            missing = self._rules.local_length(sum(kind.placed.parts)) - gradient.shape[dim]
+            if missing > 0 and len(kind.placed.parts) == 1:
+                zeros = gradient.new_zeros([*gradient.shape[:dim], missing, *gradient.shape[dim + 1 :]])
+                gradient = torch.cat([gradient, zeros], dim)
             return _tokens(gather_parts(gradient, kind.placed, self._rules), kind, padded)
 
     def _returned(self, value: Any, gradient: Any, kind: Kind, padded: Mapping[int, int], where: str) -> Any:
@@ -185,7 +278,9 @@ class GradientHooks:
                 )
             whole = _with_padding(whole, kind, padded)
             own = SequenceOperands(self._degree, self._mesh, self._rules)
-            return own.indexed(whole, kind.placed.dim, kind.placed.parts)
+            found: Tensor = own.indexed(whole, kind.placed.dim, kind.placed.parts)
+            size = gradient.shape[kind.placed.dim]
+            return found if size == found.shape[kind.placed.dim] else found.narrow(kind.placed.dim, 0, size)
 
 
 class _Call:
@@ -206,6 +301,8 @@ class _Call:
         """Mark the inputs that the module is given in place of others."""
         self._mark(before, after)
         self._inputs = after
+        if not self._fqn:
+            self._hooks.pass_inputs(after)
 
     def returned(self, before: Any, after: Any) -> None:
         """Mark likewise what is returned in place of outputs, and remember the marks."""

@@ -37,11 +37,10 @@ class OutsideValues(SequencePropagation):
         padded: Numbers of tokens by padded lengths, of the batch at work: code is given tokens alone.
         refused: Why nothing sharded may be read; empty where it may.
         where: For messages.
+        is_alike: Whether all ranks along the axis compute the same, of whole outputs.
         draws_of: As of `SequenceWholes`.
         hooks: As of `SequencePropagation`.
     """
-
-    has_wholes = False
 
     def __init__(
         self,
@@ -53,11 +52,13 @@ class OutsideValues(SequencePropagation):
         padded: Mapping[int, int],
         refused: str = "",
         where: str = "the loss",
+        is_alike: bool = False,
         draws_of: SequenceDraws | None = None,
         hooks: GradientHooks | None = None,
     ) -> None:
         super().__init__(degree, where, rules=rules, mesh=mesh, axis=axis, draws_of=draws_of, hooks=hooks)
         self._padded, self._refused = padded, refused
+        self.has_wholes = is_alike
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run one function.

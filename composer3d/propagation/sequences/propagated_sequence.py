@@ -231,8 +231,7 @@ class PropagatedSequence:
         for leaf, spec in zip(leaves, specs, strict=True):
             given = self.returned(stripped := strip(leaf), spec)
             results[id(leaf)] = leaf if given is stripped else given
-            if given is stripped:
-                passed_on(leaf, spec)
+            self.gradients.pass_output(leaf, None if given is stripped else given, spec)
         if all(results[id(leaf)] is leaf for leaf in leaves):
             return output
         return torch_compat.tree_map(lambda leaf: results.get(id(leaf), leaf), output)
@@ -269,6 +268,7 @@ class PropagatedSequence:
             padded=padded,
             refused=refused,
             where=hook or "the loss",
+            is_alike=not (hook or refused),
             draws_of=self._draws_of if hook else None,
             hooks=self.gradients,
         )

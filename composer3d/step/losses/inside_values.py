@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from composer3d.mesh import Layout
 
 __all__ = ["InsideValues"]
+
+
+class _ShardHooks(Protocol):
+    """Calls hooks on gradients of shards as one device does."""
+
+    def of_tensor(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a hook on an activation that is called with all positions."""
+
+    def of_output(self, output: Tensor) -> Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]:
+        """Return what makes of a hook on an output of a forward one that is called with all positions."""
+
+    def whole_of(self, tensor: Tensor, *, is_output: bool) -> Callable[[Tensor], Tensor]:
+        """Return what makes of a gradient of this rank's shard that of all positions."""
 
 
 class InsideValues:
@@ -26,6 +41,7 @@ class InsideValues:
     Attributes:
         axes: Along which ranks get whole outputs of a forward that the loop runs itself, and compute one loss.
         mode: Makes the mode of torch functions in which that code runs; None where nothing is sharded.
+        hooks: Calls hooks on gradients of shards; None where nothing is sharded.
 
     Memory: what the code gathers. Collectives: those of its gathers.
     """
@@ -33,6 +49,7 @@ class InsideValues:
     def __init__(self) -> None:
         self.axes: tuple[str, ...] = ()
         self.mode: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        self.hooks: _ShardHooks | None = None
         self._entered: Any = None
 
     def others(self, layout: Layout) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer3d.torch_compat.tensors import tree_flatten, tree_unflatten
+from composer3d.torch_compat.tensors import tree_flatten, tree_unflatten, with_attributes_of
 
 __all__ = ["keep_output_hooks"]
 
@@ -42,7 +42,7 @@ def keep_output_hooks(module: Any) -> None:
         if base is not None and any(base is parameter for parameter in module.parameters()):
             return value.clone()
         is_view = base is not None and value.requires_grad and torch.is_grad_enabled()
-        return UnitOutput.apply(value) if is_view else value
+        return with_attributes_of(value, UnitOutput.apply(value)) if is_view else value
 
     def keep(_: Any, __: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():

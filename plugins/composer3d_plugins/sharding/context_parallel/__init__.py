@@ -304,17 +304,23 @@ class ContextParallel:
 
     def _install(self, sequence: PropagatedSequence, model: nn.Module, context: RunContext) -> None:
         """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
+        from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+
         found: Found = context.state[self]
+        if context.layout.degree(Role.STAGE) == 1:
+            sequence.gradients.inputs = lambda args: sharded_inputs(args, {}, found.names, self.sequence_dim)
         sequence.install(model)
         context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
         inside = context.stash(InsideValues)
 
-        def mode() -> OutsideValues:
-            is_whole = found.sequences.gathers or not found.shares_output
-            return sequence.outside(found.sequences.unpadded(), "" if is_whole else UNSEEN)
+        def is_whole() -> bool:
+            return found.sequences.gathers or not found.shares_output
 
-        inside.axes, inside.mode = ("cp",), mode
-        sequence.gradients.padded = lambda: found.sequences.unpadded()
+        def mode() -> OutsideValues:
+            return sequence.outside(found.sequences.unpadded(), "" if is_whole() else UNSEEN)
+
+        inside.axes, inside.mode, inside.hooks = ("cp",), mode, sequence.gradients
+        sequence.gradients.padded, sequence.gradients.is_alike = lambda: found.sequences.unpadded(), is_whole
 
     def _padding(self, context: RunContext) -> tuple[int, int, str] | None:
         """Return the length and the padded length of the batch at work, and which to use instead."""
