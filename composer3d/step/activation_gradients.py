@@ -119,7 +119,7 @@ class ActivationGradients:
         def after(owner: nn.Module, _: Any, output: Any) -> None:
             if owner is module and self._modes:
                 torch_compat.leave_mode(self._modes.pop())
-                self._note_outputs(output)
+                self._note_outputs(output)  # hooks behind this one may return others in their place
                 for value in tensors(output) if has_stages else ():
                     self.look(value)
 
@@ -183,8 +183,10 @@ class ActivationGradients:
         known = {id(each.tensor()) for each in self._outputs}
         self._outputs += [_Output(value, self._inside) for value in found if id(value) not in known]
 
-    def follow_loop(self) -> None:
+    def follow_loop(self, output: Any) -> None:
         """See what a loop registers after a forward of its own, until the backward or another forward."""
+        if self._is_watched:
+            self._note_outputs(output)
         if self._is_followed:
             self._outside = self._mode()
             torch_compat.function_transforms.enter_mode_below(self._outside)

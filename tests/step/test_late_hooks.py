@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.late_hooks import PREPARED, errors
+from support.models import write_manifest
+from torch import nn
 
+import composer3d
 from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
@@ -24,3 +28,32 @@ def late(text: str) -> dict[str, float]:
 def test_they_are_where_they_are_registered_on_the_composed_model():
     for found in run_ranks(late, 2, LAYOUTS["fsdp2"]):
         assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
+def at_the_fifth_step(own: bool) -> list[float]:
+    """Return what a hook on the output is given that is registered first after four steps, of which none had hooks."""
+    torch.set_default_dtype(torch.float64)
+    seen: list[torch.Tensor] = []
+    x, y = torch.ones(2, 3, 4), torch.zeros(2, 3, 5)
+    steps = [0]
+
+    def loss(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        if steps[0] == 4:
+            o.register_hook(seen.append)
+        return (o - t).mean()
+
+    run = composer3d.compose(nn.Sequential(nn.Linear(4, 5)), write_manifest(LAYOUTS["fsdp2"]), loss_fn=loss)
+    for steps[0] in range(5):
+        with run.step(steps[0]):
+            if own:
+                run.backward(loss(run.model(x), y))
+            else:
+                run.forward_backward(x, target=y)
+    run.close()
+    return [float(each.max()) for each in seen]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["engine", "loop"])
+def test_hooks_on_outputs_are_seen_whenever_they_are_registered(own: bool):
+    for found in run_ranks(at_the_fifth_step, 2, own):
+        assert found == pytest.approx([1 / 60], rel=TIGHT)

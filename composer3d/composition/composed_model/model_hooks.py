@@ -97,7 +97,7 @@ def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, 
             engine.leave_own_forward()
             if not engine.is_running:
                 engine.criterion.inside.begin()
-                engine.activations.follow_loop()
+                engine.activations.follow_loop(output)
             if normal:
                 normal.pop().close()
 
