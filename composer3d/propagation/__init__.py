@@ -30,6 +30,7 @@ from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
+from composer3d.propagation.scripted_functions import attributes_in_use, is_elementwise, scripted_functions
 from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
 from composer3d.propagation.sequences.outside_values import OutsideValues
@@ -95,6 +96,7 @@ __all__ = [
     "activation_of",
     "attach",
     "attend_drawing",
+    "attributes_in_use",
     "attributes_of",
     "blocks_beside",
     "blocks_of",
@@ -110,6 +112,7 @@ __all__ = [
     "gather_parts",
     "held_by",
     "in_mode",
+    "is_elementwise",
     "is_in_place",
     "kind_of",
     "mark",
@@ -124,6 +127,7 @@ __all__ = [
     "repeatable",
     "replaced",
     "restated",
+    "scripted_functions",
     "site_of",
     "strip",
     "tensors_of",

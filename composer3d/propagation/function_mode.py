@@ -299,7 +299,7 @@ class Propagation(ShapeRules):
                 number=error.number if isinstance(error, Indivisible) else None,
                 summed=summed_size(name, *given, self.axis),
             ) from None
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             text = str(error).partition("\n")[0]
             raise PropagationError(
                 f'"{self._where}": {name} does not work on sharded features ({text}){beside()}',

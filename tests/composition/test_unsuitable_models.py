@@ -192,3 +192,24 @@ def test_a_container_without_a_forward_is_refused_with_what_to_pass(made, name):
         "followed; compose each of its modules by itself, or hand compose a module with a forward that calls them"
     )
     assert run_ranks(container, 2, made, PLANS[name]) == [expected] * 2
+
+
+class Scripted(nn.Module):
+    def __init__(self, compile_):
+        super().__init__()
+        self.inner, self.out = compile_(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(self.inner(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 4))])
+@pytest.mark.parametrize(("model", "what"), [(Scripted, '"inner"'), (lambda of: of(nn.Linear(4, 4)), "the model")])
+def test_modules_that_torch_jit_has_compiled_are_refused(compile_, model, what):
+    with fake_world(2), pytest.raises(TransformError) as caught:
+        composed(FSDP, model(compile_))
+    assert str(caught.value) == (
+        f"torch.jit has compiled {what} before compose, and runs it where no plugin sees what it does; hand compose "
+        "the module as it was, without torch.jit.script and torch.jit.trace"
+    )

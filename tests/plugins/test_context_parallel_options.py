@@ -89,6 +89,9 @@ def test_refusals():
         assert 'the pattern "mixtures" matches nothing in the model; did you mean "mixture"?' in message
     for message in run_ranks(refused, 2, context(more="sequence_dim = 0\n")):
         assert "sequence_dim must be at least 1, not 0" in message
+    for message in run_ranks(refused, 2, context(more="sequence_dim = 5\n")):
+        said = "sequence_dim = 5 is no dim of the model's inputs, which have 2 at most, counted from 0; write a number"
+        assert f":7:1: [sharding.context_parallel] {said} from 1 to 1" in message
 
 
 class ByHand(nn.Module):

@@ -10,7 +10,7 @@ from support.sequence_models import DIM, HEADS, LENGTH, VOCAB
 from support.sequence_steps import context, padded_batch, sequence_steps
 from torch import nn
 
-from composer3d.propagation import Placed, PropagationError, mark
+from composer3d.propagation import Placed, PropagationError, mark, spec_of
 from composer3d.testing import run_ranks
 
 
@@ -111,10 +111,20 @@ class After(Root):
 
 
 class Pair(nn.Module):
-    """Returns its input twice: whole, and two sequences in one dim."""
+    """Returns its input twice, and what is no sequence."""
 
     def forward(self, x):
         return x, torch.zeros(3), x
+
+
+class Lengths:
+    """What of a propagated sequence is asked here."""
+
+    local_sizes = frozenset({LENGTH // 2})
+
+    def mark(self, x, dim, *, is_inside):
+        assert is_inside
+        return mark(x, placed=Placed(dim=dim, parts=(LENGTH,)), degree=2, axis="cp")
 
 
 def text(table="", more=""):
@@ -140,23 +150,45 @@ def test_what_the_root_relates_between_blocks_is_that_of_one_device():
             assert max(loss, error) <= 1e-12, (model, name)
 
 
-def test_sequences_in_parts_are_refused_where_a_stage_receives_them():
-    model, values = Pair(), StageValues(axis="cp")
-    x = mark(torch.zeros(2, LENGTH, DIM), placed=Placed(dim=1, parts=(LENGTH, LENGTH)), degree=2, axis="cp")
+def returned(parts):
+    """Return what is known of a module that returned shards of such parts in the dry run."""
+    model, values = Pair(), StageValues(axis="cp", lengths=(LENGTH,))
+    x = mark(torch.zeros(2, sum(parts) // 2, DIM), placed=Placed(dim=1, parts=parts), degree=2, axis="cp")
     with values.noted(model):
         model(x)
-    assert values.returned == {"": [(-1, None, -1)]}
-    whole = torch.zeros(3)
-    assert values.given(None, "", 5, 1, whole) is whole
+    return values
+
+
+def test_what_a_stage_receives_is_marked_as_the_dry_run_found_it():
+    values, whole, x = returned((LENGTH,)), torch.zeros(3), torch.zeros(2, LENGTH // 2, DIM)
+    assert values.given(Lengths(), "", 5, 1, whole) is whole
+    assert spec_of(values.given(Lengths(), "", 5, 2, x), "cp").placed == Placed(dim=1, parts=(LENGTH,))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            (LENGTH, LENGTH),
+            '"" returns sequences one after the other in one dim, as rows without padding are, and a stage of the '
+            "pipeline receives them; let blocks pass on samples and positions in dims of their own, or begin the stage "
+            "elsewhere ([scheduling.pipeline] split)",
+        ),
+        (
+            (LENGTH,),
+            '"" returns 7 positions, which is no shard of the batch, and a stage of the pipeline receives them: how '
+            "many there are depends on values; choose and put them back in one stage",
+        ),
+    ],
+)
+def test_rows_that_values_choose_are_refused_where_a_stage_receives_them(parts, said):
     with pytest.raises(PropagationError) as caught:
-        values.given(None, "", 0, 0, x.detach())
-    assert str(caught.value) == (
-        '"" returns several sequences in one dim, which a stage of the pipeline receives; let it return them one by '
-        "one, or begin the stage elsewhere ([scheduling.pipeline] split)"
-    )
+        returned(parts).given(Lengths(), "", 0, 0, torch.zeros(2, 7, DIM))
+    assert str(caught.value) == said
 
 
 def test_blocks_that_the_dry_run_left_out_return_what_others_of_their_form_do():
-    values = StageValues(axis="cp", returned={"layers.0": [(1,)]})
+    values = returned((LENGTH,))
+    values.returned["layers.0"] = values.returned.pop("")
     values.complete([["layers.0", "layers.1"], ["other"]])
-    assert values.returned == {"layers.0": [(1,)], "layers.1": [(1,)]}
+    assert values.returned["layers.1"] == values.returned["layers.0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -189,3 +190,40 @@ def test_a_module_that_the_plan_does_not_mention():
         r"\(\w+\.py:\d+\)",
         run_ranks(unplanned, 2)[0].partition("; ")[0],
     )
+
+
+def compiled(function):
+    """Have torch.jit compile a function; torch advises against it, and people's code has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function)
+
+
+@compiled
+def weights(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+class Weighing(nn.Module):
+    """A softmax over features that ranks share, which no propagation sees: it was that of a rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(weights(self.up(x)))
+
+
+def weighing():
+    text = write_manifest(entries(2, up='"colwise"', down='"rowwise"'))
+    with pytest.raises(ManifestError) as caught:
+        composer3d.compose(Weighing, text, loss_fn=lambda output, target: output.sum())
+    return str(caught.value).partition("] ")[2]
+
+
+def test_a_compiled_function_that_may_relate_features_is_refused():
+    assert run_ranks(weighing, 2) == 2 * [
+        'tensor_parallel: "" calls weights, which torch.jit has compiled: whether it relates features that ranks share '
+        "cannot be seen; call the function as it was, without torch.jit.script and torch.jit.trace"
+    ]

@@ -37,6 +37,7 @@ def refuse_unsuitable(model: nn.Module, *, is_alone: bool = True) -> None:
     if (what := unreadable(model)) is not None:
         raise TransformError(what)
     _refuse_compiled(model)
+    _refuse_scripted(model)
     _refuse_replicated(model)
     _refuse_sharded(model)
     if not is_alone:
@@ -52,6 +53,19 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise TransformError(
                 f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand '
                 f"compose the model as it was, and write {tables} into the manifest, which compiles its blocks"
+            )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Refuse modules of torch.jit, whose forwards no plugin can see or replace."""
+    import torch
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f'"{fqn}"' if fqn else "the model"
+            raise TransformError(
+                f"torch.jit has compiled {what} before compose, and runs it where no plugin sees what it does; hand "
+                "compose the module as it was, without torch.jit.script and torch.jit.trace"
             )
 
 

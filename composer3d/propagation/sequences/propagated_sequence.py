@@ -19,6 +19,7 @@ from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.gradient_hooks import GradientHooks, passed_on
+from composer3d.propagation.sequences.lost_marks import LostMarks
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.recomputed_functions import propagated_again
@@ -98,6 +99,13 @@ class PropagatedSequence:
         # Global lengths of uneven shards, by a rank's own length.
         self._lengths = {rules.local_length(length): length for length in lengths}
         self._local_sizes, self._whole_sizes = set[int](), set[int]()  # of what was marked
+        self._lost = LostMarks(
+            blocks,
+            axis=axis,
+            mark=functools.partial(self.mark, is_inside=True),
+            is_whole=self.is_whole,
+            local_sizes=lambda: self.local_sizes,
+        )
         self._memories: dict[Hashable, Memory] = {}
         self._is_alone = False
         self._has_flex = has_flex
@@ -119,6 +127,11 @@ class PropagatedSequence:
     def lengths(self) -> list[int]:
         """Global lengths of uneven shards that it met."""
         return list(self._lengths.values())
+
+    @property
+    def local_sizes(self) -> Collection[int]:
+        """Return lengths of the shards that were marked, of inputs and inside."""
+        return self._local_sizes
 
     def is_whole(self, size: int) -> bool:
         """Return whether a dim of a size has all positions of a sequence that was marked, and no shard's."""
@@ -165,13 +178,14 @@ class PropagatedSequence:
             if not fqn and self._at_work is None:
                 args, kwargs = self._marked_inputs(args, kwargs)
             elif fqn in self._blocks:
-                args, kwargs = self._marked_again(fqn, args, kwargs)
+                args, kwargs = self._lost.marked_again(fqn, args, kwargs, is_inside=self._at_work is not None)
             if self._begins is not None and fqn in self._begins.blocks:
                 args, kwargs = self._begun(self._begins, fqn, args, kwargs)
             if self._at_work is not None:
                 return forward(*args, **kwargs)
             if not specs_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
-                return forward(*args, **kwargs)
+                if not self._lost.was_whole(fqn, args, kwargs):
+                    return forward(*args, **kwargs)
             output = self._propagate(forward, fqn, args, kwargs)
             if fqn and (fqn not in self._blocks or self._keeps_marks):
                 return output
@@ -291,32 +305,6 @@ class PropagatedSequence:
         dims = self._inputs(args, kwargs)
         given = tuple(self.mark(x, dims[at]) if at in dims else x for at, x in enumerate(args))
         return given, {name: self.mark(x, dims[name]) if name in dims else x for name, x in kwargs.items()}
-
-    def _marked_again(
-        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        sharded = self._blocks[fqn]
-        leaves = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
-        if len(leaves) != len(sharded):
-            return args, kwargs
-        lost = {
-            id(leaf): dim
-            for leaf, dim in zip(leaves, sharded, strict=True)
-            if dim is not None and spec_of(leaf, self._axis) is None
-        }
-        if not lost:
-            return args, kwargs
-        whole = [n for leaf in leaves if id(leaf) in lost and self.is_whole(n := leaf.shape[lost[id(leaf)]])]
-        if whole:
-            raise PropagationError(
-                f'"{fqn}" is given all {whole[0]} positions, of which it takes shards: how many there were in between '
-                "depends on values, as of repeat_interleave by a tensor; choose them by a mask that keeps their number"
-            )
-
-        def marked(leaf: Any) -> Any:
-            return self.mark(leaf, lost[id(leaf)], is_inside=True) if id(leaf) in lost else leaf
-
-        return torch_compat.tree_map(marked, (args, kwargs))
 
     def _begin_before(
         self, begins: Begins, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
+from composer3d.observation.call_sites import beside
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.function_dims import name_of
@@ -36,6 +37,8 @@ __all__ = ["SequenceWholes"]
 INDEXING = frozenset("__getitem__ select narrow unbind __iter__ split split_with_sizes chunk tensor_split".split())
 # Parts of names of functions whose results are shorter or longer sequences.
 RESAMPLING = ("conv", "pool", "interpolate", "upsample")
+# What makes a dual number, by which code differentiates forward.
+DUAL = "_make_dual"
 STACKS = frozenset("stack cat concat concatenate".split())
 
 
@@ -65,9 +68,11 @@ class SequenceWholes(Propagation):
     ) -> None:
         self._operands = SequenceOperands(degree, mesh, rules)
         super().__init__(degree, where, mesh=mesh, memory=memory, axis=axis, meeting=self._operands)
-        self._rules, self._sequence_draws = rules, draws_of
+        self._rules, self._sequence_draws, self._is_dry = rules, draws_of, mesh is None
 
     def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        if self._is_dry:
+            self._refuse_transformed(name_of(func), args, options)
         with self._everywhere(name_of(func), args, options):
             result = super()._unsharded(func, args, options)
         if self._operands.lengths:
@@ -78,11 +83,28 @@ class SequenceWholes(Propagation):
                 return self._stacked(name, args, options, result)
         return result
 
+    def _refuse_transformed(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Refuse what a transform of torch.func is given of a sharded sequence, which has no mark inside of it.
+
+        Its sizes would be a rank's own: a mean over positions would be that of some, without an error.
+        """
+        for leaf in torch_compat.tree_leaves([list(args), dict(options)]):
+            if not isinstance(leaf, Tensor) or (given := torch_compat.untransformed(leaf)) is leaf:
+                continue
+            if self._spec_of(given) is not None:
+                raise PropagationError(
+                    f'"{self._where}": {name} inside of torch.vmap, or of another transform of torch.func, of a '
+                    f"sequence that is sharded: what is done there cannot be seen{beside()}; write it with operators "
+                    "on whole batches, and gradients as a loss"
+                )
+
     def _stream(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], placed: Placed
     ) -> contextlib.AbstractContextManager[None]:
         """Return where a function draws the numbers of this rank's positions."""
         super()._stream(name, args, options, placed)
+        if name == DUAL:
+            raise PropagationError("marks are lost where code differentiates forward")
         if draws(name, args, options) and (name in VALUED or self._is_seeded()):
             raise PropagationError("it draws for all positions at once")
         specs = self._specs_in(args, options)
@@ -178,6 +200,8 @@ class SequenceWholes(Propagation):
 
         Numbers without gradients, as of documents or masks, stay whole: they are indexed where they meet shards.
         """
+        if name == DUAL:
+            return result  # marks would be lost with it
         places = {(spec.placed.dim, spec.shadow.ndim, spec.placed.parts) for spec in specs}
 
         is_resampled = any(word in name for word in RESAMPLING)

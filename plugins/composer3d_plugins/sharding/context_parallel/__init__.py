@@ -297,7 +297,7 @@ class ContextParallel:
         )
         found.is_captured = lambda: sequence.is_captured
         if any(part.is_last and part.module is model for part in context.parts):
-            sequence.returned = Outputs(rules=rules, found=found, is_whole=sequence.is_whole)
+            sequence.returned = Outputs(rules=rules, found=found)
         self._install(sequence, model, context)
         model.forward = explained(model.forward, partial(self._padding, context))
         return fqns

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Method", "head_repeats", "inner_degrees", "unfit"]
+from composer3d import Role, RunContext
+
+__all__ = ["Method", "head_repeats", "heads_over", "inner_degrees", "unfit"]
 
 
 class Method(StrEnum):
@@ -71,3 +73,14 @@ def unfit(
             names = ", ".join(map(str, possible))
             return f"inner_degree = {inner_degree} is not one of {names}, which divide cp and heads"
     return None
+
+
+def heads_over(context: RunContext, num_heads: int) -> int:
+    """Return over how many ranks tensor parallelism divides heads, if they divide.
+
+    Args:
+        context: Of the run.
+        num_heads: Of the whole model.
+    """
+    degrees = [context.degrees[axis] for axis in context.layout.names(Role.TENSOR)]
+    return next((degree for degree in degrees if degree > 1 and num_heads % degree == 0), 1)

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from composer3d import Batch, BatchError, torch_compat
+from composer3d import Batch, BatchError, PluginError, torch_compat
 from composer3d_plugins.sharding.context_parallel.length_numbers import named
 from composer3d_plugins.sharding.context_parallel.packed_documents import balanced_positions
 from composer3d_plugins.sharding.context_parallel.position_tables import Table
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
-__all__ = ["Placement", "Sequences", "sharded_inputs"]
+__all__ = ["Placement", "Sequences", "refuse_dim", "sharded_inputs"]
 
 # Names of arguments that are sharded, besides the first tensor. Masks, positions, documents and images are not: they
 # are indexed where they are combined with sharded activations.
@@ -52,6 +52,28 @@ def sharded_inputs(
     if first is None and not stated and sequences and len(sequences) == len(tensors):
         first = sequences[0][0]
     return dict.fromkeys([*([] if first is None else [first]), *stated], dim)
+
+
+def refuse_dim(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> None:
+    """Refuse a sequence dim that no input has; an image's sequence, which the model makes, has the dim 1.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        dim: The sequence dim.
+
+    Raises:
+        PluginError: No tensor among them has it.
+    """
+    most = max(
+        (x.ndim for x in torch_compat.tree_leaves([list(args), dict(kwargs)]) if isinstance(x, Tensor)), default=0
+    )
+    if 1 < most <= dim:
+        raise PluginError(
+            f"sequence_dim = {dim} is no dim of the model's inputs, which have {most} at most, counted from 0",
+            hint=f"write a number from 1 to {most - 1}",
+            keys=("sequence_dim",),
+        )
 
 
 def _named(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer3d import Batch, PlannedShards, PluginError, Role, RunContext, torch_compat
+from composer3d import Batch, PlannedShards, PluginError, RunContext, torch_compat
 from composer3d.propagation import (
     Begins,
     Call,
@@ -28,8 +28,13 @@ from composer3d.propagation import (
     trace,
     unseen,
 )
-from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
-from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, heads_over, inner_degrees, unfit
+from composer3d_plugins.sharding.context_parallel.batch_placement import (
+    Placement,
+    Sequences,
+    refuse_dim,
+    sharded_inputs,
+)
 from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
 from composer3d_plugins.sharding.context_parallel.kept_values import KeptValues
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
@@ -43,6 +48,7 @@ from composer3d_plugins.sharding.context_parallel.stage_values import StageValue
 __all__ = ["Found", "dry_run", "names_of"]
 
 AXIS = "cp"
+LEFT_OUT = "leave out [sharding.context_parallel]"
 # Kinds of modules whose product precision plugins may replace.
 LAYERS = ("linear", "transposed")
 
@@ -149,6 +155,7 @@ def dry_run(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
     call, sequences = _narrowed(_divisible(traced.call.fresh(), found, dim, unit), found, placement)
+    found.values.lengths = sequences.in_order
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -256,16 +263,19 @@ def _run(
         with patched(forwards), sequence.hooked(model), found.values.noted(model):
             return on_meta(model, call)
     except PropagationError as error:
-        text = str(error) if str(error).startswith('"') else f'"{rules.failed}": {error}'
+        text = str(error) if str(error).startswith('"') else f"{named(rules.failed)}: {error}"
+        text = named(rules.failed) + text.removeprefix('""') if text.startswith('""') else text
         raise PluginError(
             f"context_parallel cannot shard the sequence: {text}",
-            hint=f'if "{rules.failed}" does the same with every token, name it in rowwise',
+            hint=f'if "{rules.failed}" does the same with every token, name it in rowwise' if rules.failed else None,
         ) from error
     except Exception as error:  # a model's own code may raise anything
         raise PluginError(
-            f'context_parallel cannot run "{rules.failed}" on meta with a sharded sequence ({type(error).__name__}: '
-            f"{str(error).partition(chr(10))[0]})",
-            hint="name it in rowwise if it does the same with every token; else leave out [sharding.context_parallel]",
+            f"context_parallel cannot run {named(rules.failed)} on meta with a sharded sequence "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            hint="name it in rowwise if it does the same with every token; else leave out [sharding.context_parallel]"
+            if rules.failed
+            else LEFT_OUT,
         ) from error
 
 
@@ -274,10 +284,18 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
     done = {what for what, _, _ in rules.notes}
     goes_on = found.shares_output or any(dim is not None for dims in found.blocks.values() for dim in dims)
     if not done & {"attention", "products", "neighbours"} and not (goes_on and "gathered" in done):
+        gathered = [(fqn, name) for what, fqn, name in rules.notes if what == "gathered"]
+        if gathered:
+            names = ", ".join(dict.fromkeys(name for fqn, name in gathered if fqn == gathered[0][0]))
+            raise PluginError(
+                f"context_parallel has no effect: {named(gathered[0][0])} gathers the sequence ({names}), and no "
+                "attention, convolution or scan works on shards of it after that",
+                hint=f"let attention take samples, masked in place of rows that values choose; or {LEFT_OUT}",
+            )
         raise PluginError(
             "context_parallel has no effect: no attention, convolution or scan of the model works on the sequence that "
             "is sharded",
-            hint="leave out [sharding.context_parallel], or set sequence_dim to the sequence's dim of inputs",
+            hint=f"{LEFT_OUT}, or set sequence_dim to the sequence's dim of inputs",
         )
     planned = context.stash(PlannedShards).by_parameter
     for fqn in (fqn for what, fqn, _ in rules.notes if what == "gathered" and f"{fqn}.weight" in planned):
@@ -291,7 +309,7 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
             continue
         # Query heads are the third dim from the last; those without are one head.
         num_heads = attention.q_BHSE.shape[-3] if attention.q_BHSE.ndim > 3 else 1
-        num_heads //= _heads_over(context, num_heads)
+        num_heads //= heads_over(context, num_heads)
         why = unfit(method, num_heads=num_heads, degree=rules.degree, inner_degree=inner_degree)
         if why is not None:
             raise PluginError(f'context_parallel: "{fqn}": {why}')
@@ -304,12 +322,6 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
             )
     if method is Method.USP:
         found.inner_degree = inner_degree or max(possible or {1})
-
-
-def _heads_over(context: RunContext, num_heads: int) -> int:
-    """Return over how many ranks tensor parallelism divides heads, if they divide."""
-    degrees = [context.degrees[axis] for axis in context.layout.names(Role.TENSOR)]
-    return next((degree for degree in degrees if degree > 1 and num_heads % degree == 0), 1)
 
 
 def begins_of(found: Found, dim: int) -> Begins | None:
@@ -339,6 +351,7 @@ def _divisible(call: Call, found: Found, dim: int, unit: int) -> Call:
 
 def _narrowed(call: Call, found: Found, placement: Placement) -> tuple[Call, Sequences]:
     """Return the call of a rank, and the lengths of its sequences."""
+    refuse_dim(call.args, call.kwargs, placement.dim)
     if not sharded_inputs(call.args, call.kwargs, found.names, placement.dim) and not found.begins:
         raise PluginError(
             f"context_parallel finds no input of the model with a dim {placement.dim} to shard, and no list of blocks "

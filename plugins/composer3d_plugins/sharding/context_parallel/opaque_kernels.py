@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd import Function
 
 from composer3d import PluginError
+from composer3d.propagation import attributes_in_use, scripted_functions
+from composer3d_plugins.sharding.context_parallel.length_numbers import named
 from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
 
 __all__ = ["OpaqueKernel", "opaque_kernels", "own_backwards", "refuse_opaque"]
@@ -52,6 +54,14 @@ def refuse_opaque(model: nn.Module, rowwise: Collection[str]) -> None:
                 f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
                 "reads cannot be seen",
                 hint=f'if "{fqn}" does the same with every token, name it in rowwise; else write it with operators',
+            )
+    for fqn, function in scripted_functions(model).items():
+        if not f"{fqn}.".startswith(inside):
+            raise PluginError(
+                f"context_parallel: {named(fqn)} calls {function.name}, which torch.jit has compiled: which positions "
+                "it reads cannot be seen",
+                hint="call the function as it was, without torch.jit.script and torch.jit.trace"
+                + (f'; or name "{fqn}" in rowwise, if it does the same with every token' if fqn else ""),
             )
     for kernel in opaque_kernels(model):
         raise PluginError(
@@ -98,13 +108,7 @@ def own_backwards(model: nn.Module) -> dict[str, str]:
         cls = type(module)
         if cls not in by_class:
             seen: set[CodeType] = set()
-            methods = (
-                method
-                for base in cls.__mro__
-                if not base.__module__.startswith("torch.")
-                for method in vars(base).values()
-                if isinstance(method, FunctionType)
-            )
+            methods = (method for method in attributes_in_use(cls) if isinstance(method, FunctionType))
             applied = (found for method in methods for found in _applied(method.__code__, method.__globals__, seen))
             by_class[cls] = next((found.__name__ for found in applied), None)
     named = {fqn: by_class[type(module)] for fqn, module in model.named_modules()}
@@ -145,13 +149,7 @@ def _names(cls: Any) -> tuple[str, ...]:
     """Return the attention of such packages that a class is, or that its methods name."""
     if _is_of_package(cls) and _is_attention(cls.__qualname__):
         return (f"{cls.__module__}.{cls.__qualname__}",)
-    methods = [
-        method
-        for base in cls.__mro__
-        if not base.__module__.startswith("torch.")
-        for method in vars(base).values()
-        if isinstance(method, FunctionType)
-    ]
+    methods = [method for method in attributes_in_use(cls) if isinstance(method, FunctionType)]
     return tuple(dict.fromkeys(name for method in methods for name in _named_by(method)))
 
 

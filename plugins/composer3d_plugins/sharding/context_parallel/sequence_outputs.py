@@ -6,12 +6,11 @@ with S tokens of the sequence without padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from composer3d.propagation import PropagationError, ShardSpec, gather_parts
+from composer3d.propagation import ShardSpec, gather_parts
 from composer3d_plugins.sharding.context_parallel.eligibility import Found
 from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
@@ -27,12 +26,10 @@ class Outputs:
     Args:
         rules: Rules that all-gather shards.
         found: Findings about the model and the current batch.
-        is_whole: Returns whether a size is that of all positions, and of no shard.
     """
 
     rules: EngineRules
     found: Found
-    is_whole: Callable[[int], bool]
 
     def __call__(self, output: Tensor, spec: ShardSpec | None) -> Tensor:
         """Return this rank's tokens if the sequence is the batch's, and all tokens of any other sequence.
@@ -40,19 +37,10 @@ class Outputs:
         Targets are sharded like the batch; those of lengths that the model creates itself are not. A loop that calls
         the model itself always receives all tokens, and so does a loss that relates them.
 
-        Raises:
-            PropagationError: It has all positions, where every output of the dry run was a shard: targets are shards.
-
         Collectives: where all tokens are returned, or shards are reordered: 1 all-gather, backward 1 reduce-scatter.
         """
         if spec is None:
-            if self._was_sharded() and output.ndim > 1 and any(map(self.is_whole, output.shape[:-1])):
-                raise PropagationError(
-                    f"the model returns {list(output.shape)}, all positions of its sequence, where the dry run found "
-                    "shards: how many there were in between depends on values, as of repeat_interleave by a tensor; "
-                    "choose positions by a mask that keeps their number"
-                )
-            return output
+            return self._of_whole(output)
         placed, length = spec.placed, spec.shadow.shape[spec.placed.dim]
         sequences = self.found.sequences
         tokens = sequences.tokens(length)
@@ -66,6 +54,20 @@ class Outputs:
             return output
         return output.narrow(placed.dim, 0, self.rules.positions(length).num_below(self.rules.group.rank, tokens))
 
-    def _was_sharded(self) -> bool:
-        form = self.found.form
-        return form is not None and bool(form.specs) and None not in form.specs
+    def _of_whole(self, output: Tensor) -> Tensor:
+        """Return this rank's tokens of an output that every rank has whole where the dry run found a shard.
+
+        So it is where a number of positions in between depends on values: rows without padding that are put back.
+        """
+        form, sequences = self.found.form, self.found.sequences
+        if form is None or not form.specs or None in form.specs:
+            return output
+        for dim in dict.fromkeys(spec.placed.dim for spec in form.specs if spec is not None):
+            if output.ndim <= dim or (length := output.shape[dim]) not in sequences.lengths:
+                continue
+            tokens = sequences.tokens(length)
+            if sequences.gathers:
+                return output.narrow(dim, 0, tokens)
+            own = output.index_select(dim, self.rules.index(length, output.device))
+            return own.narrow(dim, 0, self.rules.positions(length).num_below(self.rules.group.rank, tokens))
+        return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,10 +14,23 @@ from composer3d.propagation import PropagatedSequence, PropagationError, spec_of
 
 __all__ = ["StageValues"]
 
-# Of a tensor that is sharded in several parts, which one dim does not tell.
-PARTS = -1
-# Of each tensor that a call returns, in order: the dim along which it is sharded, None, or PARTS.
-Returned = tuple[int | None, ...]
+
+class Shard(NamedTuple):
+    """Sharding of a tensor that a module returned.
+
+    Args:
+        dim: Along which it is sharded.
+        is_in_parts: Whether the dim has sequences one after the other, as rows of all samples are.
+        is_of_batch: Whether the sequence is as long as an input.
+    """
+
+    dim: int
+    is_in_parts: bool
+    is_of_batch: bool
+
+
+# Of each tensor that a call returns, in order; None where it is whole.
+Returned = tuple[Shard | None, ...]
 
 
 @dataclass(kw_only=True)
@@ -31,10 +44,12 @@ class StageValues:
         axis: Over which the sequence is sharded.
 
     Attributes:
+        lengths: Of the inputs of the dry run.
         returned: By FQN, of each call.
     """
 
     axis: str
+    lengths: tuple[int, ...] = ()
     returned: dict[str, list[Returned]] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -53,13 +68,15 @@ class StageValues:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             with torch_compat.without_torch_functions():
                 leaves = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, Tensor)]
-                self.returned.setdefault(fqn, []).append(tuple(map(self._dim, leaves)))
+                self.returned.setdefault(fqn, []).append(tuple(map(self._shard, leaves)))
 
         return note
 
-    def _dim(self, leaf: Tensor) -> int | None:
-        spec = spec_of(leaf, self.axis)
-        return None if spec is None else spec.placed.dim if len(spec.placed.parts) == 1 else PARTS
+    def _shard(self, leaf: Tensor) -> Shard | None:
+        if (spec := spec_of(leaf, self.axis)) is None:
+            return None
+        parts = spec.placed.parts
+        return Shard(spec.placed.dim, is_in_parts=len(parts) > 1, is_of_batch=sum(parts) in self.lengths)
 
     def complete(self, forms: Iterable[Sequence[str]]) -> None:
         """Let blocks that the dry run left out return what others of their form do."""
@@ -78,16 +95,23 @@ class StageValues:
             value: As it was received.
 
         Raises:
-            PropagationError: It is sharded in parts.
+            PropagationError: It is sharded in parts, or no shard of the batch's.
         """
         calls = self.returned.get(fqn, [])
-        dims: Returned = calls[min(call, len(calls) - 1)] if calls else ()
-        dim = dims[index] if index < len(dims) else None
-        if dim is None or spec_of(value, self.axis) is not None:
+        returned: Returned = calls[min(call, len(calls) - 1)] if calls else ()
+        shard = returned[index] if index < len(returned) else None
+        if shard is None or spec_of(value, self.axis) is not None:
             return value
-        if dim == PARTS:
+        if shard.is_in_parts:
             raise PropagationError(
-                f'"{fqn}" returns several sequences in one dim, which a stage of the pipeline receives; let it return '
-                "them one by one, or begin the stage elsewhere ([scheduling.pipeline] split)"
+                f'"{fqn}" returns sequences one after the other in one dim, as rows without padding are, and a stage '
+                "of the pipeline receives them; let blocks pass on samples and positions in dims of their own, or "
+                "begin the stage elsewhere ([scheduling.pipeline] split)"
             )
-        return sequence.mark(value, dim, is_inside=True)
+        if shard.is_of_batch and value.shape[shard.dim] not in sequence.local_sizes:
+            raise PropagationError(
+                f'"{fqn}" returns {value.shape[shard.dim]} positions, which is no shard of the batch, and a stage of '
+                "the pipeline receives them: how many there are depends on values; choose and put them back in one "
+                "stage"
+            )
+        return sequence.mark(value, shard.dim, is_inside=True)

@@ -159,6 +159,7 @@ class TensorParallel:
             raise PluginError(f"loss_parallel has no effect: {_why_no_head(model, made.rules, context.degrees['tp'])}")
         context.state[self] = made = under_every_name(made, model, context)
         if context.degrees["tp"] > 1:
+            _refuse_scripted(model, made.rules)
             context.stash(PlannedShards).by_parameter |= planned_shards(model, made.rules, context.degrees["tp"])
         if self.sequence_parallel and context.degrees["tp"] > 1:
             context.stash(SequenceProjections).planned |= planned_exchanges(model, made)
@@ -209,6 +210,21 @@ def _is_elsewhere(model: nn.Module, fqn: str, context: RunContext) -> bool:
     module = model.get_submodule(fqn)
     absent = [name for name, parameter in module._parameters.items() if parameter is None]
     return len(absent) == len(module._parameters) and any(context.parameter_mesh(f"{fqn}.{name}") for name in absent)
+
+
+def _refuse_scripted(model: nn.Module, rules: Mapping[str, Rule]) -> None:
+    """Refuse functions of torch.jit that may relate features which ranks share: no propagation sees them."""
+    from composer3d.propagation import is_elementwise, scripted_functions
+
+    sharded = [fqn for fqn, rule in rules.items() if rule.style != "replicate"]
+    for fqn, function in scripted_functions(model).items():
+        inside = f"{fqn}." if fqn else ""
+        if not is_elementwise(function) and any(f"{each}.".startswith(inside) for each in sharded):
+            raise PluginError(
+                f'tensor_parallel: "{fqn}" calls {function.name}, which torch.jit has compiled: whether it relates '
+                "features that ranks share cannot be seen",
+                hint="call the function as it was, without torch.jit.script and torch.jit.trace",
+            )
 
 
 def _why_no_head(model: nn.Module, rules: Mapping[str, Rule], degree: int) -> str:
