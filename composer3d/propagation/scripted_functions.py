@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attributes_in_use", "is_elementwise", "scripted_functions"]
 
-_LIBRARIES = ("torch.", "composer3d.", "composer3d_plugins.")
+_LIBRARIES = ("torch.", "composer3d")
 # Operators of torch.jit's graphs that do the same with every number, whatever is around it.
 _ELEMENTWISE = frozenset(
     "abs add clamp cos div elu erf exp gelu hardswish hardtanh leaky_relu log log1p lt gt mul neg pow reciprocal relu "

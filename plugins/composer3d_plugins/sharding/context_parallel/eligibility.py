@@ -155,7 +155,6 @@ def dry_run(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
     call, sequences = _narrowed(_divisible(traced.call.fresh(), found, dim, unit), found, placement)
-    found.values.lengths = sequences.in_order
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -359,6 +358,7 @@ def _narrowed(call: Call, found: Found, placement: Placement) -> tuple[Call, Seq
             hint='state the repeated blocks: [model] blocks = "PATTERN"',
         )
     batch, sequences = placement.place(Batch(args=call.args, kwargs=call.kwargs))
+    found.values.lengths = sequences.in_order
     return replace(call, args=batch.args, kwargs=batch.kwargs), sequences
 
 
