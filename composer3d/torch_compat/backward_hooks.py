@@ -44,6 +44,23 @@ def follow_gradients(module: nn.Module, call: Callable[[], _FollowedCall | None]
     vars(modules)["BackwardHook"] = _backward_hook
 
 
+class _Wrap:
+    """An attribute of a module that copies share, and that a file of the module leaves out."""
+
+    def __init__(self, wrap: Callable[[Any], Any]) -> None:
+        self.wrap = wrap
+
+    def __deepcopy__(self, memo: Any) -> _Wrap:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
 def wrap_gradient_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
     """Wrap the full backward hooks that a module has when it is called; see `follow_gradients`.
 
@@ -53,7 +70,7 @@ def wrap_gradient_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
     """
     from torch.nn.modules import module as modules
 
-    vars(module)[WRAPS] = wrap
+    vars(module)[WRAPS] = _Wrap(wrap)
     vars(modules)["BackwardHook"] = _backward_hook
 
 
@@ -61,7 +78,7 @@ def _backward_hook(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any
     from torch.utils.hooks import BackwardHook
 
     if (wrap := vars(module).get(WRAPS)) is not None:
-        hooks, before = [wrap(hook) for hook in hooks], [wrap(hook) for hook in before]
+        hooks, before = [wrap.wrap(hook) for hook in hooks], [wrap.wrap(hook) for hook in before]
     follow = vars(module).get(FOLLOWS)
     call = None if follow is None else follow()
     if call is None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import torch
 from torch import nn
 
@@ -37,6 +40,19 @@ def test_full_backward_hooks_of_a_module_are_wrapped_when_it_is_called():
     module.register_full_backward_pre_hook(lambda *_: called.append("before"))
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
     assert called == ["wrapped", "before", "wrapped", "after"]
+
+
+def test_modules_whose_hooks_are_wrapped_are_copied_and_pickled():
+    module, called = nn.Linear(2, 2), []
+
+    def wrap(hook):
+        return lambda *given: called.append(hook(*given))
+
+    torch_compat.backward_hooks.wrap_gradient_hooks(module, wrap)
+    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        each.register_full_backward_hook(lambda *_: None)
+        each(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert called == [None]  # of the copy
 
 
 def test_legacy_backward_hooks_of_a_module_may_be_replaced():
