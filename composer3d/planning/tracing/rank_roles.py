@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from composer3d.errors import ArgumentError
+from composer3d import patterns
+from composer3d.errors import ArgumentError, TransformError
 from composer3d.mesh import Layout, Role
 from composer3d.planning.schedules.simulation import Simulation
+from composer3d.planning.tracing.equal_blocks import prefixes, treatments
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Contents", "RankChoice", "chosen_ranks", "contents_of", "first_ranks"]
 
 RankChoice = int | Literal["worst", "all"]
-# Parameters of a position's stages: their number by name, without the block's number.
-Contents = Counter[str]
+# Parameters of a position's stages: their number by name, without the block's number, form, and what transforms select
+# of their block: a stage whose blocks are recomputed does not exceed one whose blocks are not.
+Contents = Counter[Hashable]
 
 
 def chosen_ranks(
@@ -77,6 +80,7 @@ def contents_of(preparation: Preparation) -> list[Contents]:
     if len(firsts) <= 3:
         return []
     found: list[Contents] = []
+    treated = _treatment(preparation)
     for rank in firsts:
         with context.as_rank(rank), planned(context):
             split = preparation.hooks.split(context, preparation.model)
@@ -84,12 +88,30 @@ def contents_of(preparation: Preparation) -> list[Contents]:
                 return []
             found.append(
                 Counter(
-                    f"{re.sub(r'[.][0-9]+[.]', '.*.', fqn)} {tuple(parameter.shape)} {parameter.dtype}"
+                    (re.sub(r"[.][0-9]+[.]", ".*.", fqn), tuple(parameter.shape), parameter.dtype, treated(fqn))
                     for part in split.parts
                     for fqn, parameter in part.module.named_parameters()
                 )
             )
     return found
+
+
+def _treatment(preparation: Preparation) -> Callable[[str], Hashable]:
+    """Return what gives, of a parameter's FQN, what every transform selects of its block, or whether it selects it."""
+    context = preparation.context
+    try:
+        blocks = patterns.select(context.blocks, context.fqns)
+    except TransformError:  # no single list of equal blocks
+        blocks = []
+    by_block = dict(zip(blocks, treatments(preparation, blocks), strict=True))
+    selected = [frozenset(fqns) for _, fqns in preparation.selected]
+
+    def of(fqn: str) -> Hashable:
+        names = prefixes(fqn)
+        owner = next((name for name in names if name in by_block), None)
+        return tuple(not each.isdisjoint(names) for each in selected) if owner is None else by_block[owner]
+
+    return of
 
 
 def first_ranks(layout: Layout) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.planned_runs import Case, one_f_one_b, tracer_of
 
+from composer3d.planning.schedules.simulation import Costs, simulate
 from composer3d.planning.tracing.enough_microbatches import short_step
+from composer3d.planning.tracing.rank_roles import chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
 
 TEXT = """[mesh]
@@ -63,3 +65,19 @@ def test_a_stage_that_a_transform_treats_otherwise_is_traced(more, own, traced, 
         dict.fromkeys(MIDDLE, 2)
     )
     assert {*traced} - {0} == own
+
+
+@pytest.mark.parametrize(
+    ("more", "chosen"),
+    [
+        pytest.param("", {0: 2, 2: 6, 8: 2}, id="all recomputed"),
+        # The stage with the most in flight is the one that is recomputed: the next one may hold more than it.
+        pytest.param('units = ["layers.2", "layers.3", "layers.4", "layers.5"]\n', {0: 2, 2: 2, 4: 4, 8: 2}, id="one"),
+        pytest.param('units = ["layers.[6-9]"]\n', {0: 2, 2: 4, 4: 2, 8: 2}, id="another"),
+    ],
+)
+def test_a_stage_stands_for_those_that_are_treated_alike(more, chosen, tmp_path):
+    tracer = tracer_of(case_of(2, 6, 10, 14, num_layers=16, more=more), tmp_path, enough=enough)
+    layout = tracer._preparation.context.layout
+    simulation = simulate(one_f_one_b(5, NUM_MICROBATCHES), Costs())
+    assert chosen_ranks(layout, simulation, "worst", tracer.contents()) == chosen
