@@ -181,10 +181,20 @@ def backward_ring(
     home = _Homecoming((k_BKME, v_BKMF), call, rows.dtype)
     for visit in _visits((k_BKME, v_BKMF), call):
         with visit.block_span():
-            gradients = rows.added(visit.pair, call.columns.runs[visit.source])
-        home.send_on(visit, gradients)
+            flat, sums = _summed_in_message(visit.pair, rows.dtype)
+            rows.add(visit.pair, call.columns.runs[visit.source], sums)
+            for each in sums:
+                each.end()
+        home.send_on(visit, flat)
     d_k, d_v = (_own(x, q_BHLE.dtype) for x in home.result())
     return Gradients(rows.d_q().to(q_BHLE.dtype), d_k, d_v)
+
+
+def _summed_in_message(pair: _Pair, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[SummedPositions, SummedPositions]]:
+    """Return memory of one message, and sums there of the gradients of keys and values."""
+    flat = pair[0].new_empty(sum(x.numel() for x in pair), dtype=dtype)
+    k, v = (SummedPositions([(0, view)]) for view in unpacked(flat, [x.shape for x in pair]))
+    return flat, (k, v)
 
 
 class _Forward:
@@ -344,9 +354,8 @@ class _Homecoming:
         self._home: list[Message] = []
         self._own: torch.Tensor | None = None
 
-    def send_on(self, visit: _Visit, gradients: _Pair) -> None:
-        """Add the gradients of a visit to those that came with it before, and send them on."""
-        flat = packed(gradients)
+    def send_on(self, visit: _Visit, flat: torch.Tensor) -> None:
+        """Add the gradients of a visit, in one message, to those that came with it before, and send them on."""
         if visit.direction == 0:
             if self._way.onwards == 0:
                 self._own = flat
