@@ -107,8 +107,8 @@ class SequenceRules(Protocol):
     def note(self, what: str, name: str) -> None:
         """Take note of a function: of `attention` or `products` on shards, or that reads `neighbours`.
 
-        Also of one whose arguments were `gathered`, whose result was `narrowed` again, or that reads what `follows` a
-        position.
+        Also of one whose arguments were `gathered`, whose result was `narrowed` again, that reads what `follows` a
+        position, or that takes positions for `channels`.
 
         Raises:
             PropagationError: It is to be refused.

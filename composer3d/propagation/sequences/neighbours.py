@@ -18,7 +18,7 @@ from composer3d.propagation.functions.depthwise import CONVOLUTIONS, arguments_o
 from composer3d.propagation.sequences.attention_call import Reach
 from composer3d.propagation.shards import ShardSpec
 
-__all__ = ["Neighbours", "Padding", "neighbours_of", "padding_of"]
+__all__ = ["Neighbours", "Padding", "neighbours_of", "padding_of", "sums_channels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,16 @@ def neighbours_of(
     reach = Reach(read=spec.placed.parts, written=parts, before=padding.before, after=-padding.before)
     is_causal = padding.before >= 0 and len(spec.placed.parts) == 1
     return Neighbours(reach=reach, of_windows=padding.of_others, is_causal=is_causal)
+
+
+def sums_channels(name: str, args: Sequence[Any], options: Mapping[str, Any], spec: ShardSpec) -> bool:
+    """Return whether a function is a convolution that takes the sharded dim for channels, and sums over them."""
+    if name not in CONVOLUTIONS:
+        return False
+    given = arguments_of(args, options)
+    weight = given["weight"]
+    is_of_channels = spec.placed.dim == spec.shadow.ndim - weight.ndim + 1
+    return is_of_channels and (given.get("groups", 1) == 1 or weight.shape[1] > 1)
 
 
 def _of_convolution(func: Any, args: Sequence[Any], options: Mapping[str, Any], spec: ShardSpec) -> Neighbours | None:

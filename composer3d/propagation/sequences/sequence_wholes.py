@@ -23,7 +23,7 @@ from composer3d.propagation.functions.random_functions import VALUED, draws, dra
 from composer3d.propagation.functions.view_shapes import Placed, Unplaceable, regroup
 from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.sequences.attention_call import SequenceRules
-from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of
+from composer3d.propagation.sequences.neighbours import neighbours_of, padding_of, sums_channels
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, windows_along
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, shadow_of
@@ -262,6 +262,8 @@ class SequenceWholes(Propagation):
                 result = padding.around(x, dim, self._rules.local_length)
                 return self._of_neighbours(result, spec, dim, padding.parts(spec.placed.parts))
             found = neighbours_of(func, name, args, options, spec)
+            if found is None and sums_channels(name, args, options, spec):
+                self._rules.note("channels", name)
             sizes = None if found is None else self._rules.window_sizes(found.reach)
             if found is None or sizes is None or not x.is_floating_point():
                 return None

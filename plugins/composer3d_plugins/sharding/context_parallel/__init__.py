@@ -162,8 +162,7 @@ class ContextParallel:
             return None
         found: Found = context.state[self]
         placement = Placement(
-            names=found.names,
-            dim=self.sequence_dim,
+            inputs=found.inputs,
             unit=self._unit(degree),
             shares_target=found.shares_output,
             unpadded=found.unpadded,
@@ -245,7 +244,6 @@ class ContextParallel:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         from composer3d.propagation import PositionDraws, PropagatedSequence
         from composer3d_plugins.sharding.context_parallel.attention_methods import Method
-        from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
         from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
         from composer3d_plugins.sharding.context_parallel.position_tables import explained
         from composer3d_plugins.sharding.context_parallel.sequence_groups import sequence_group
@@ -281,8 +279,8 @@ class ContextParallel:
             blocks=found.blocks,
             rowwise={*found.rowwise, *sharded, *found.converted(model)},
             position_free=sharded.difference(found.rowwise),
-            inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
-            begins=begins_of(found, self.sequence_dim),
+            inputs=found.inputs.sharded,
+            begins=begins_of(found),
             lengths=found.lengths,
             has_flex=found.has_flex,
             mesh=mesh,
@@ -304,11 +302,10 @@ class ContextParallel:
 
     def _install(self, sequence: PropagatedSequence, model: nn.Module, context: RunContext) -> None:
         """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
-        from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
 
         found: Found = context.state[self]
         if context.layout.degree(Role.STAGE) == 1:
-            sequence.gradients.inputs = lambda args: sharded_inputs(args, {}, found.names, self.sequence_dim)
+            sequence.gradients.inputs = lambda args: found.inputs.sharded(args, {})
         sequence.install(model)
         context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
         inside = context.stash(InsideValues)

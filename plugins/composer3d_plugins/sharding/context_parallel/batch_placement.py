@@ -8,7 +8,7 @@ Shapes: an argument [B, S, ...], with the sequence in `dim`, becomes [B, local l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -16,74 +16,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from composer3d import Batch, BatchError, PluginError, torch_compat
+from composer3d import Batch, BatchError, torch_compat
 from composer3d_plugins.sharding.context_parallel.length_numbers import named
+from composer3d_plugins.sharding.context_parallel.model_inputs import LABELS, ModelInputs
 from composer3d_plugins.sharding.context_parallel.packed_documents import balanced_positions
 from composer3d_plugins.sharding.context_parallel.position_tables import Table
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
-__all__ = ["Placement", "Sequences", "refuse_dim", "sharded_inputs"]
+__all__ = ["Placement", "Sequences"]
 
-# Names of arguments that are sharded, besides the first tensor. Masks, positions, documents and images are not: they
-# are indexed where they are combined with sharded activations.
-LABELS = frozenset("labels shift_labels targets target".split())
-NAMES = LABELS | frozenset("input_ids inputs_embeds decoder_input_ids decoder_inputs_embeds tokens".split())
 # Label that losses ignore.
 IGNORED = -100
-
-
-def sharded_inputs(
-    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], dim: int
-) -> dict[int | str, int]:
-    """Return the dims along which a call's arguments are sharded, by place or name.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        names: Names of the model's parameters, in order.
-        dim: The sequence dim.
-    """
-    called = list(_named(args, kwargs, names))
-    tensors = [(at, name, value) for at, name, value in called if isinstance(value, Tensor) and value.ndim > dim]
-    stated = [at for at, name, _ in tensors if name in NAMES]
-    # An image has no sequence dim; the model creates its sequence.
-    sequences = [(at, value) for at, _, value in tensors if not (value.is_floating_point() and value.ndim > dim + 2)]
-    first: int | str | None = next((at for at, _ in sequences if isinstance(at, int) and at == 0), None)
-    if first is None and not stated and sequences and len(sequences) == len(tensors):
-        first = sequences[0][0]
-    return dict.fromkeys([*([] if first is None else [first]), *stated], dim)
-
-
-def refuse_dim(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> None:
-    """Refuse a sequence dim that no input has; an image's sequence, which the model makes, has the dim 1.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        dim: The sequence dim.
-
-    Raises:
-        PluginError: No tensor among them has it.
-    """
-    most = max(
-        (x.ndim for x in torch_compat.tree_leaves([list(args), dict(kwargs)]) if isinstance(x, Tensor)), default=0
-    )
-    if 1 < most <= dim:
-        raise PluginError(
-            f"sequence_dim = {dim} is no dim of the model's inputs, which have {most} at most, counted from 0",
-            hint=f"write a number from 1 to {most - 1}",
-            keys=("sequence_dim",),
-        )
-
-
-def _named(
-    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> Iterator[tuple[int | str, str, Any]]:
-    """Yield the key, the name and the value of each argument."""
-    for at, value in enumerate(args):
-        yield at, names[at] if at < len(names) else "", value
-    for name, value in kwargs.items():
-        yield name, name, value
 
 
 @dataclass(kw_only=True)
@@ -129,8 +72,7 @@ class Placement:
     """Sharding of batches.
 
     Args:
-        names: Names of the model's parameters.
-        dim: Sequence dim of inputs and targets.
+        inputs: Of the model.
         unit: Lengths are padded to a multiple of it.
         shares_target: Whether targets are sharded, as the model's output is.
         unpadded: Reason why lengths are not padded; empty if they are.
@@ -141,8 +83,7 @@ class Placement:
         table: The smallest table of positions that the model reads.
     """
 
-    names: Sequence[str]
-    dim: int
+    inputs: ModelInputs
     unit: int
     shares_target: bool
     unpadded: str
@@ -158,8 +99,8 @@ class Placement:
         Raises:
             BatchError: A length is no multiple of the unit, and is not padded.
         """
-        dims = sharded_inputs(batch.args, batch.kwargs, self.names, self.dim)
-        named = list(_named(batch.args, batch.kwargs, self.names))
+        dims = self.inputs.sharded(batch.args, batch.kwargs)
+        named = list(self.inputs.named(batch.args, batch.kwargs))
         sharded = [(x.shape[0], x.shape[dims[at]]) for at, _, x in named if at in dims]
         tokens = tuple(length for _, length in sharded)
         found = Sequences(
@@ -246,12 +187,13 @@ class Placement:
 
     def _target(self, leaf: Any, lengths: set[int], positions: Callable[[int], Positions]) -> Any:
         """Return this rank's positions of a target [B, S, ...], without padding."""
-        if not isinstance(leaf, Tensor) or leaf.ndim <= self.dim or leaf.shape[self.dim] not in lengths:
+        dim = self.inputs.dim
+        if not isinstance(leaf, Tensor) or leaf.ndim <= dim or leaf.shape[dim] not in lengths:
             return leaf
-        length = leaf.shape[self.dim]
+        length = leaf.shape[dim]
         held = positions(self._padded(length))
         index = held.index(self.rank).to(leaf.device)
-        return leaf.index_select(self.dim, index[: held.num_below(self.rank, length)])
+        return leaf.index_select(dim, index[: held.num_below(self.rank, length)])
 
 
 def _assigned(found: Sequences, standard: Callable[[int], Positions], length: int) -> Positions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from composer3d.propagation import (
     PropagationError,
     Sharded,
     ShardSpec,
+    Traced,
     activation_of,
     blocks_of,
     kind_of,
@@ -32,20 +32,19 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.batch_placement import (
     Placement,
     Sequences,
-    refuse_dim,
-    sharded_inputs,
 )
 from composer3d_plugins.sharding.context_parallel.drawn_dims import DrawnDims
 from composer3d_plugins.sharding.context_parallel.kept_values import KeptValues
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
+from composer3d_plugins.sharding.context_parallel.model_inputs import ModelInputs
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import refuse_opaque
 from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 from composer3d_plugins.sharding.context_parallel.stage_values import StageValues
 
-__all__ = ["Found", "dry_run", "names_of"]
+__all__ = ["Found", "begins_of", "dry_run"]
 
 AXIS = "cp"
 LEFT_OUT = "leave out [sharding.context_parallel]"
@@ -65,7 +64,7 @@ class Found:
         given_whole: Blocks whose activation is whole where they are called.
         rows: FQNs of modules by what is done in them: attention, products, neighbours, gathered.
         rowwise: Modules that are said to do the same with every position.
-        names: Of the model's parameters.
+        inputs: Of the model.
         shares_output: Whether the model's output is sharded.
         table: The smallest table of positions that the model reads, beyond which nothing is padded.
         drawn: Dims of what the model draws.
@@ -80,7 +79,7 @@ class Found:
         is_captured: Returns whether blocks run as graphs, in which positions are constants.
     """
 
-    names: tuple[str, ...]
+    inputs: ModelInputs
     begins: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     has_flex: bool = False
@@ -115,13 +114,6 @@ RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 UNLISTED = ("narrowed", "follows")  # notes that say something of a function which another note names
 
 
-def names_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a model's forward."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(model.forward).parameters.values()
-    return tuple(each.name for each in found if each.kind in kinds and each.name != "self")
-
-
 def dry_run(
     model: nn.Module, context: RunContext,
     *, degree: int, unit: int, dim: int, others: str, rowwise: Collection[str], method: str, inner_degree: int | None,
@@ -145,23 +137,53 @@ def dry_run(
     """
     refuse_opaque(model, rowwise)
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
-    found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
-    blocks = blocks_of(model, context, several=True)
+    blocks = tuple(blocks_of(model, context, several=True))
     traced = trace(model, context, blocks=blocks, scale=degree)
-    rules = DryRules(degree=degree, balanced=balanced, others=others)
-    outputs: list[ShardSpec | None] = []
-    found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
+    inputs: ModelInputs | None = ModelInputs.of(model, dim)
+    found: Found | None = None
+    refused: PluginError | None = None
+    while inputs is not None:
+        rules = DryRules(degree=degree, balanced=balanced, others=others)
+        tried = Found(inputs=inputs, rowwise=tuple(rowwise), layers=layers, begins=blocks)
+        try:
+            _try(model, traced, tried, rules, context, unit, Method(method), inner_degree)
+            found = tried
+        except PluginError as error:
+            refused = refused or error
+        # What a convolution takes for channels is no sequence: the model makes it of them, and it begins at a block.
+        inputs = inputs.without_features(traced.call) if rules.has_features else None
+    if found is None:
+        assert refused is not None, "as nothing was found"
+        raise refused
+    return found
+
+
+def _try(
+    model: nn.Module, traced: Traced, found: Found, rules: DryRules, context: RunContext, unit: int, method: Method,
+    inner_degree: int | None,
+) -> None:  # fmt: skip
+    """Run the model on meta with those of its inputs sharded that are said to have a sequence.
+
+    Raises:
+        PluginError: Something cannot be sharded, or nothing would be won.
+    """
+    inputs, blocks, degree = found.inputs, found.begins, rules.degree
+    call = inputs.divisible(traced.call.fresh(), unit)
+    inputs.refuse(call, has_blocks=bool(blocks))
     placement = Placement(
-        names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
+        inputs=inputs, unit=unit, shares_target=False, unpadded="", positions=partial(contiguous, degree=degree), rank=0
     )
-    call, sequences = _narrowed(_divisible(traced.call.fresh(), found, dim, unit), found, placement)
+    batch, sequences = placement.place(Batch(args=call.args, kwargs=call.kwargs))
+    call = replace(call, args=batch.args, kwargs=batch.kwargs)
+    found.values.lengths = sequences.in_order
+    outputs: list[ShardSpec | None] = []
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
         blocks={},
-        rowwise=rowwise,
-        inputs=lambda a, k: sharded_inputs(a, k, found.names, dim),
-        begins=begins_of(found, dim),
+        rowwise=found.rowwise,
+        inputs=inputs.sharded,
+        begins=begins_of(found),
     )
 
     def returned(leaf: Tensor, spec: ShardSpec | None) -> Tensor:
@@ -174,23 +196,23 @@ def dry_run(
         for module, fqn, forward in sequence.forwards(model)
     }
     if not call.has_values:
-        forwards |= {model.get_submodule(fqn): _without_values(model.get_submodule(fqn).forward) for fqn in rowwise}
+        passed = {model.get_submodule(fqn) for fqn in found.rowwise}
+        forwards |= {module: _without_values(module.forward) for module in passed}
     output = _run(model, call, sequence, found, found.kept.after(forwards, model, AXIS), rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     _summarise(found, rules, traced.forms.values())
-    _refuse(found, rules, context, Method(method), inner_degree)
-    found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, traced.call, found, dim, unit)
-    return found
+    _refuse(found, rules, context, method, inner_degree)
+    found.unpadded = _unpadded(model, rules, outputs) or _length_number(model, traced.call, found, unit)
 
 
-def _length_number(model: nn.Module, call: Call, found: Found, dim: int, unit: int) -> str:
+def _length_number(model: nn.Module, call: Call, found: Found, unit: int) -> str:
     """Return how the model computes with its sequence's length as a number; empty if it does not."""
     call = call.fresh()
-    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
+    dims = found.inputs.sharded(call.args, call.kwargs)
     given = [leaf for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]) if isinstance(leaf, Tensor)]
     sharded = [call.args[key] if isinstance(key, int) else call.kwargs[key] for key in dims]
-    lengths = {x.shape[dim] for x in sharded}
+    lengths = {x.shape[found.inputs.dim] for x in sharded}
     tables = Tables(lengths=lengths, given=given)
     try:
         where = length_number(
@@ -300,7 +322,7 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
     for fqn in (fqn for what, fqn, _ in rules.notes if what == "gathered" and f"{fqn}.weight" in planned):
         raise PluginError(
             f"context_parallel: {named(fqn)} sums over positions, which are sharded over cp, and tp shards its weight",
-            hint="leave it out of the plan of tp, or set cp = 1 or tp = 1",
+            hint="leave it out of the plan of tp, set cp = 1 or tp = 1, or, if it sums over features, sequence_dim",
         )
     possible: set[int] | None = None
     for fqn, attention in rules.calls:
@@ -323,43 +345,12 @@ def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, 
         found.inner_degree = inner_degree or max(possible or {1})
 
 
-def begins_of(found: Found, dim: int) -> Begins | None:
+def begins_of(found: Found) -> Begins | None:
     """Return at which blocks a sequence begins that no input has, or one of another length than the inputs'."""
+    dim = found.inputs.dim
     if not found.begins:
         return None
     return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
-
-
-def _divisible(call: Call, found: Found, dim: int, unit: int) -> Call:
-    """Return a call whose lengths divide: a padded one may be more than the model has positions for."""
-    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
-    given = [call.args[key] if isinstance(key, int) else call.kwargs[key] for key in dims]
-    lengths = {x.shape[dim] for x in given if x.shape[dim] > unit}
-
-    def divisible(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        for at in [dim] if any(leaf is x for x in given) else range(1, leaf.ndim):
-            if leaf.shape[at] in lengths:
-                leaf = leaf.narrow(at, 0, leaf.shape[at] // unit * unit)
-        return leaf
-
-    args, kwargs = torch_compat.tree_map(divisible, [list(call.args), dict(call.kwargs)])
-    return replace(call, args=tuple(args), kwargs=kwargs)
-
-
-def _narrowed(call: Call, found: Found, placement: Placement) -> tuple[Call, Sequences]:
-    """Return the call of a rank, and the lengths of its sequences."""
-    refuse_dim(call.args, call.kwargs, placement.dim)
-    if not sharded_inputs(call.args, call.kwargs, found.names, placement.dim) and not found.begins:
-        raise PluginError(
-            f"context_parallel finds no input of the model with a dim {placement.dim} to shard, and no list of blocks "
-            "between which a sequence could be",
-            hint='state the repeated blocks: [model] blocks = "PATTERN"',
-        )
-    batch, sequences = placement.place(Batch(args=call.args, kwargs=call.kwargs))
-    found.values.lengths = sequences.in_order
-    return replace(call, args=batch.args, kwargs=batch.kwargs), sequences
 
 
 def _without_values(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,8 @@ __all__ = ["DryRules", "EngineRules", "shape_of"]
 # Among which `auto` chooses.
 MOST_PLANS = 256
 METHODS = (Method.GATHER, Method.RING, Method.ULYSSES, Method.UNIVERSAL)
+# Notes of what takes a dim for one of positions.
+MIXED = frozenset({"attention", "products", "neighbours"})
 
 
 @dataclass(kw_only=True)
@@ -263,6 +265,7 @@ class DryRules:
         at_work: FQNs of the modules at work, the innermost last.
         calls: Attentions, with the modules at work.
         failed: FQN of the module in which the run ended with an error.
+        has_features: Whether a layer has summed over the sharded dim before anything took it for one of positions.
     """
 
     degree: int
@@ -272,6 +275,7 @@ class DryRules:
     at_work: list[str] = field(default_factory=list)
     failed: str = ""
     calls: list[tuple[str, AttentionCall]] = field(default_factory=list)
+    has_features: bool = False
 
     def positions(self, length: int) -> Positions:
         """Return the positions of every rank; those of a dry run are the first one's."""
@@ -314,6 +318,10 @@ class DryRules:
 
     def note(self, what: str, name: str) -> None:
         """Count, and refuse what is to be refused."""
+        if what == "channels" or (what == "gathered" and name == "linear"):
+            self.has_features |= not any(used in MIXED for used, _, _ in self.notes)
+        if what == "channels":
+            return
         module = self.at_work[-1] if self.at_work else ""
         self.notes[what, module, name] += 1
         if what == "gathered" and self.others == "refuse":
