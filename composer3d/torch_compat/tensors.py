@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from composer3d.torch_compat.modes import without_torch_functions
+
 __all__ = [
     "allocate",
     "dump_memory_history",
@@ -245,7 +247,8 @@ def gradient_hooks(tensor: Any) -> tuple[Any, Any]:
 
     They can be registered, and not be listed, by public names (torch 2.11-2.15).
     """
-    return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
+    with without_torch_functions():  # by which a class of tensors asks another tensor than the one that has them
+        return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
 def set_gradient_hooks(tensor: Any, before: Any, after: Any) -> None:

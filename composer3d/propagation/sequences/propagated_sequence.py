@@ -37,6 +37,7 @@ from composer3d.propagation.shards import (
     spec_of,
     specs_in,
     strip,
+    unmark,
 )
 
 if TYPE_CHECKING:
@@ -243,9 +244,11 @@ class PropagatedSequence:
             return output
         results = {}
         for leaf, spec in zip(leaves, specs, strict=True):
-            given = self.returned(stripped := strip(leaf), spec)
-            results[id(leaf)] = leaf if given is stripped else given
-            self.gradients.pass_output(leaf, None if given is stripped else given, spec)
+            unmark(leaf, self._axis)
+            results[id(leaf)] = given = self.returned(leaf, spec)
+            if spec is not None and given is not leaf:
+                attach(leaf, spec)
+            self.gradients.pass_output(leaf, None if given is leaf else given, spec)
         if all(results[id(leaf)] is leaf for leaf in leaves):
             return output
         return torch_compat.tree_map(lambda leaf: results.get(id(leaf), leaf), output)
