@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"]
 
-_OBJECTS = 100_000  # that are new before reference cycles are looked for; Python's own number is 700
+_OBJECTS = 1_000_000  # that are new before reference cycles are looked for; Python's own number is 700
 
 
 @dataclass(kw_only=True, eq=False)

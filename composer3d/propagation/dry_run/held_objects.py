@@ -17,7 +17,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
 # Objects that are searched, once: of a module there are some twenty.
 _MOST = 200_000
-_LEFT_OUT = (*PLAIN, torch.device, torch.dtype, types.ModuleType)
+_LEFT_OUT = (Tensor, *PLAIN, torch.device, torch.dtype, types.ModuleType)
 # Tensors on meta in a dry run, whether a forward leaves them there or not.
 _OWN = ("_parameters", "_buffers")
 _LIBRARIES = ("torch", "numpy", "builtins")
@@ -30,7 +30,7 @@ def reached_from(root: Any) -> Iterator[tuple[Any, str, Any]]:
     while waiting and len(seen) < _MOST:
         owner, name, value = waiting.popleft()
         yield owner, name, value
-        if isinstance(value, (Tensor, *_LEFT_OUT)) or id(value) in seen:
+        if isinstance(value, _LEFT_OUT) or id(value) in seen:
             continue
         seen.add(id(value))
         waiting.extend((value, inner or name, each) for inner, each in _named(value))

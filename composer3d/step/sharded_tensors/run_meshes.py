@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -18,27 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["forget_meshes", "know_meshes", "owners_of", "owns", "raise_explained", "sharded_parameters"]
 
-_MESHES: weakref.WeakKeyDictionary[RunContext, _Meshes] = weakref.WeakKeyDictionary()
+_MESHES: weakref.WeakKeyDictionary[RunContext, frozenset[DeviceMesh]] = weakref.WeakKeyDictionary()
 _PARAMETERS: weakref.WeakKeyDictionary[RunContext, Mapping[str, DTensor]] = weakref.WeakKeyDictionary()
-
-
-class _Meshes:
-    """Meshes of a run, and others that equal one: an object that was compared is not compared again.
-
-    Two meshes are compared rank by rank, which takes a millisecond for 16,384 of them, and every operator asks.
-    """
-
-    def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        self._meshes = frozenset(meshes)
-        self._known: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
-
-    def __contains__(self, mesh: DeviceMesh) -> bool:
-        if self._known.get(id(mesh)) is mesh:
-            return True
-        if mesh not in self._meshes:
-            return False
-        self._known[id(mesh)] = mesh
-        return True
+# Meshes that an open run has, or that equal one of them: two are compared rank by rank, which takes a millisecond for
+# 16,384 of them, and every operator asks.
+_FOUND: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def know_meshes(context: RunContext) -> None:
@@ -52,12 +36,14 @@ def know_meshes(context: RunContext) -> None:
     parameters = {fqn: p for fqn, p in context.named_parameters() if isinstance(p, DTensor)}
     _PARAMETERS[context] = parameters
     found = {context.mesh, *(p.device_mesh for p in parameters.values())}
-    _MESHES[context] = _Meshes({*found, *(mesh[name] for mesh in found for name in mesh.mesh_dim_names or ())})
+    _MESHES[context] = frozenset({*found, *(mesh[name] for mesh in found for name in mesh.mesh_dim_names or ())})
+    weakref.finalize(context, _FOUND.clear).atexit = False  # of a run that nobody closed
 
 
 def forget_meshes(context: RunContext) -> None:
     """Leave DTensors of a run that was closed to torch; without an open run, all operators."""
     _MESHES.pop(context, None)
+    _FOUND.clear()
     _PARAMETERS.pop(context, None)
     if not _MESHES:
         torch_compat.leave_operators()
@@ -103,9 +89,16 @@ def owns(args: Any) -> bool:
             mesh = arg
         else:
             continue
-        if any(mesh in known for known in _MESHES.values()):
+        if _FOUND.get(id(mesh)) is mesh or _is_of_run(mesh):
             return True
     return False
+
+
+def _is_of_run(mesh: DeviceMesh) -> bool:
+    if not any(mesh in meshes for meshes in _MESHES.values()):
+        return False
+    _FOUND[id(mesh)] = mesh
+    return True
 
 
 @functools.cache
