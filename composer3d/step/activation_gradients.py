@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationGradients", "is_suspect"]
 
-_NUM_FORWARDS = 3  # a model that has registered no hook in these registers none later
+_NUM_FORWARDS = 3  # a model in whose graphs there is no function of its own has none later
 _NUM_NODES = 100_000
 _QUANTISED = ("torchao", "transformer_engine")  # whose scales are of all that a rank has, by design
 _DEPTH = 3  # of functions that a backward calls
@@ -47,9 +47,9 @@ class ActivationGradients:
 
     A context: entered for a backward of a loss that data parallelism averages.
 
-    Hooks that a model registers in its forward are seen there, in the first forwards, and in all where some are; of
-    its own autograd functions those whose backward does what is not linear, by the names in its code. In the first
-    backwards all of these are watched for what relates samples, too.
+    Hooks that code registers from a forward on to its backward are seen where they are registered; of a model's own
+    autograd functions those whose backward does what is not linear, by the names in its code, where one of the first
+    graphs has such. In the first backwards all of these are watched for what relates samples, too.
 
     Memory: one gradient of an activation beside another. Collectives: none.
 
@@ -61,15 +61,14 @@ class ActivationGradients:
     def __init__(self, context: RunContext, factor: float) -> None:
         self._context, self._whole, self._factor = context, factor, 1.0
         is_watched = factor != 1.0 and context.purpose in ("run", "verify")
-        self._num_left = _NUM_FORWARDS if is_watched else 0
-        self._num_graphs = self._num_left
-        self._has_hooks = self._has_functions = False
-        self._modes: list[Any] = []
+        self._is_watched, self._num_graphs, self._has_functions = is_watched, _NUM_FORWARDS * is_watched, False
+        self._num_legacy = -1
+        self._watches: list[Any] = []
         self._recomputed: Any = None
         self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
         self._retained = RetainedGradients(self._inside)
         self._outputs: list[_Output] = []
-        self._is_watched = self._is_followed = False  # any forward, and the last one that trained
+        self._is_followed = False  # the last forward, if it trained
         self._outside: Any = None
 
     def __enter__(self) -> None:
@@ -78,13 +77,12 @@ class ActivationGradients:
         self._factor = self._whole
         self._mixed.open()
         self._retained.begin()
-        if self._has_hooks:  # which a recomputation registers
-            self._recomputed = self._mode()
-            self._recomputed.__enter__()
+        if self._is_watched:  # what a recomputation registers
+            self._recomputed = self._watch().__enter__()
 
     def __exit__(self, kind: object, *error: object) -> None:
         if self._recomputed is not None:
-            torch_compat.leave_mode(self._recomputed)
+            self._recomputed.__exit__()
             self._recomputed = None
         self._mixed.close()
         if kind is None:
@@ -95,9 +93,8 @@ class ActivationGradients:
         """See what a part's forwards register; forwards without gradients are left alone."""
         import torch
 
-        if not self._num_left:
+        if not self._is_watched:
             return
-        self._is_watched = True
         for inner in module.modules():
             torch_compat.backward_hooks.wrap_gradient_hooks(inner, self._of_module)
         has_stages = self._context.layout.degree(Role.STAGE) > 1
@@ -106,19 +103,15 @@ class ActivationGradients:
             if owner is module:
                 self.leave_loop()
                 self._mixed.num_samples = num_samples((args, kwargs)) or 0
-                self._modes.append(None)
-                trains = torch.is_grad_enabled() and owner.training
-                self._is_followed = trains and bool(self._num_left or self._has_hooks)
+                self._is_followed = torch.is_grad_enabled() and owner.training
+                self._watches.append(self._watch().__enter__() if self._is_followed else contextlib.nullcontext())
                 if self._is_followed:
-                    self._num_left = max(0, self._num_left - 1)
                     self._retained.count_forward()
                     self._wrap_legacy_hooks(owner)
-                    self._modes[-1] = self._mode()
-                    self._modes[-1].__enter__()
 
         def after(owner: nn.Module, _: Any, output: Any) -> None:
-            if owner is module and self._modes:
-                torch_compat.leave_mode(self._modes.pop())
+            if owner is module and self._watches:
+                self._watches.pop().__exit__()
                 self._note_outputs(output)  # hooks behind this one may return others in their place
                 for value in tensors(output) if has_stages else ():
                     self.look(value)
@@ -176,7 +169,7 @@ class ActivationGradients:
         """See what a loss function registers, and what hooks of the model have registered on what it returned."""
         if self._is_watched:
             self._note_outputs(output)
-        return self._mode() if self._is_followed else contextlib.nullcontext()
+        return self._watch() if self._is_followed else contextlib.nullcontext()
 
     def _note_outputs(self, output: Any) -> None:
         found = [value for value in tensors(output) if value.grad_fn is not None]
@@ -188,30 +181,27 @@ class ActivationGradients:
         if self._is_watched:
             self._note_outputs(output)
         if self._is_followed:
-            self._outside = self._mode()
-            torch_compat.function_transforms.enter_mode_below(self._outside)
+            self._outside = self._watch().__enter__()
 
     def leave_loop(self) -> None:
         """See nothing until the next forward."""
         if self._outside is not None:
-            torch_compat.leave_mode(self._outside)
+            self._outside.__exit__()
             self._outside = None
 
-    def _mode(self) -> contextlib.AbstractContextManager[Any]:
-        return torch_compat.function_mode(self._call)
+    def _watch(self) -> torch_compat.backward_hooks.WatchedRegistrations:
+        return torch_compat.backward_hooks.WatchedRegistrations(self._hooked, self._retain)
 
-    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(function, "__name__", "")
-        if name == "register_hook" and len(args) == 2 and not args[0].is_leaf and not _is_foreign(args[1]):
-            return function(args[0], self._one_device(self._followed(*args)))
-        if name == "retain_grad" and not args[0].is_leaf:
-            self._has_hooks = True
-            self._retained.add(args[0])
-        return function(*args, **kwargs)
+    def _hooked(self, tensor: Tensor, hook: Any) -> Any:
+        if tensor.is_leaf or _is_foreign(hook):
+            return hook
+        return self._one_device(self._followed(tensor, hook))
+
+    def _retain(self, tensor: Tensor) -> None:
+        if not tensor.is_leaf:
+            self._retained.add(tensor)
 
     def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        self._has_hooks = True
-
         @_named(hook)
         def scaled(gradient: Tensor) -> Any:
             if self._factor == 1.0:
@@ -228,6 +218,9 @@ class ActivationGradients:
         return scaled
 
     def _wrap_legacy_hooks(self, root: nn.Module) -> None:
+        if (known := torch_compat.backward_hooks.num_legacy_registrations()) == self._num_legacy:
+            return
+        self._num_legacy = known
         for module in root.modules():
             table = torch_compat.backward_hooks.legacy_gradient_hooks(module)
             for key, hook in list(table.items()):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.utils.hooks import BackwardHook
 
-__all__ = ["follow_gradients", "is_operator_module", "legacy_gradient_hooks", "own_function", "wrap_gradient_hooks"]
+__all__ = [
+    "WatchedRegistrations",
+    "follow_gradients",
+    "is_operator_module",
+    "legacy_gradient_hooks",
+    "num_legacy_registrations",
+    "own_function",
+    "wrap_gradient_hooks",
+]
 
 # Of the attribute of a module whose calls are followed.
 FOLLOWS = "composer3d_follows_gradients"
@@ -128,3 +137,68 @@ def own_function(node: Any) -> type | None:
     The node knows it by a private name alone (torch 2.11-2.15).
     """
     return getattr(node, "_forward_cls", None)
+
+
+class WatchedRegistrations:
+    """A context in which hooks that code registers on tensors are replaced, and retained gradients noted, at no cost
+    of other functions; the innermost is asked, and it may be left in any order.
+
+    Args:
+        hooked: Given a tensor and a hook, returns the hook that is registered in its place.
+        retained: Called with a tensor whose gradient is to be retained.
+    """
+
+    def __init__(self, hooked: Callable[[Tensor, Any], Any], retained: Callable[[Tensor], None]) -> None:
+        self.hooked, self.retained = hooked, retained
+
+    def __enter__(self) -> WatchedRegistrations:
+        _registrations().watching.append(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        watching = _registrations().watching
+        if self in watching:
+            watching.remove(self)
+
+
+def num_legacy_registrations() -> int:
+    """Return how often `register_backward_hook` was called on modules since the first watch of registrations."""
+    return _registrations().num_legacy
+
+
+class _Registrations(threading.local):
+    """Contexts at work in a thread, as modes of torch functions are."""
+
+    def __init__(self) -> None:
+        self.watching: list[WatchedRegistrations] = []
+        self.num_legacy = 0
+
+
+@functools.cache
+def _registrations() -> _Registrations:
+    """Replace the methods that register; torch tells nobody but modes, which every function goes through."""
+    import torch
+
+    found = _Registrations()
+    register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
+    register_legacy = torch.nn.Module.register_backward_hook
+
+    @functools.wraps(register)
+    def register_hook(self: Tensor, hook: Any) -> Any:
+        return register(self, found.watching[-1].hooked(self, hook) if found.watching else hook)
+
+    @functools.wraps(retain)
+    def retain_grad(self: Tensor) -> None:
+        if found.watching:
+            found.watching[-1].retained(self)
+        retain(self)
+
+    @functools.wraps(register_legacy)
+    def register_backward_hook(self: nn.Module, hook: Any) -> Any:
+        found.num_legacy += 1
+        return register_legacy(self, hook)
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    torch.Tensor.retain_grad = retain_grad  # type: ignore[assignment, method-assign]
+    torch.nn.Module.register_backward_hook = register_backward_hook  # type: ignore[method-assign]
+    return found

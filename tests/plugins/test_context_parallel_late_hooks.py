@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.late_hooks import PREPARED, VOCAB, D, Model, errors
+from support.late_hooks import INSIDE, PREPARED, VOCAB, D, Model, errors
 from support.models import write_manifest
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -49,6 +49,16 @@ def test_they_are_one_devices_in_a_loop_and_in_the_engine(text: str, length: int
 @pytest.mark.slow
 def test_they_are_over_samples_and_positions():
     for found in run_ranks(various, 4, f"mesh.dp_shard = 2\n{FSDP}", 8, False):
+        assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
+def after_steps_without(text: str, length: int) -> dict[str, float]:
+    return errors(list(INSIDE), text, length=length, after=4)
+
+
+@pytest.mark.parametrize(("text", "length"), [(FSDP, 8), pytest.param(FSDP, 7, marks=pytest.mark.slow)])
+def test_hooks_inside_are_whenever_they_are_registered(text: str, length: int):
+    for found in run_ranks(after_steps_without, 2, text, length):
         assert not {name: error for name, error in found.items() if not error < TIGHT}
 
 

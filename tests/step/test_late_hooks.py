@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.late_hooks import PREPARED, errors
+from support.late_hooks import INSIDE, PREPARED, errors
 from support.models import write_manifest
 from torch import nn
 
@@ -57,3 +57,13 @@ def at_the_fifth_step(own: bool) -> list[float]:
 def test_hooks_on_outputs_are_seen_whenever_they_are_registered(own: bool):
     for found in run_ranks(at_the_fifth_step, 2, own):
         assert found == pytest.approx([1 / 60], rel=TIGHT)
+
+
+def after_steps_without(text: str) -> dict[str, float]:
+    return errors(list(INSIDE), text, after=4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_inside_are_seen_whenever_they_are_registered(layout: str):
+    for found in run_ranks(after_steps_without, 2, LAYOUTS[layout]):
+        assert not {name: error for name, error in found.items() if not error < TIGHT}

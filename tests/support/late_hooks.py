@@ -35,12 +35,15 @@ class Model(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, D), nn.Embedding(16, D)
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(D, VOCAB)
+        self.bound, self.limits = nn.Tanh(), False
 
     def forward(self, idx: Tensor, noise: Tensor) -> Tensor:
         x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1])) + noise
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+            if self.limits and x.requires_grad:
+                x.register_hook(limited)
+        return self.head(self.bound(x))
 
 
 def limited(g: Tensor) -> Tensor:
@@ -63,6 +66,13 @@ def retain(module: nn.Module, given: Any, output: Tensor) -> None:
         KEPT.append(output)
 
 
+def hook_inside(module: nn.Module, given: Any, output: Tensor) -> None:
+    """Register a hook on what follows from a module's output inside of the model."""
+    if output.requires_grad:
+        output.register_hook(limited)
+        given[0].register_hook(limited)
+
+
 def look(module: nn.Module, into: Any, outof: Any) -> None:
     SEEN.extend(each.square().sum(1).detach().clone() for each in (into[1], outof[0]))
 
@@ -76,6 +86,20 @@ PREPARED: dict[str, Callable[[nn.Module], Any]] = {
     "retained": lambda m: m.get_submodule("blocks.1.out").register_forward_hook(retain),
     "retained output": lambda m: None,
     "output in the loss": lambda m: None,
+}
+# Of which no output of the model is the tensor.
+INSIDE: dict[str, Callable[[nn.Module], Any]] = {
+    "inside": lambda m: m.get_submodule("blocks.1.out").register_forward_hook(hook_inside),
+    "retained inside": lambda m: m.get_submodule("blocks.0.out").register_forward_hook(retain),
+    "kept": PREPARED["kept"],
+    "retained later": PREPARED["retained later"],
+    "by the model": lambda m: setattr(m, "limits", True),
+    "in a full backward": lambda m: m.get_submodule("blocks.0").register_full_backward_hook(
+        lambda _, given, __: (limited(given[0]),)
+    ),
+    "in a backward": lambda m: m.get_submodule("bound").register_backward_hook(
+        lambda _, given, __: (given[0].clamp(-2e-3, 2e-3),)
+    ),
 }
 
 
@@ -100,7 +124,7 @@ def _noted(name: str) -> list[Tensor]:
     return found
 
 
-def errors(names: list[str], text: str, *, length: int = 8, late: bool = False) -> dict[str, float]:
+def errors(names: list[str], text: str, *, length: int = 8, late: bool = False, after: int = 0) -> dict[str, float]:
     """Return how far gradients, and what hooks see, are from one device's in two steps of a loop and of the engine.
 
     Args:
@@ -108,6 +132,7 @@ def errors(names: list[str], text: str, *, length: int = 8, late: bool = False) 
         text: Of the manifest.
         length: Of sequences.
         late: Whether hooks are registered on the composed model.
+        after: So many steps without any come first; then they are registered on the composed model.
     """
     torch.set_default_dtype(torch.float64)
     generator, found = torch.Generator().manual_seed(1), {}
@@ -115,28 +140,37 @@ def errors(names: list[str], text: str, *, length: int = 8, late: bool = False) 
     noise = torch.randn(4, 1, D, generator=generator).requires_grad_()
     for name in names:
         reference, model = _seeded(), _seeded()
-        PREPARED[name](reference)
+        prepare, plain = (PREPARED | INSIDE)[name], "" if after else name
+        prepare(reference)
         loss_of(name, reference(x, noise), y).backward()
         wanted, grads = _noted(name), {fqn: p.grad for fqn, p in reference.named_parameters()}
-        if not late:
-            PREPARED[name](model)
-        run = composer3d.compose(
-            model, write_manifest(text), loss_fn=lambda o, t, name=name: loss_of(name, o, t), example=((x, noise), {})
-        )
+        if not (late or after):
+            prepare(model)
+        steps = [0]
+
+        def loss(o: Tensor, t: Tensor, name: str = name, plain: str = plain, steps: list[int] = steps) -> Tensor:
+            return loss_of(plain if steps[0] < after else name, o, t)
+
+        run = composer3d.compose(model, write_manifest(text), loss_fn=loss, example=((x, noise), {}))
         if late:
-            PREPARED[name](run.model)
+            prepare(run.model)
         _noted("")
         size = len(x) // run.context.data_parallel_degree
         mine = slice(run.context.data_parallel_rank * size, (run.context.data_parallel_rank + 1) * size)
-        for step in range(4):
+        for steps[0] in range(after + 4):
+            step = steps[0]
+            if after and step == after:
+                prepare(run.model)
             run.model.zero_grad()
             with run.step(step):
                 if step % 2:
-                    run.backward(loss_of(name, run.model(x[mine], noise[mine]), y[mine]))
+                    run.backward(loss(run.model(x[mine], noise[mine]), y[mine]))
                 else:
                     run.forward_backward(x[mine], noise[mine], target=y[mine])
                 own = {fqn: run.full_tensor(fqn, p.grad) for fqn, p in run.named_parameters()}
             pairs = [(own[fqn], grad) for fqn, grad in grads.items()]
+            if step < after:
+                continue
             seen = _noted(name)
             assert len(seen) == len(wanted)
             pairs += [(one, other[mine]) for one, other in zip(seen, wanted, strict=True)]

@@ -66,6 +66,35 @@ def test_legacy_backward_hooks_of_a_module_may_be_replaced():
     assert called == ["replaced", "after"]
 
 
+def test_what_is_registered_on_tensors_is_seen_by_the_innermost_watch():
+    seen = []
+
+    def watch(name):
+        def hooked(tensor, hook):
+            seen.append((name, tuple(tensor.shape)))
+            return lambda gradient: hook(gradient) * 2
+
+        return torch_compat.backward_hooks.WatchedRegistrations(hooked, lambda x: seen.append((name, "retained")))
+
+    outer, inner = watch("outer"), watch("inner")
+    x = torch.ones(3, requires_grad=True)
+    y = x * 1
+    with outer, inner:
+        y.register_hook(hook=lambda gradient: gradient + 1)
+        outer.__exit__()
+        y.retain_grad()
+    y.register_hook(lambda gradient: gradient * 10)
+    y.sum().backward()
+    assert seen == [("inner", (3,)), ("inner", "retained")]
+    assert x.grad.tolist() == y.grad.tolist() == [40.0] * 3
+
+
+def test_legacy_backward_hooks_are_counted_when_they_are_registered():
+    before = torch_compat.backward_hooks.num_legacy_registrations()
+    nn.Tanh().register_backward_hook(lambda *_: None)
+    assert torch_compat.backward_hooks.num_legacy_registrations() == before + 1
+
+
 class Call:
     """Adds 1 to gradients that a hook returns, and keeps what torch puts in place of a call's values."""
 
