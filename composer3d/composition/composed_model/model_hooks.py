@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,7 @@ from composer3d.mesh import Role
 from composer3d.step.evaluation import reshard_units
 from composer3d.step.loops.whole_gradients import refuse_rank_gradients
 from composer3d.step.sharded_tensors.assigned_values import refuse_late_writes
+from composer3d.torch_compat import forward_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +62,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     _watch_loading(module, engine, context)
     refuse_saving_model(module)
     torch_compat.call_within(module, engine.explaining)
+    torch_compat.call_within(module, functools.partial(forward_hooks.calling, module))
     if any(_is_bound(each) for each in module.modules()):
         # Those of torch's data parallelism refuse; copy looks at the instance first.
         vars(module)["__deepcopy__"] = functools.partial(copy_composed, module, context)
@@ -95,7 +98,8 @@ def _watch_forwards(module: nn.Module, engine: StepEngine, context: RunContext, 
         if owner is module:
             watch_gradients(output)
             engine.leave_own_forward()
-            if not engine.is_running:
+            has_failed = output is None and sys.exc_info()[1] is not None
+            if not (engine.is_running or has_failed):
                 engine.criterion.inside.begin()
                 engine.activations.follow_loop(output)
             if normal:

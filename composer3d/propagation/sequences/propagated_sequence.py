@@ -39,6 +39,7 @@ from composer3d.propagation.shards import (
     strip,
     unmark,
 )
+from composer3d.torch_compat import forward_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,16 +161,20 @@ class PropagatedSequence:
         inside = tuple(f"{fqn}." for fqn in self._rowwise)
         for fqn, module in model.named_modules():
             if fqn not in self._rowwise and not fqn.startswith(inside):
-                yield module, fqn, self._around(module.forward, fqn)
+                # Hooks of the whole model see what its code sees.
+                forward = module.forward if fqn else forward_hooks.with_hooks(model, module.forward)
+                yield module, fqn, self._around(forward, fqn)
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Let rowwise modules pass through inside, for a dry run."""
+        """Let rowwise modules pass through inside, and the whole model call its hooks itself, for a dry run."""
         held = dict(model.named_modules())
         handles = [each for fqn in self._rowwise if fqn in held for each in self._pass_through(held[fqn], fqn)]
         try:
-            yield
+            with forward_hooks.calling(model):
+                yield
         finally:
+            forward_hooks.leave_hooks(model)
             for handle in handles:
                 handle.remove()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, TransformError
-from composer3d.torch_compat import recomputed_tensors, tree_leaves, with_attributes_of
+from composer3d.torch_compat import forward_hooks, recomputed_tensors, tree_leaves, with_attributes_of
 from composer3d_plugins.scheduling.pipeline.absent import Absent, Stage, absent_zeros
 
 __all__ = [
@@ -72,6 +72,8 @@ def runner_of(module: nn.Module) -> Any:
 class Root:
     """The stage's module: calls go through its runner; hooks and FSDP2 see the model's own arguments."""
 
+    composer3d_calls_forward_hooks = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = vars(self)[_RUNNER].call
         if call is None:
@@ -81,19 +83,24 @@ class Root:
     def inner_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as if it were no stage."""
         vars(self)[_GIVEN] = _dtype_of(args, kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with forward_hooks.calling(self):  # type: ignore[arg-type]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the parent's forward up to the stage's last block."""
+        """Run the parent's forward up to the stage's last block; hooks on its output are those of the last stage."""
+        module: Any = self
+        args, kwargs = forward_hooks.before(module, args, kwargs)
         given, cast = vars(self)[_GIVEN], _dtype_of(args, kwargs)
         runner = vars(self)[_RUNNER]
         runner.casts = None if given is None or cast is None or given is cast else (given, cast)
         if runner.casts is not None:
             _cast_absent(runner, *runner.casts)
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except Done as done:
+            forward_hooks.skip(module)
             return done.output
+        return forward_hooks.after(module, args, kwargs, output)
 
 
 def _dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -124,22 +131,29 @@ def inner_call(model: Any) -> Callable[..., Any]:
 
 
 class Between:
-    """A module between root and blocks: its own hooks still see a forward that ends."""
+    """A module between root and blocks: hooks of data parallelism still see a forward that ends."""
+
+    composer3d_calls_forward_hooks = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)[_LEFT] = False
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with forward_hooks.calling(self):  # type: ignore[arg-type]
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if vars(self)[_LEFT]:
             raise Done(output)
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; when it is left early, return the stage's output."""
+        """Run the forward; when it is left early, return the stage's output, which is not for hooks of the model."""
+        module: Any = self
+        args, kwargs = forward_hooks.before(module, args, kwargs)
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except Done as done:
             vars(self)[_LEFT] = True
+            forward_hooks.skip(module)
             return done.output
+        return forward_hooks.after(module, args, kwargs, output)
 
 
 class Kept:
@@ -221,7 +235,9 @@ def become_root(stage: nn.Module, runner: Any, *, around: Iterable[str]) -> None
         module = descend(stage, fqn)
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             become(module, Between, _LEFT, False)
+            forward_hooks.take_hooks(module)
     become(stage, Root, _RUNNER, runner)
+    forward_hooks.take_hooks(stage)
 
 
 def ancestors(fqn: str) -> list[str]:

@@ -304,8 +304,7 @@ class ContextParallel:
         """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
 
         found: Found = context.state[self]
-        if context.layout.degree(Role.STAGE) == 1:
-            sequence.gradients.inputs = lambda args: found.inputs.sharded(args, {})
+        sequence.gradients.inputs = lambda args: found.inputs.sharded(args, {})
         sequence.install(model)
         context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
         inside = context.stash(InsideValues)

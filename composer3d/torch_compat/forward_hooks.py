@@ -1,0 +1,173 @@
+"""Forward hooks of a module that its forward calls itself: where code around it gives torch other tensors than it has.
+
+Torch calls a module's hooks outside of its `forward`, with what it was called with. Where only the forward knows what
+these tensors are, such as shards or what a stage of a pipeline sends, hooks are called there, in torch's order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["after", "before", "calling", "leave_hooks", "skip", "take_hooks", "with_hooks"]
+
+# Of the attribute of a module that calls its hooks itself; copies of composed models leave such names out.
+SLOT = "_composer3d_forward_hooks"
+# Of that of a class whose forward does so.
+CALLS = "composer3d_calls_forward_hooks"
+# Packages whose hooks stay where torch calls them: they gather parameters, place batches, or note what is there.
+LIBRARIES = ("torch.", "composer3d")
+
+
+class _Hooks:
+    """Hooks of the call at work, in order, each with whether it takes arguments by name."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[Any, bool]] = []
+        self.after: list[tuple[Any, bool]] = []
+        self.is_called = self.is_done = False
+        self.is_cut = [False]
+
+    def __deepcopy__(self, memo: Any) -> _Hooks:
+        return _Hooks()
+
+    def __reduce__(self) -> Any:
+        return _Hooks, ()
+
+
+def take_hooks(module: nn.Module) -> None:
+    """State of a module that its forward calls its hooks, see `before` and `after`, until `leave_hooks`."""
+    vars(module).setdefault(SLOT, _Hooks())
+
+
+def leave_hooks(module: nn.Module) -> None:
+    """State of a module that torch calls its hooks again."""
+    vars(module).pop(SLOT, None)
+
+
+@contextlib.contextmanager
+def calling(module: nn.Module) -> Iterator[None]:
+    """Keep torch from calling a module's hooks in a call inside, if its forward does.
+
+    Hooks of libraries are left to torch. Those of all modules (`register_module_forward_hook`) are called by torch for
+    others. The tables are private (torch 2.11-2.15); behind the call they are as they were.
+    """
+    hooks: _Hooks | None = vars(module).get(SLOT)
+    if hooks is None:
+        yield
+        return
+    from torch.nn.modules import module as modules
+
+    known: Any = vars(modules)
+    hooks.before, hooks.after, hooks.is_called, hooks.is_done, hooks.is_cut = [], [], True, False, [False]
+    replaced: list[tuple[MutableMapping[int, Any], int, Any, Any]] = []
+    named = module._forward_pre_hooks_with_kwargs
+    for table, key, hook in _users(known["_global_forward_pre_hooks"], module._forward_pre_hooks):
+        hooks.before.append((hook, table is module._forward_pre_hooks and key in named))
+        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_called)))
+    named, everywhere = module._forward_hooks_with_kwargs, known["_global_forward_hooks_with_kwargs"]
+    for table, key, hook in _users(known["_global_forward_hooks"], module._forward_hooks):
+        hooks.after.append((hook, key in named or key in everywhere))
+        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_done)))
+    if getattr(type(module), CALLS, False):
+        backward = (known["_global_backward_pre_hooks"], known["_global_backward_hooks"])
+        is_cut = hooks.is_cut  # of this call: hooks run in its backward
+        for table, key, hook in _users(*backward, module._backward_pre_hooks, module._backward_hooks):
+            replaced.append((table, key, hook, _left_out(module, hook, lambda: is_cut[0])))
+    for table, key, _, other in replaced:
+        table[key] = other
+    try:
+        yield
+    finally:
+        hooks.is_called = hooks.is_done = False
+        for table, key, hook, other in replaced:
+            if table.get(key) is other:
+                table[key] = hook
+
+
+def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the hooks that precede a forward; return its arguments.
+
+    Raises:
+        RuntimeError: As torch's, of a hook that takes arguments by name and returns something else than both.
+    """
+    hooks: _Hooks | None = vars(module).get(SLOT)
+    for hook, takes_names in hooks.before if hooks is not None and hooks.is_called else ():
+        if not takes_names:
+            if (given := hook(module, args)) is not None:
+                args = given if isinstance(given, tuple) else (given,)
+        elif (given := hook(module, args, kwargs)) is not None:
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise RuntimeError(
+                    f"forward pre-hook must return None or a tuple of (new_args, new_kwargs), not {given}"
+                )
+            args, kwargs = given
+    return args, kwargs
+
+
+def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Call the hooks that follow a forward; return its output.
+
+    Args:
+        module: Which has run.
+        args: As `before` has returned them.
+        kwargs: Likewise.
+        output: Of the forward.
+    """
+    hooks: _Hooks | None = vars(module).get(SLOT)
+    if hooks is None or not hooks.is_called:
+        return output
+    for hook, takes_names in hooks.after:
+        found = hook(module, args, kwargs, output) if takes_names else hook(module, args, output)
+        output = output if found is None else found
+    hooks.is_called, hooks.is_done = False, True
+    return output
+
+
+def skip(module: nn.Module) -> None:
+    """Leave out the hooks on the output of a forward, and on its gradient: it has ended before its end."""
+    hooks: _Hooks | None = vars(module).get(SLOT)
+    if hooks is not None and hooks.is_called:
+        hooks.is_called, hooks.is_done, hooks.is_cut[0] = False, True, True
+
+
+def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that calls a module's hooks around another; the same one where its class does so already."""
+    if getattr(type(module), CALLS, False):
+        return forward
+    take_hooks(module)
+
+    @functools.wraps(forward)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(module, args, kwargs)
+        return after(module, args, kwargs, forward(*args, **kwargs))
+
+    return hooked
+
+
+def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(hook, updated=())
+    def other(owner: nn.Module, *given: Any) -> Any:
+        return None if owner is module and is_left() else hook(owner, *given)
+
+    return other
+
+
+def _users(*tables: MutableMapping[int, Any]) -> Iterator[tuple[MutableMapping[int, Any], int, Any]]:
+    """Yield the hooks in tables that are no library's."""
+    for table in tables:
+        for key, hook in table.items():
+            if _is_users(hook):
+                yield table, key, hook
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+    return not f"{module}.".startswith(LIBRARIES)

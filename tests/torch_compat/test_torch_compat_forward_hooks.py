@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+
+from composer3d.torch_compat.forward_hooks import after, before, calling, leave_hooks, skip, take_hooks, with_hooks
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Ending(nn.Module):
+    """Its forward ends before its end."""
+
+    composer3d_calls_forward_hooks = True
+
+    def forward(self, x):
+        skip(self)
+        return 2 * x
+
+
+def hooked(module):
+    module.forward = with_hooks(module, module.forward)
+    return module
+
+
+def call(module, *args, **kwargs):
+    with calling(module):
+        return module(*args, **kwargs)
+
+
+def test_a_forward_calls_its_hooks_in_torchs_order_with_what_they_return():
+    module, plain, order = hooked(Doubling()), Doubling(), {True: [], False: []}
+    for each, is_own in ((module, True), (plain, False)):
+        seen = order[is_own]
+        each.register_forward_pre_hook(lambda m, a, seen=seen: seen.append(("first", a[0].item())) or a[0] + 1)
+        each.register_forward_pre_hook(lambda m, a, k, seen=seen: ((a[0] + 2,), k), with_kwargs=True)
+        each.register_forward_hook(lambda m, a, o, seen=seen: seen.append((a[0].item(), o.item())))
+        each.register_forward_hook(lambda m, a, k, o, seen=seen: o + k.get("x", 5), with_kwargs=True, prepend=True)
+    x = torch.tensor(1.0)
+    assert call(module, x) == plain(x) == 13
+    assert order[True] == order[False] == [("first", 1.0), (4.0, 13.0)]
+
+
+def test_hooks_are_where_they_were_behind_a_call_and_outside_of_it_torch_calls_them():
+    module = hooked(Doubling())
+    handle = module.register_forward_hook(lambda m, a, o: o + 1)
+    hooks = dict(module._forward_hooks)
+    assert call(module, torch.tensor(1.0)) == 3
+    assert dict(module._forward_hooks) == hooks
+    assert module(torch.tensor(1.0)) == 3
+    assert module.forward(torch.tensor(1.0)) == 2
+    handle.remove()
+    assert call(module, torch.tensor(1.0)) == 2
+
+
+def test_hooks_of_libraries_and_of_other_modules_are_left_to_torch():
+    module, inner, seen = hooked(Doubling()), Doubling(), []
+    module.inner = inner
+
+    def of_torch(m, a, o):
+        seen.append("torch")
+
+    of_torch.__module__ = "torch.distributed.fsdp"
+    module.register_forward_hook(functools.partial(of_torch))
+    everywhere = modules.register_module_forward_hook(lambda m, a, o: seen.append(m) or o + 1)
+    try:
+        assert call(module, torch.tensor(1.0)) == 3
+        assert inner(torch.tensor(1.0)) == 3
+    finally:
+        everywhere.remove()
+    assert seen == [module, "torch", inner]
+
+
+def test_a_hook_that_is_always_called_sees_a_forward_that_raises():
+    module, seen = hooked(Doubling()), []
+    module.register_forward_hook(lambda m, a, o: seen.append(o), always_call=True)
+    with pytest.raises(TypeError):
+        call(module, None)
+    assert seen == [None]
+
+
+def test_a_hook_before_a_forward_returns_both_kinds_of_arguments():
+    module = hooked(Doubling())
+    module.register_forward_pre_hook(lambda m, a, k: a, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="must return None or a tuple of"):
+        call(module, torch.tensor(1.0))
+
+
+def test_hooks_on_the_output_of_a_forward_that_ends_early_are_left_out():
+    module, seen = Ending(), []
+    take_hooks(module)
+    assert with_hooks(module, module.forward) == module.forward
+    module.register_forward_hook(lambda m, a, o: seen.append(o))
+    module.register_full_backward_hook(lambda m, i, o: seen.append(o))
+    module.register_full_backward_pre_hook(lambda m, o: seen.append(o))
+    call(module, torch.tensor(1.0, requires_grad=True)).backward()
+    assert not seen
+    leave_hooks(module)
+    call(module, torch.tensor(1.0, requires_grad=True)).backward()
+    assert len(seen) == 3
+
+
+def test_arguments_and_outputs_are_as_they_are_outside_of_such_a_call():
+    module = Doubling()
+    module.register_forward_hook(lambda m, a, o: o + 1)
+    assert before(module, (1,), {}) == ((1,), {})
+    assert after(module, (1,), {}, 2) == 2
+
+
+def test_modules_that_call_their_hooks_are_copied_and_pickled():
+    module = Doubling()
+    take_hooks(module)
+    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert each(torch.tensor(1.0)) == 2
