@@ -150,7 +150,7 @@ class Composition(SavedRun, OwnLoop):
         if self.replicas is not None:
             return self.replicas.forward_backward(args, kwargs, target)
         identity = self._engine.identity((args, kwargs, target))
-        with self._engine.explaining():
+        with self._engine.explaining(), self._engine.criterion.inside.apart():
             return self._engine.forward_backward(
                 self._assembled.placed(args, kwargs, target),
                 identity=identity,
@@ -169,7 +169,8 @@ class Composition(SavedRun, OwnLoop):
         self._evaluations += 1
         self._persistence.copies.settle()
         self._average_buffers()
-        with self.context.stash(EvaluatedWeights).applied(), evaluating(self.parts):
+        weights, apart = self.context.stash(EvaluatedWeights).applied(), self._engine.criterion.inside.apart()
+        with weights, evaluating(self.parts), apart:
             loss, count = self._engine.evaluate(
                 batch,
                 identity=identity,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from composer3d.composition.loop.module_hooks import ModuleHooks
 from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.losses.mixed_values import MixedLosses
 from composer3d.step.sample_counters import watch_sample_counters
@@ -22,6 +23,8 @@ __all__ = ["watch_functions", "watch_samples"]
 def watch_samples(criterion: Criterion, context: RunContext) -> None:
     """Report what a model counts, and what a loss relates, of a rank's samples alone."""
     criterion.mixed, criterion.inside = MixedLosses(context), context.stash(InsideValues)
+    modules = [module for part in context.parts for module in part.module.modules()]
+    criterion.inside.are_hooked = ModuleHooks(modules)
     watch_sample_counters(context, criterion.given)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import CodeType, FunctionType
@@ -67,6 +68,7 @@ class ActivationGradients:
         self._recomputed: Any = None
         self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
         self._retained = RetainedGradients(self._inside)
+        self._inside.asking = self._asked
         self._outputs: list[_Output] = []
         self._is_followed = False  # the last forward, if it trained
         self._outside: Any = None
@@ -200,6 +202,17 @@ class ActivationGradients:
     def _retain(self, tensor: Tensor) -> None:
         if not tensor.is_leaf:
             self._retained.add(tensor)
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Run a backward whose gradients code asks for, of a loss that all ranks of a sequence compute alike."""
+        self._factor = float(math.prod(self._context.degrees[axis] for axis in self._inside.axes))
+        self._retained.begin()
+        try:
+            yield
+            self._retained.end(self._factor)
+        finally:
+            self._factor = 1.0
 
     def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @_named(hook)

@@ -164,7 +164,8 @@ class OwnLoop:
         with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
             self._engine.outside.look(loss)
             is_last = self._engine.accumulated.is_last if last is None else last
-            return self._engine.backward(loss, last=is_last, reduction=reduction, retain_graph=retain_graph)
+            with self._engine.criterion.inside.apart():
+                return self._engine.backward(loss, last=is_last, reduction=reduction, retain_graph=retain_graph)
 
     def grad(
         self,

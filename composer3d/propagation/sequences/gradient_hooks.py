@@ -9,10 +9,10 @@ Shapes as in `sequence_mode`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -55,7 +55,7 @@ Kind = ShardSpec | str | None
 class Mode(Protocol):
     """Makes the propagation in which a hook runs, of its name and of tokens by padded lengths."""
 
-    def __call__(self, padded: Mapping[int, int], *, hook: str) -> AbstractContextManager[Any]:
+    def __call__(self, padded: Mapping[int, int], *, hook: str) -> contextlib.AbstractContextManager[Any]:
         """Return it."""
 
 
@@ -74,6 +74,8 @@ class GradientHooks:
         inputs: Returns the dims along which positional arguments of the whole model are sharded; None where its own
             hooks are as they are.
         is_alike: Returns whether losses are computed of whole outputs, by all ranks alike.
+        are_hooked: Whether any hook has been called.
+        asking: Makes the context of a backward whose gradients code asks for, of a loss of all ranks alike.
 
     Memory: what hooks gather. Collectives: those of what hooks relate; of tensors that every rank has whole, one
         all-reduce of the gradient.
@@ -99,6 +101,8 @@ class GradientHooks:
         self.padded: Callable[[], Mapping[int, int]] = dict
         self.inputs: Callable[[tuple[Any, ...]], Mapping[int | str, int]] | None = None
         self.is_alike: Callable[[], bool] = lambda: False
+        self.are_hooked = False
+        self.asking: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._at_work: Callable[[], Any] = lambda: None
 
     def of_tensor(
@@ -176,6 +180,7 @@ class GradientHooks:
         where = f"the hook {_name(hook)}"
 
         def propagated(gradient: Tensor) -> Any:
+            self.are_hooked = True
             given = self._given(gradient, kind, padded)
             version = given._version
             with self._mode(padded, hook=where):
@@ -218,7 +223,7 @@ class GradientHooks:
             module: Its.
             groups: Gradients with what is known of their tensors; those that the hook returns are of the first.
         """
-        padded = dict(self.padded())
+        self.are_hooked, padded = True, dict(self.padded())
         given = [
             tuple(self._given(each, kind, padded) for each, kind in zip(gradients, kinds, strict=True))
             for gradients, kinds in groups

@@ -280,7 +280,9 @@ class PropagatedSequence:
             propagate=lambda run, args, kwargs: self._propagate(run, "what is recomputed", args, kwargs),
         )
 
-    def outside(self, padded: Mapping[int, int], refused: str = "", *, hook: str = "") -> OutsideValues:
+    def outside(
+        self, padded: Mapping[int, int], refused: str = "", *, hook: str = "", gathers: bool = False
+    ) -> OutsideValues:
         """Return the mode in which code outside of the model computes with shards, or a hook, which draws as it."""
         return OutsideValues(
             self._degree,
@@ -291,6 +293,7 @@ class PropagatedSequence:
             refused=refused,
             where=hook or "the loss",
             is_alike=not (hook or refused),
+            gathers=gathers,
             draws_of=self._draws_of if hook else None,
             hooks=self.gradients,
         )

@@ -41,7 +41,11 @@ class InsideValues:
     Attributes:
         axes: Along which ranks get whole outputs of a forward that the loop runs itself, and compute one loss.
         mode: Makes the mode of torch functions in which that code runs; None where nothing is sharded.
+        later: Makes that of code after a batch, for which all that it reads is gathered; None likewise.
+        are_kept: Returns whether the model may have kept anything for such code.
+        are_hooked: Returns whether hooks of the loop's or the model's own may have.
         hooks: Calls hooks on gradients of shards; None where nothing is sharded.
+        asking: Makes the context of a backward whose gradients code asks for, by `torch.autograd.grad`.
 
     Memory: what the code gathers. Collectives: those of its gathers.
     """
@@ -49,7 +53,11 @@ class InsideValues:
     def __init__(self) -> None:
         self.axes: tuple[str, ...] = ()
         self.mode: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        self.later: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        self.are_kept: Callable[[], bool] = lambda: False
+        self.are_hooked: Callable[[], bool] = lambda: False
         self.hooks: _ShardHooks | None = None
+        self.asking: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._entered: Any = None
 
     def others(self, layout: Layout) -> list[str]:
@@ -59,8 +67,19 @@ class InsideValues:
     def begin(self) -> None:
         """Follow what a loop computes, until `end`: modes that it enters meanwhile are left before this one."""
         if self.mode is not None:
-            self._entered = self.mode()
-            torch_compat.function_transforms.enter_mode_below(self._entered)
+            self._enter(self.mode())
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Follow nothing of a batch inside; then what the loop reads of what hooks, or the model, have kept of it."""
+        self.end()
+        yield
+        if self.later is not None and (self.are_kept() or self.are_hooked()):
+            self._enter(self.later())
+
+    def _enter(self, mode: Any) -> None:
+        self._entered = mode
+        torch_compat.function_transforms.enter_mode_below(mode)
 
     def end(self) -> None:
         """Follow nothing until the next forward."""

@@ -316,6 +316,9 @@ class ContextParallel:
             return sequence.outside(found.sequences.unpadded(), "" if is_whole() else UNSEEN)
 
         inside.axes, inside.mode, inside.hooks = ("cp",), mode, sequence.gradients
+        inside.later = lambda: sequence.outside(found.sequences.unpadded(), gathers=True)
+        inside.are_kept = lambda: bool(found.kept.holders) or sequence.gradients.are_hooked
+        sequence.gradients.asking = lambda: inside.asking()
         sequence.gradients.padded, sequence.gradients.is_alike = lambda: found.sequences.unpadded(), is_whole
 
     def _padding(self, context: RunContext) -> tuple[int, int, str] | None:
