@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["after", "before", "calling", "leave_hooks", "skip", "take_hooks", "with_hooks"]
+__all__ = ["after", "are_there", "before", "calling", "leave_hooks", "skip", "tables_of", "take_hooks", "with_hooks"]
 
 # Of the attribute of a module that calls its hooks itself; copies of composed models leave such names out.
 SLOT = "_composer3d_forward_hooks"
@@ -22,6 +22,8 @@ SLOT = "_composer3d_forward_hooks"
 CALLS = "composer3d_calls_forward_hooks"
 # Packages whose hooks stay where torch calls them: they gather parameters, place batches, or note what is there.
 LIBRARIES = ("torch.", "composer3d")
+# Tables of hooks, private (torch 2.11-2.15).
+TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class _Hooks:
@@ -148,6 +150,19 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         return after(module, args, kwargs, forward(*args, **kwargs))
 
     return hooked
+
+
+def tables_of(modules: Iterable[nn.Module]) -> list[MutableMapping[int, Any]]:
+    """Return the tables of the hooks of modules, and of those of all modules: their lengths change with the hooks."""
+    from torch.nn.modules import module as home
+
+    everywhere = [vars(home)[f"_global{name}"] for name in TABLES]
+    return [*everywhere, *(getattr(module, name) for module in modules for name in TABLES)]
+
+
+def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:
+    """Return whether tables have hooks that are no library's."""
+    return next(_users(*tables), None) is not None
 
 
 def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool]) -> Callable[..., Any]:

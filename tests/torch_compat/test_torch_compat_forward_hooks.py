@@ -9,7 +9,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from composer3d.torch_compat.forward_hooks import after, before, calling, leave_hooks, skip, take_hooks, with_hooks
+from composer3d.torch_compat.forward_hooks import (
+    after,
+    are_there,
+    before,
+    calling,
+    leave_hooks,
+    skip,
+    tables_of,
+    take_hooks,
+    with_hooks,
+)
 
 
 class Doubling(nn.Module):
@@ -121,3 +131,23 @@ def test_modules_that_call_their_hooks_are_copied_and_pickled():
     take_hooks(module)
     for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert each(torch.tensor(1.0)) == 2
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        pytest.param(lambda m, hook: m.register_forward_hook(hook), id="forward"),
+        pytest.param(lambda m, hook: m.register_full_backward_pre_hook(hook), id="backward"),
+        pytest.param(lambda m, hook: modules.register_module_forward_pre_hook(hook), id="of all modules"),
+    ],
+)
+def test_tables_of_hooks_have_those_of_users_until_they_are_removed(register):
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    nn.utils.spectral_norm(module, name="bias")  # a hook of torch's own
+    tables = tables_of([module])
+    before = sum(map(len, tables))
+    assert before and not are_there(tables)
+    handle = register(module, lambda *_: None)
+    assert are_there(tables) and sum(map(len, tables)) == before + 1
+    handle.remove()
+    assert not are_there(tables)

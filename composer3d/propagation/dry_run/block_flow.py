@@ -26,6 +26,9 @@ from composer3d.propagation.module_kinds import kind_of
 
 __all__ = ["Flow", "blocks_beside", "blocks_of"]
 
+# Questions whose answers are other ones for a share, and hooks that are given its gradient.
+ASKED = SIZES | {"register_hook", "retain_grad"}
+
 
 def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[str]:
     """Return the repeated blocks; none where they are not known.
@@ -121,7 +124,7 @@ class Flow:
             leaves = torch_compat.tree_leaves([list(args), dict(kwargs)])
             used = {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given} - self._taken
             # Of other questions, such as its dtype, the answer is the same for a share.
-            if used and (name_of(func) in SIZES or _has_tensors(result)):
+            if used and (name_of(func) in ASKED or _has_tensors(result)):
                 self.used |= used
 
     def _use_kept(self, value: Any) -> None:
@@ -140,8 +143,10 @@ class Flow:
     def look_at_left(self, model: nn.Module) -> None:
         """Notice what blocks leave in attributes, lists and objects for code that runs after the model's forward."""
         with torch_compat.without_torch_functions():
-            left = (each for _, _, value in reached_from(model) for each in tensors_of(value))
+            left = [each for _, _, value in reached_from(model) for each in tensors_of(value)]
             self.leaves = any(each.grad_fn is not None or self._is_of_block(each) for each in left)
+            # Activations between blocks that the model's own code keeps are whole, as what it computes of them.
+            self.used |= {self._given[id(each)][0] for each in left if id(each) in self._given}
 
     def _is_of_block(self, tensor: Tensor) -> bool:
         made, _ = self._made.get(id(tensor), (None, ""))

@@ -182,6 +182,7 @@ class TensorParallel:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         from composer3d_plugins.sharding.tensor_parallel.boundary_calls import watch_boundaries
+        from composer3d_plugins.sharding.tensor_parallel.hooked_modules import watch_hooks
         from composer3d_plugins.sharding.tensor_parallel.styles import Applier
 
         made = context.state[self]
@@ -195,6 +196,8 @@ class TensorParallel:
             ).apply([fqn for fqn in _named(model, fqns, made.rules) if not _is_elsewhere(model, fqn, context)])
             if self.sequence_parallel:
                 watch_boundaries(model, made.rules)
+                held = {fqn for fqn, _ in model.named_modules()}
+                watch_hooks(model, held.intersection(made.sharded), degree=context.degrees["tp"])
         return fqns
 
 

@@ -25,6 +25,7 @@ from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import (
     rules_outside,
     without_layers,
 )
+from composer3d_plugins.sharding.tensor_parallel.hooked_modules import has_hooks
 from composer3d_plugins.sharding.tensor_parallel.module_roles import roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, levels_of
@@ -173,6 +174,10 @@ def _with_sequence(
             log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
             along.append(None)
     able = [fqn for found, (*_, group) in zip(along, derivations, strict=True) for fqn in group if found is not None]
+    hooked = [fqn for fqn in able if has_hooks(model.get_submodule(fqn))]
+    for fqn in hooked:
+        log.info('tensor_parallel leaves the sequence whole in "%s": a module of it has hooks, which may read it', fqn)
+    able = [fqn for fqn in able if fqn not in hooked]
     sharded = sharded_blocks(model, able, traced)
     for able_rules, (_, found, group) in zip(along, derivations, strict=True):
         rules |= _named(without_sequence(found), [fqn for fqn in group if fqn not in sharded])

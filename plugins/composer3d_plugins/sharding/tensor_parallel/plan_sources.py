@@ -47,6 +47,7 @@ class Made:
             sequence.
         apart: Modules whose every random draw is on sharded tensors, and the sharded dim if that is one.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
+        sharded: Those whose activations are.
         unread: Names of tied parameters by which no code reads them.
         whole: Parameters that code multiplies and that stay whole, by the reasons.
         is_stated: Whether the rules are the user's; their `is_sharded` states whether activations there are sharded.
@@ -59,6 +60,7 @@ class Made:
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: Mapping[str, Placed | None] = field(default_factory=dict)
     unsharded: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_stated: bool = False
@@ -87,7 +89,8 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
             return Made(rules=rules)
         blocks = _blocks(model, context, sequence_dim)
         codes = Codes(model=model, rules=rules, context=context, blocks=blocks, sequence_dim=sequence_dim)
-        return replace(_with_code(codes, unread), is_stated=True)
+        sharded = frozenset(blocks if sequence_dim is not None else ())
+        return replace(_with_code(codes, unread), is_stated=True, sharded=sharded)
     rules = (declared(model, context) or {}) if sequence_dim is None else {}
     if rules:
         try:
@@ -110,7 +113,8 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
         unsharded=derived.unsharded,
         traced=derived.traced,
     )
-    return replace(_with_code(codes, unread), whole=derived.whole)
+    every = {fqn for group in derived.traced.forms.values() for fqn in group if derived.is_sharded}
+    return replace(_with_code(codes, unread), whole=derived.whole, sharded=frozenset(every - derived.unsharded))
 
 
 def under_every_name(made: Made, model: nn.Module, context: RunContext) -> Made:
