@@ -62,6 +62,13 @@ def test_hooks_inside_are_whenever_they_are_registered(text: str, length: int):
         assert not {name: error for name, error in found.items() if not error < TIGHT}
 
 
+@pytest.mark.slow
+def test_hooks_inside_are_beside_tp_whenever_they_are_registered():
+    text = f"mesh.tp = 2\n{FSDP}[sharding.tensor_parallel]\n"
+    for found in run_ranks(after_steps_without, 4, text, 8):
+        assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
 def of_a_loss() -> str:
     def loss(o: Tensor, t: Tensor) -> Tensor:
         logits = o * 2

@@ -24,7 +24,7 @@ from composer3d.propagation.functions.function_dims import (
     VIEWS,
 )
 
-__all__ = ["is_known"]
+__all__ = ["is_elementwise_name", "is_known"]
 
 # Elementwise under names that are no operator's, or that have no tag, and those that make or fill tensors of a shape.
 ELEMENTWISE = frozenset(
@@ -80,11 +80,30 @@ def is_known(name: str) -> bool:
     """
     if name in VALUES or name in DISPLAYED:
         return name in DISPLAYED
+    plain, is_special = _plain(name)
+    if name in TABLES or plain in TABLES or plain in NAMES or any(word in name for word in MIXING):
+        return True
+    return not is_special and torch_compat.is_pointwise(plain)
+
+
+@functools.lru_cache(4096)
+def is_elementwise_name(name: str) -> bool:
+    """Return whether a function is known to do the same with every number.
+
+    Args:
+        name: As of `name_of`.
+    """
+    plain, is_special = _plain(name)
+    if name in VALUES or any(word in name for word in MIXING):
+        return False
+    return name in DISPLAYED or plain in ELEMENTWISE or (not is_special and torch_compat.is_pointwise(plain))
+
+
+def _plain(name: str) -> tuple[str, bool]:
+    """Return a function's name as tables have it, and whether Python calls it by a name of its own."""
     is_special = name.startswith("__") and name.endswith("__")
     plain = name.strip("_") if is_special else name.rstrip("_")
     plain = plain.removeprefix("special_").removeprefix("linalg_")
     if is_special and plain[:1] in ("r", "i") and plain[1:] in REFLECTED:
         plain = plain[1:]
-    if name in TABLES or plain in TABLES or plain in NAMES or any(word in name for word in MIXING):
-        return True
-    return not is_special and torch_compat.is_pointwise(plain)
+    return plain, is_special

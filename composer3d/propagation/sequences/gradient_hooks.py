@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from composer3d import torch_compat
 from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.rowwise_modules import EachRow
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, gather_parts
 from composer3d.propagation.shards import (
     SEQUENCE,
@@ -29,7 +31,9 @@ from composer3d.propagation.shards import (
     ShardSpec,
     attach,
     copy_mark,
+    interned,
     mark,
+    shadow_of,
     spec_of,
     strip,
     unmark,
@@ -48,8 +52,21 @@ FOLLOWED = "composer3d_followed"
 WHOLE = "whole"
 # In that of an output whose positions are in another order.
 UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """In that of rows inside of a module, in any order.
+
+    Args:
+        module: Its FQN.
+    """
+
+    module: str
+
+
 # What is known of a gradient's tensor; None where nothing is, and hooks are called as they are.
-Kind = ShardSpec | str | None
+Kind = ShardSpec | Rows | str | None
 
 
 class Mode(Protocol):
@@ -115,16 +132,18 @@ class GradientHooks:
             hook: As registered; those of torch's data parallelism, and of this package, are as they are.
             is_inside: Whether what has no mark is whole on every rank; None: as there is a propagation at work.
         """
+        if tensor.is_leaf:
+            return hook
+        mode = self._at_work()
+        if mode is not None and mode.pauses:
+            return self._of_kind(self._kind(tensor, other=Rows(mode.pauses[0][1])), hook)
         if is_inside is None:
-            mode = self._at_work()
-            if mode is not None and mode.pauses:
-                return hook
             is_inside = mode is not None or self.is_alike()
-        return hook if tensor.is_leaf else self._of_kind(self._kind(tensor, is_inside=is_inside), hook)
+        return self._of_kind(self._kind(tensor, other=WHOLE if is_inside else None), hook)
 
     def of_output(self, output: Tensor) -> Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]:
         """Return what makes of a hook on an output of the model one that is called as on one device."""
-        return functools.partial(self._of_kind, self._kind(output, is_inside=True))
+        return functools.partial(self._of_kind, self._kind(output, other=WHOLE))
 
     def pass_output(self, output: Tensor, other: Tensor | None, spec: ShardSpec | None) -> None:
         """Mark for hooks alone what the whole model returns, or another tensor in its place: gathered, or tokens."""
@@ -149,8 +168,13 @@ class GradientHooks:
         Raises:
             PropagationError: It is computed in a loss of this rank's positions, and is not known as a shard.
         """
+        if (mode := self._at_work()) is not None and mode.pauses and not is_output:
+            raise PropagationError(
+                f'retain_grad inside of "{mode.pauses[0][1]}"{beside()}, whose rows are of a rank\'s positions, '
+                "in any order: its gradient is that of these rows; write it for what the module is given, or returns"
+            )
         is_inside = is_output or self._at_work() is not None or self.is_alike()
-        kind, padded = self._kind(tensor, is_inside=is_inside), dict(self.padded())
+        kind, padded = self._kind(tensor, other=WHOLE if is_inside else None), dict(self.padded())
         if kind is None or kind == UNKNOWN:
             raise PropagationError(
                 f"retain_grad of what a loss computes of a rank's own positions{beside()}: its gradient is that of a "
@@ -183,7 +207,7 @@ class GradientHooks:
             self.are_hooked = True
             given = self._given(gradient, kind, padded)
             version = given._version
-            with self._mode(padded, hook=where):
+            with self._mode_of([kind], padded, where):
                 returned = hook(given)
             is_written = returned is None and given._version != version and not _is_share(kind, padded)
             return self._returned(given if is_written else returned, gradient, kind, padded, where)
@@ -205,13 +229,12 @@ class GradientHooks:
 
         def followed(fqn: str) -> _Call | None:
             mode = at_work()
-            if mode is not None and mode.pauses:
-                return None
-            return _Call(self, fqn, is_inside=mode is not None or not fqn)
+            rows = Rows(mode.pauses[0][1]) if mode is not None and mode.pauses else None
+            return _Call(self, fqn, other=rows or (None if mode is None and fqn else WHOLE))
 
-        self._at_work, inside = at_work, tuple(f"{fqn}." for fqn in rowwise)
+        self._at_work = at_work
         for fqn, module in model.named_modules():
-            if (fqn or self.inputs is not None) and not fqn.startswith(inside):
+            if fqn or self.inputs is not None:
                 torch_compat.backward_hooks.follow_gradients(module, functools.partial(followed, fqn))
 
     def call(self, where: str, hook: Callable[..., Any], module: Any, groups: Sequence[tuple[Any, Any]]) -> Any:
@@ -228,7 +251,7 @@ class GradientHooks:
             tuple(self._given(each, kind, padded) for each, kind in zip(gradients, kinds, strict=True))
             for gradients, kinds in groups
         ]
-        with self._mode(padded, hook=where):
+        with self._mode_of([kind for _, kinds in groups for kind in kinds], padded, where):
             returned = hook(module, *given)
         gradients, kinds = groups[0]
         if not isinstance(returned, tuple | list) or len(returned) != len(kinds):
@@ -236,21 +259,29 @@ class GradientHooks:
         pairs = zip(returned, gradients, kinds, strict=True)
         return tuple(self._returned(value, each, kind, padded, where) for value, each, kind in pairs)
 
-    def _kind(self, value: Any, *, is_inside: bool) -> Kind:
+    def _mode_of(
+        self, kinds: Sequence[Kind], padded: Mapping[int, int], where: str
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the mode in which a hook runs that is given gradients of these kinds."""
+        rows = next((kind for kind in kinds if isinstance(kind, Rows)), None)
+        return self._mode(padded, hook=where) if rows is None else EachRow(where, rows.module)
+
+    def _kind(self, value: Any, *, other: Kind) -> Kind:
+        """Return what is known of a tensor; of one without a mark `other`."""
         if not isinstance(value, Tensor):
             return None
         spec: ShardSpec | None = spec_of(value, self.axis) or getattr(value, PASSED + self.axis, None)
-        return spec or (WHOLE if is_inside else None)
+        return spec or other
 
     def _given(self, gradient: Any, kind: Kind, padded: Mapping[int, int]) -> Any:
-        if not isinstance(gradient, Tensor) or kind is None or self._mesh is None:
+        if not isinstance(gradient, Tensor) or kind is None or isinstance(kind, Rows) or self._mesh is None:
             return gradient
         if isinstance(kind, str):
             whole = gradient.clone(memory_format=torch.contiguous_format)
             torch.distributed.all_reduce(whole, group=self._mesh.get_group())
             return whole
         if _is_share(kind, padded):
-            return attach(gradient.view_as(gradient), kind)
+            return attach(gradient.view_as(gradient), _sized(kind, gradient))
         return self._gathered(gradient, kind, padded)
 
     def _gathered(self, gradient: Tensor, kind: ShardSpec, padded: Mapping[int, int]) -> Tensor:
@@ -265,7 +296,7 @@ class GradientHooks:
 
     def _returned(self, value: Any, gradient: Any, kind: Kind, padded: Mapping[int, int], where: str) -> Any:
         """Return this rank's share of what a hook has returned."""
-        if not isinstance(value, Tensor) or kind is None or self._mesh is None:
+        if not isinstance(value, Tensor) or kind is None or isinstance(kind, Rows) or self._mesh is None:
             return value
         spec = spec_of(value, self.axis)
         with torch_compat.without_torch_functions():
@@ -275,7 +306,7 @@ class GradientHooks:
             whole = strip(value) if spec is None else gather_parts(strip(value), spec.placed, self._rules)
             if isinstance(kind, str):
                 return whole / self._degree
-            shape = list(kind.shadow.shape)
+            shape = list(gradient.shape)
             shape[kind.placed.dim] = sum(padded.get(length, length) for length in kind.placed.parts)
             if list(whole.shape) != shape:
                 raise PropagationError(
@@ -294,11 +325,11 @@ class _Call:
     Args:
         hooks: Calls them.
         fqn: Of the module.
-        is_inside: Whether what has no mark is whole on every rank.
+        other: What is known of tensors without a mark.
     """
 
-    def __init__(self, hooks: GradientHooks, fqn: str, *, is_inside: bool) -> None:
-        self._hooks, self._fqn, self._is_inside = hooks, fqn, is_inside
+    def __init__(self, hooks: GradientHooks, fqn: str, *, other: Kind) -> None:
+        self._hooks, self._fqn, self._other = hooks, fqn, other
         self._inputs: tuple[Any, ...] = ()
         self._kinds: list[list[Kind]] = [[], []]
 
@@ -314,7 +345,7 @@ class _Call:
         outputs = before if isinstance(before, tuple) else (before,)
         self._mark(outputs, after if isinstance(after, tuple) else (after,))
         for at, values in enumerate((self._inputs, outputs)):
-            self._kinds[at] = [self._hooks._kind(value, is_inside=self._is_inside) for value in values]
+            self._kinds[at] = [self._hooks._kind(value, other=self._other) for value in values]
         self._inputs = ()
 
     def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,6 +369,15 @@ def _name(hook: Any) -> str:
     name = str(getattr(hook, "__qualname__", type(hook).__name__)).rpartition("<locals>.")[2]
     code = getattr(hook, "__code__", None)
     return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _sized(spec: ShardSpec, gradient: Tensor) -> ShardSpec:
+    """Return the mark of a gradient that an inner axis shards too, of which a hook sees this rank's shard there."""
+    shape = list(gradient.shape)
+    shape[spec.placed.dim] = spec.shadow.shape[spec.placed.dim]
+    if shape == list(spec.shadow.shape):
+        return spec
+    return interned(replace(spec, shadow=shadow_of(shape, gradient.dtype)))
 
 
 def _is_share(kind: Kind, padded: Mapping[int, int]) -> bool:

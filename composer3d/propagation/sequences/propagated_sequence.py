@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from composer3d import torch_compat
 from composer3d.propagation.captured_forward import CAPTURED, Graphs, captured_forward, repeatable
@@ -23,6 +22,7 @@ from composer3d.propagation.sequences.lost_marks import LostMarks
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.recomputed_functions import propagated_again
+from composer3d.propagation.sequences.rowwise_modules import with_own_hooks
 from composer3d.propagation.sequences.sequence_begins import Begins
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
@@ -153,7 +153,7 @@ class PropagatedSequence:
                 setattr(forward, CAPTURED, functools.partial(self._captured, module, forward, fqn))
         held = dict(model.named_modules())
         for fqn in self._rowwise & held.keys():
-            self._pass_through(held[fqn], fqn)
+            held[fqn].forward = self.passing(fqn, with_own_hooks(held[fqn], held[fqn].forward))
         self.gradients.follow(model, self._rowwise, lambda: self._at_work)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
@@ -167,16 +167,12 @@ class PropagatedSequence:
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Let rowwise modules pass through inside, and the whole model call its hooks itself, for a dry run."""
-        held = dict(model.named_modules())
-        handles = [each for fqn in self._rowwise if fqn in held for each in self._pass_through(held[fqn], fqn)]
+        """Let the whole model call its hooks itself, for a dry run."""
         try:
             with forward_hooks.calling(model):
                 yield
         finally:
             forward_hooks.leave_hooks(model)
-            for handle in handles:
-                handle.remove()
 
     def _around(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -357,35 +353,36 @@ class PropagatedSequence:
 
     # ---- rowwise modules ---------------------------------------------------------------------------------------------
 
-    def _pass_through(self, module: nn.Module, fqn: str) -> list[RemovableHandle]:
-        """Let a module work on local shards, its hooks included, and mark its results as its input is.
+    def passing(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a rowwise module that works on local shards, and marks its results as its input is.
 
         Of what it is given whole, nothing is sharded inside: experts compute rows of other ranks, of any number.
+
+        Args:
+            fqn: Of the module.
+            forward: Its.
         """
-        entered: list[tuple[SequencePropagation | None, Any]] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            specs = specs_in(args, kwargs, axis=self._axis)
-            mode = self._at_work
-            if mode is not None:
-                mode.pauses.append(specs[0] if specs else None)
-            entered.append((mode, specs[0] if specs else None))
+        @functools.wraps(forward)
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            specs, mode = specs_in(args, kwargs, axis=self._axis), self._at_work
+            spec = specs[0] if specs else None
+            if mode is None:
+                output = forward(*args, **kwargs)
+            else:
+                mode.pauses.append((spec, fqn))
+                try:
+                    output = forward(*args, **kwargs)
+                finally:
+                    mode.pauses.pop()
+            if spec is not None:
+                with torch_compat.without_torch_functions():
+                    for leaf in torch_compat.tree_leaves(output):
+                        if isinstance(leaf, Tensor):
+                            self._keep(leaf, spec, fqn)
+            return output
 
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            mode, spec = entered.pop()
-            if mode is not None:
-                mode.pauses.pop()
-            if spec is None or output is None:
-                return
-            with torch_compat.without_torch_functions():
-                for leaf in torch_compat.tree_leaves(output):
-                    if isinstance(leaf, Tensor):
-                        self._keep(leaf, spec, fqn)
-
-        return [
-            module.register_forward_pre_hook(repeatable(before), prepend=True, with_kwargs=True),
-            module.register_forward_hook(repeatable(after), with_kwargs=True, always_call=True),
-        ]
+        return eagerly(repeatable(passed))
 
     def _keep(self, leaf: Tensor, spec: Any, fqn: str) -> None:
         dim = spec.placed.dim

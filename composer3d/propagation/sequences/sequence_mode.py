@@ -77,22 +77,23 @@ class SequencePropagation(SequenceWholes):
         hooks: GradientHooks | None = None,
     ) -> None:
         super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis, draws_of=draws_of)
-        # Of rowwise modules at work, whose code sees its local shard: what they were given; None for whole tensors.
-        self.pauses: list[ShardSpec | None] = []
+        # Of rowwise modules at work, whose code sees its local shard: what they were given, None for whole tensors, and
+        # their FQNs.
+        self.pauses: list[tuple[ShardSpec | None, str]] = []
         self._is_busy, self._hooks = False, hooks
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
-        if func is Tensor.register_hook and self._hooks is not None and not (self._is_busy or self.pauses):
+        if func is Tensor.register_hook and self._hooks is not None and not self._is_busy:
             args = [args[0], self._hooks.of_tensor(args[0], args[1], is_inside=self.has_wholes)]
         if not (self._is_busy or self.pauses or self.inside) and (memory := self._memory) is not None:
             return self._remembered(memory, func, args, kwargs or {})  # type: ignore[arg-type]
         if self._is_busy or self.pauses:
             if self._is_busy:
                 return func(*args, **(kwargs or {}))
-            return self._passed(name_of(func), func, args, kwargs or {}, self.pauses[0])
+            return self._passed(name_of(func), func, args, kwargs or {}, self.pauses[0][0])
         self._is_busy = True
         try:
             return super().__torch_function__(func, types, args, kwargs)

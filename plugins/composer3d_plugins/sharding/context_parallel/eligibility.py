@@ -195,9 +195,10 @@ def _try(
         module: _tracked(fqn, forward if call.has_values or not fqn else unseen(forward), rules, found, set(blocks))
         for module, fqn, forward in sequence.forwards(model)
     }
-    if not call.has_values:
-        passed = {model.get_submodule(fqn) for fqn in found.rowwise}
-        forwards |= {module: _without_values(module.forward) for module in passed}
+    for fqn in found.rowwise:
+        module = model.get_submodule(fqn)
+        inner = module.forward if call.has_values else _without_values(module.forward)
+        forwards[module] = sequence.passing(fqn, inner)
     output = _run(model, call, sequence, found, found.kept.after(forwards, model, AXIS), rules)
     found.form = OutputForm(output, tuple(outputs), num_samples=sequences.num_samples, lengths=sequences.in_order)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
