@@ -17,7 +17,7 @@ from composer3d.processes.forking import (
     refuse_side_thread,
     refuse_unsafe_fork,
 )
-from composer3d.processes.garbage import end_without_collecting, scanning_new_objects_only
+from composer3d.processes.garbage import collect_new_objects, end_without_collecting, scanning_new_objects_only
 from composer3d.processes.host_memory import keep_freed_memory
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
 from composer3d.processes.late_imports import late_imports
@@ -48,6 +48,7 @@ __all__ = [
     "LAUNCH",
     "all_gather_json",
     "broadcast_json",
+    "collect_new_objects",
     "default_device",
     "device_index",
     "die_with",

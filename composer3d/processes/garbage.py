@@ -7,7 +7,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["end_without_collecting", "scanning_new_objects_only"]
+__all__ = ["collect_new_objects", "end_without_collecting", "scanning_new_objects_only"]
+
+# Whether objects are left out is known here: Python counts them one by one, 40 ms with torch and a planned model.
+_num_scopes = 0
 
 
 @contextmanager
@@ -20,15 +23,25 @@ def scanning_new_objects_only(*, collects: bool = True) -> Iterator[None]:
     Args:
         collects: False leaves out the first collection, for 0.3 s of CPU time; what it would free stays until the end.
     """
-    was_frozen = gc.get_freeze_count() > 0
+    global _num_scopes
+    was_frozen = _num_scopes > 0 or gc.get_freeze_count() > 0
     if collects:
         gc.collect()
     gc.freeze()
+    _num_scopes += 1
     try:
         yield
     finally:
+        _num_scopes -= 1
         if not was_frozen:
             gc.unfreeze()
+
+
+def collect_new_objects() -> None:
+    """Free what lies in reference cycles; inside of `scanning_new_objects_only` the rest is not scanned again."""
+    gc.collect()
+    if _num_scopes:
+        gc.freeze()
 
 
 def end_without_collecting() -> None:

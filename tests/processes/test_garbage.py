@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from composer3d.processes import scanning_new_objects_only
+from composer3d.processes import collect_new_objects, scanning_new_objects_only
 from composer3d.testing import run_ranks
 
 
@@ -55,6 +55,28 @@ def what_died_before_stays_where_nothing_is_collected():
 def test_the_first_collection_may_be_left_out():
     gc.collect()
     assert run_ranks(what_died_before_stays_where_nothing_is_collected, 1, init=False) == [(False, True)]
+
+
+def what_is_collected_inside_is_scanned_no_more():
+    gc.unfreeze()
+    gc.disable()
+    dead = cycle()
+    collect_new_objects()
+    found = [dead() is None, gc.get_freeze_count() == 0]
+    with scanning_new_objects_only():
+        kept = Node()
+        kept.itself, left = kept, weakref.ref(kept)
+        collect_new_objects()
+        del kept
+        gc.collect()
+        found.append(left() is not None)
+    gc.collect()
+    return [*found, left() is None]
+
+
+def test_what_a_collection_leaves_is_scanned_no_more_inside():
+    gc.collect()
+    assert run_ranks(what_is_collected_inside_is_scanned_no_more, 1, init=False) == [[True, True, True, True]]
 
 
 CYCLE = """

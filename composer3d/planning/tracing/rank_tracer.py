@@ -36,7 +36,7 @@ from composer3d.planning.tracing.stated_backends import stated_backends
 from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import segments_of, summarise
 from composer3d.planning.tracing.traced import RankTrace, Segment
-from composer3d.processes import scanning_new_objects_only
+from composer3d.processes import collect_new_objects, scanning_new_objects_only
 
 __all__ = ["Depths", "Tracer"]
 
@@ -297,10 +297,7 @@ class Tracer:
         """Trace a rank with at most `keep` blocks per stage; with `if_longer`, no sketch if those are all blocks."""
         self._hear(rank)
         job, truncation, step = self._job, BlockTruncation(keep), self._step(rank)
-        # What lies in reference cycles is freed at the same moments in every run.
-        gc.collect()
-        if gc.get_freeze_count():
-            gc.freeze()  # what is left is kept, and the next run's collection need not look at it
+        collect_new_objects()  # what lies in reference cycles is freed at the same moments in every run
         was_enabled = gc.isenabled()
         gc.disable()
         try:
