@@ -67,7 +67,8 @@ class ActivationGradients:
         self._watches: list[Any] = []
         self._recomputed: Any = None
         self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
-        self._retained = RetainedGradients(self._inside)
+        self._has_stages = context.layout.degree(Role.STAGE) > 1
+        self._retained = RetainedGradients(self._inside, has_stages=self._has_stages)
         self._inside.asking = self._asked
         self._outputs: list[_Output] = []
         self._is_followed = False  # the last forward, if it trained
@@ -88,8 +89,13 @@ class ActivationGradients:
             self._recomputed = None
         self._mixed.close()
         if kind is None:
-            self._retained.end(self._whole)
+            self._retained.settle(self._whole)
+        self._retained.end()
         self._factor = 1.0
+
+    def end_microbatch(self) -> None:
+        """Settle what its backward has retained: the forward of the next one may read it."""
+        self._retained.settle(self._whole)
 
     def watch(self, module: nn.Module) -> None:
         """See what a part's forwards register; forwards without gradients are left alone."""
@@ -99,7 +105,6 @@ class ActivationGradients:
             return
         for inner in module.modules():
             torch_compat.backward_hooks.wrap_gradient_hooks(inner, self._of_module)
-        has_stages = self._context.layout.degree(Role.STAGE) > 1
 
         def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
             if owner is module:
@@ -115,7 +120,7 @@ class ActivationGradients:
             if owner is module and self._watches:
                 self._watches.pop().__exit__()
                 self._note_outputs(output)  # hooks behind this one may return others in their place
-                for value in tensors(output) if has_stages else ():
+                for value in tensors(output) if self._has_stages else ():
                     self.look(value)
 
         module.register_forward_pre_hook(torch_compat.uncompiled(before), with_kwargs=True)
@@ -210,8 +215,9 @@ class ActivationGradients:
         self._retained.begin()
         try:
             yield
-            self._retained.end(self._factor)
+            self._retained.settle(self._factor)
         finally:
+            self._retained.end()
             self._factor = 1.0
 
     def _one_device(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

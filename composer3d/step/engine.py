@@ -135,6 +135,7 @@ class StepEngine:
     def end_microbatch(self) -> None:
         """Run what follows a micro-batch."""
         if not self._evaluating:
+            self.activations.end_microbatch()
             self._at(StepPoint.AFTER_MICROBATCH)
 
     def identity(self, value: Any) -> int:
@@ -324,9 +325,8 @@ class StepEngine:
     def _finish_gradients(self, state: StepState, call: str) -> None:
         is_foreign = bool(self._num_forwards and not self.own_steps.num_backwards and not self.is_plain)
         refuse_incomplete(call, step=state.step, is_pending=bool(self.loss_totals.pending), is_foreign=is_foreign)
-        self._used, self._final = True, list(state.parameters())
+        self._used, self._final = True, (parameters := list(state.parameters()))
         self.loop.gradients.end()
-        parameters = self._final
         if self.stepper is not None:
             return self.stepper.finish(self.loss_totals.correction)  # no gradients are left
         self._at(StepPoint.GRADIENTS_LOCAL)  # restores offloaded state
