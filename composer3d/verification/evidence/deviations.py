@@ -174,7 +174,8 @@ def _with_digits(found: Deviation, actual: Tensor, reference: Tensor, largest: f
     narrow = narrow_dtype(actual)
     if not narrow:
         return found
-    return replace(found, narrow=narrow, is_faint=few_digits_say_little(actual, reference, largest=largest))
+    is_faint = few_digits_say_little(actual, reference, narrow=narrow, largest=largest)
+    return replace(found, narrow=narrow, is_faint=is_faint)
 
 
 def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
