@@ -102,6 +102,7 @@ class Assembled:
         return batch.args, batch.kwargs
 
     def _placed(self, batch: Batch) -> Batch:
+        self.engine.activations.watch_inputs((batch.args, batch.kwargs))
         for function in self.place_batch:
             batch = function(context=self.context, batch=batch) or batch
         return batch

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
+from composer3d.step.input_gradients import InputGradients
 from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.microbatches import num_samples, tensors
 from composer3d.step.mixed_gradients import MixedGradients, kept_numbers
@@ -57,9 +58,13 @@ class ActivationGradients:
     Args:
         context: Of the run.
         factor: By which gradients of activations are larger than one device's in a backward of the run.
+        trained: Leaves whose gradients the optimizer averages, beside the model's; kept up to date.
+
+    Attributes:
+        inputs: Of `.grad` of leaves that a loop gives the model.
     """
 
-    def __init__(self, context: RunContext, factor: float) -> None:
+    def __init__(self, context: RunContext, factor: float, *, trained: Sequence[Tensor]) -> None:
         self._context, self._whole, self._factor = context, factor, 1.0
         is_watched = factor != 1.0 and context.purpose in ("run", "verify")
         self._is_watched, self._num_graphs, self._has_functions = is_watched, _NUM_FORWARDS * is_watched, False
@@ -69,6 +74,7 @@ class ActivationGradients:
         self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
         self._has_stages = context.layout.degree(Role.STAGE) > 1
         self._retained = RetainedGradients(self._inside, has_stages=self._has_stages)
+        self.inputs = InputGradients(self._inside, lambda: self._factor, trained)
         self._inside.asking = self._asked
         self._outputs: list[_Output] = []
         self._is_followed = False  # the last forward, if it trained
@@ -96,6 +102,11 @@ class ActivationGradients:
     def end_microbatch(self) -> None:
         """Settle what its backward has retained: the forward of the next one may read it."""
         self._retained.settle(self._whole)
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Let `.grad` of leaves that a loop gives a forward be one device's."""
+        if self._is_watched:
+            self.inputs.watch(inputs)
 
     def watch(self, module: nn.Module) -> None:
         """See what a part's forwards register; forwards without gradients are left alone."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["clip_norm_", "scale_", "total_norm", "weight"]
 
 
-def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+def scale_(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients in place by one factor."""
     for (_, _, dtype), grads in _alike(parameters).items():
         # Kernels convert a factor of another dtype once a tensor; narrower dtypes than this take it as it is.
@@ -117,7 +117,7 @@ def clip_norm_(
 
 
 def _alike(
-    parameters: Iterable[nn.Parameter], layout: Layout | None = None, apart: Apart | None = None
+    parameters: Iterable[Tensor], layout: Layout | None = None, apart: Apart | None = None
 ) -> dict[tuple[Any, ...], list[Tensor]]:
     """Group local gradients by weight, device and dtype, as foreach kernels require."""
     result: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)

@@ -64,8 +64,8 @@ class StepEngine:
         self._in_turn = {at: in_turn([a.run for a in found], is_heard=False) for at, found in self.actions.items()}
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
-        self._moves_gradients = bool(context.claimants("moved_gradients"))
-        self.activations = ActivationGradients(context, loss_totals.averages)
+        self.activations = ActivationGradients(context, loss_totals.averages, trained=self.outside.parameters)
+        self.scaling.inputs, self._moves_gradients = self.activations.inputs, bool(context.claimants("moved_gradients"))
         self._votes = Votes(self.actions[StepPoint.DECIDE], self.scaling, guard)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps, self._split = OwnSteps(lambda number: self.step(number, None)), Splitter()

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from composer3d.step.input_gradients import InputGradients
+
 __all__ = ["Scaling"]
 
 
@@ -23,15 +25,19 @@ class Scaling:
         scaler: A plugin's; None without one. A loop that runs its own backwards sets it aside.
         overflow: Whether this step's gradients cannot be used, by the scaler.
         applied: Factor that the gradients of this step have been multiplied with.
+        inputs: Leaves among inputs, whose gradients are corrected as parameters' are.
     """
 
     def __init__(self) -> None:
         self.scaler: GradScaler | None = None
         self.overflow = False
         self.applied = 1.0
+        self.inputs: InputGradients | None = None
 
     def begin(self) -> None:
         """Begin a step, whose gradients are not there yet."""
+        if self.inputs is not None:
+            self.inputs.forget()
         self.applied, self.overflow = 1.0, False
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -47,7 +53,8 @@ class Scaling:
             wanted: Factor that all of this step's gradients are to have.
         """
         if wanted != self.applied:
-            clipping.scale_(parameters, wanted / self.applied)
+            given: Sequence[Tensor] = [] if self.inputs is None else self.inputs.of_step()
+            clipping.scale_((*parameters, *given), wanted / self.applied)
             self.applied = wanted
 
     def unscale(self, optimizer: torch.optim.Optimizer | None) -> None:

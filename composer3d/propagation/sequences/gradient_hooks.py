@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from composer3d import torch_compat
 from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.sequences.attention_call import SequenceRules
-from composer3d.propagation.sequences.rowwise_modules import EachRow
+from composer3d.propagation.sequences.rowwise_modules import EachRow, Rows
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, gather_parts
 from composer3d.propagation.shards import (
     SEQUENCE,
@@ -52,19 +52,6 @@ FOLLOWED = "composer3d_followed"
 WHOLE = "whole"
 # In that of an output whose positions are in another order.
 UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """In that of rows inside of a module, in any order.
-
-    Args:
-        module: Its FQN.
-    """
-
-    module: str
-
-
 # What is known of a gradient's tensor; None where nothing is, and hooks are called as they are.
 Kind = ShardSpec | Rows | str | None
 
@@ -189,6 +176,11 @@ class GradientHooks:
                 return result
 
         return whole
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts of a gradient of what all of them are given whole."""
+        result: Tensor = self._given(gradient, WHOLE, {})
+        return result
 
     def _of_kind(self, kind: Kind, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES,
 from composer3d.propagation.functions.known_functions import is_elementwise_name
 from composer3d.propagation.shards import PropagationError
 
-__all__ = ["EachRow", "with_own_hooks"]
+__all__ = ["EachRow", "Rows", "with_own_hooks"]
 
 # Functions of one dim, and the place of its argument.
 ALONG_ONE = {
@@ -69,6 +70,17 @@ def _module_of(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """In place of a mark: a tensor has rows of a rank's positions, in any order.
+
+    Args:
+        module: FQN of the module that computes them.
+    """
+
+    module: str
 
 
 class EachRow(TorchFunctionMode):

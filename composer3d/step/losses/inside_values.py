@@ -34,6 +34,9 @@ class _ShardHooks(Protocol):
     def whole_of(self, tensor: Tensor, *, is_output: bool) -> Callable[[Tensor], Tensor]:
         """Return what makes of a gradient of this rank's shard that of all positions."""
 
+    def summed(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts of a gradient."""
+
 
 class InsideValues:
     """Follows shards of a model's inside into code after its forward.

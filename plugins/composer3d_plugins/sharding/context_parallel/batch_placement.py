@@ -165,7 +165,8 @@ class Placement:
         """Return this rank's positions of x_BS...; padding repeats the last token, with labels that losses ignore."""
         length = x.shape[dim]
         index = positions(self._padded(length)).index(self.rank).to(x.device)
-        taken = x.index_select(dim, index.clamp(max=length - 1))
+        index_S = index.clamp(max=length - 1)
+        taken: Tensor = _Taken.apply(x, dim, index_S) if x.requires_grad else x.index_select(dim, index_S)
         if not is_label or self._padded(length) == length:
             return taken
         if x.is_floating_point():
@@ -194,6 +195,21 @@ class Placement:
         held = positions(self._padded(length))
         index = held.index(self.rank).to(leaf.device)
         return leaf.index_select(dim, index[: held.num_below(self.rank, length)])
+
+
+class _Taken(torch.autograd.Function):
+    """Positions of an input, in whose backward nothing is freed: that of each micro-batch runs through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, index_S: Tensor) -> Tensor:
+        """Return x_BS... of these positions."""
+        ctx.dim, ctx.index_S, ctx.shape = dim, index_S, x.shape
+        return x.index_select(dim, index_S)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of all positions."""
+        return gradient.new_zeros(ctx.shape).index_add(ctx.dim, ctx.index_S, gradient), None, None
 
 
 def _assigned(found: Sequences, standard: Callable[[int], Positions], length: int) -> Positions:
