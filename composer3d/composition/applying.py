@@ -103,7 +103,8 @@ def _apply_to_parts(transform: Transform, fqns: Sequence[str], context: RunConte
         have = before | {fqn for fqn, _ in part.module.named_modules()}
         present = [fqn for fqn in fqns if fqn in have]
         context.applied_part = part
-        touched = set(transform.apply(part.module, present, context) or ())
+        with torch_compat.forward_hooks.of_plugins(part.module):
+            touched = set(transform.apply(part.module, present, context) or ())
         context.applied_part = None
         if missing := sorted(set(present) - touched):
             raise TransformError(f'{transform.name} selected {len(present)} modules and did not touch "{missing[0]}"')

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["after", "are_there", "before", "calling", "leave_hooks", "skip", "tables_of", "take_hooks", "with_hooks"]
+__all__ = [
+    "after",
+    "are_there",
+    "before",
+    "calling",
+    "leave_hooks",
+    "of_plugins",
+    "skip",
+    "tables_of",
+    "take_hooks",
+    "with_hooks",
+]
 
 # Of the attribute of a module that calls its hooks itself; copies of composed models leave such names out.
 SLOT = "_composer3d_forward_hooks"
@@ -22,6 +33,8 @@ SLOT = "_composer3d_forward_hooks"
 CALLS = "composer3d_calls_forward_hooks"
 # Packages whose hooks stay where torch calls them: they gather parameters, place batches, or note what is there.
 LIBRARIES = ("torch.", "composer3d")
+# Of that of a module with the keys of hooks that plugins have registered on it: those stay there, too.
+PLUGINS = "_composer3d_plugin_hooks"
 # Tables of hooks, private (torch 2.11-2.15).
 TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -56,8 +69,8 @@ def leave_hooks(module: nn.Module) -> None:
 def calling(module: nn.Module) -> Iterator[None]:
     """Keep torch from calling a module's hooks in a call inside, if its forward does.
 
-    Hooks of libraries are left to torch. Those of all modules (`register_module_forward_hook`) are called by torch for
-    others. The tables are private (torch 2.11-2.15); behind the call they are as they were.
+    Hooks of libraries and plugins are left to torch. Those of all modules (`register_module_forward_hook`) are called
+    by torch for others. The tables are private (torch 2.11-2.15); behind the call they are as they were.
     """
     hooks: _Hooks | None = vars(module).get(SLOT)
     if hooks is None:
@@ -69,17 +82,17 @@ def calling(module: nn.Module) -> Iterator[None]:
     hooks.before, hooks.after, hooks.is_called, hooks.is_done, hooks.is_cut = [], [], True, False, [False]
     replaced: list[tuple[MutableMapping[int, Any], int, Any, Any]] = []
     named = module._forward_pre_hooks_with_kwargs
-    for table, key, hook in _users(known["_global_forward_pre_hooks"], module._forward_pre_hooks):
+    for table, key, hook in _users(known["_global_forward_pre_hooks"], module._forward_pre_hooks, of=module):
         hooks.before.append((hook, table is module._forward_pre_hooks and key in named))
         replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_called)))
     named, everywhere = module._forward_hooks_with_kwargs, known["_global_forward_hooks_with_kwargs"]
-    for table, key, hook in _users(known["_global_forward_hooks"], module._forward_hooks):
+    for table, key, hook in _users(known["_global_forward_hooks"], module._forward_hooks, of=module):
         hooks.after.append((hook, key in named or key in everywhere))
         replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_done)))
     if getattr(type(module), CALLS, False):
         backward = (known["_global_backward_pre_hooks"], known["_global_backward_hooks"])
         is_cut = hooks.is_cut  # of this call: hooks run in its backward
-        for table, key, hook in _users(*backward, module._backward_pre_hooks, module._backward_hooks):
+        for table, key, hook in _users(*backward, module._backward_pre_hooks, module._backward_hooks, of=module):
             replaced.append((table, key, hook, _left_out(module, hook, lambda: is_cut[0])))
     for table, key, _, other in replaced:
         table[key] = other
@@ -165,6 +178,23 @@ def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:
     return next(_users(*tables), None) is not None
 
 
+@contextlib.contextmanager
+def of_plugins(module: nn.Module) -> Iterator[None]:
+    """State that hooks which are registered inside, on a module or on those in it, are a plugin's.
+
+    Hooks have numbers that grow (torch 2.11-2.15).
+    """
+    from torch.utils.hooks import RemovableHandle
+
+    first = RemovableHandle.next_id
+    yield
+    if RemovableHandle.next_id == first:
+        return
+    for inner in module.modules():
+        if keys := {key for name in TABLES for key in getattr(inner, name) if key >= first}:
+            vars(inner)[PLUGINS] = vars(inner).get(PLUGINS, frozenset()) | keys
+
+
 def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(hook, updated=())
     def other(owner: nn.Module, *given: Any) -> Any:
@@ -173,11 +203,14 @@ def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[],
     return other
 
 
-def _users(*tables: MutableMapping[int, Any]) -> Iterator[tuple[MutableMapping[int, Any], int, Any]]:
-    """Yield the hooks in tables that are no library's."""
+def _users(
+    *tables: MutableMapping[int, Any], of: nn.Module | None = None
+) -> Iterator[tuple[MutableMapping[int, Any], int, Any]]:
+    """Yield the hooks in tables, of a module and of all modules, that are no library's and no plugin's."""
+    plugins = () if of is None else vars(of).get(PLUGINS, ())
     for table in tables:
         for key, hook in table.items():
-            if _is_users(hook):
+            if key not in plugins and _is_users(hook):
                 yield table, key, hook
 
 

@@ -15,6 +15,7 @@ from composer3d.torch_compat.forward_hooks import (
     before,
     calling,
     leave_hooks,
+    of_plugins,
     skip,
     tables_of,
     take_hooks,
@@ -151,3 +152,16 @@ def test_tables_of_hooks_have_those_of_users_until_they_are_removed(register):
     assert are_there(tables) and sum(map(len, tables)) == before + 1
     handle.remove()
     assert not are_there(tables)
+
+
+def test_hooks_that_a_plugin_registers_stay_where_torch_calls_them():
+    module = Ending()
+    take_hooks(module)
+    with of_plugins(module):
+        module.register_forward_hook(lambda m, a, o: o + 1)
+    module.register_forward_hook(lambda m, a, o: o * 100)
+    assert call(module, torch.tensor(1.0)) == 3
+    with of_plugins(module):
+        module.register_forward_pre_hook(lambda m, a: (a[0] + 1,))
+    assert call(module, torch.tensor(1.0)) == 5
+    assert module(torch.tensor(1.0)) == 500
