@@ -21,8 +21,10 @@ __all__ = [
     "calling",
     "leave_hooks",
     "of_plugins",
+    "replace_hooks",
     "skip",
     "tables_of",
+    "tables_of_forwards",
     "take_hooks",
     "with_hooks",
 ]
@@ -37,6 +39,13 @@ LIBRARIES = ("torch.", "composer3d")
 PLUGINS = "_composer3d_plugin_hooks"
 # Tables of hooks, private (torch 2.11-2.15).
 TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
 
 
 class _Hooks:
@@ -105,14 +114,23 @@ def calling(module: nn.Module) -> Iterator[None]:
                 table[key] = hook
 
 
-def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def before(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, around: Around = _as_it_is
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the hooks that precede a forward; return its arguments.
+
+    Args:
+        module: Which is called.
+        args: Of the call.
+        kwargs: Likewise.
+        around: Returns what is called in place of a hook.
 
     Raises:
         RuntimeError: As torch's, of a hook that takes arguments by name and returns something else than both.
     """
     hooks: _Hooks | None = vars(module).get(SLOT)
     for hook, takes_names in hooks.before if hooks is not None and hooks.is_called else ():
+        hook = around(hook)
         if not takes_names:
             if (given := hook(module, args)) is not None:
                 args = given if isinstance(given, tuple) else (given,)
@@ -125,7 +143,9 @@ def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def after(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, around: Around = _as_it_is
+) -> Any:
     """Call the hooks that follow a forward; return its output.
 
     Args:
@@ -133,11 +153,13 @@ def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         args: As `before` has returned them.
         kwargs: Likewise.
         output: Of the forward.
+        around: Returns what is called in place of a hook.
     """
     hooks: _Hooks | None = vars(module).get(SLOT)
     if hooks is None or not hooks.is_called:
         return output
-    for hook, takes_names in hooks.after:
+    for each, takes_names in hooks.after:
+        hook = around(each)
         found = hook(module, args, kwargs, output) if takes_names else hook(module, args, output)
         output = output if found is None else found
     hooks.is_called, hooks.is_done = False, True
@@ -151,7 +173,7 @@ def skip(module: nn.Module) -> None:
         hooks.is_called, hooks.is_done, hooks.is_cut[0] = False, True, True
 
 
-def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def with_hooks(module: nn.Module, forward: Callable[..., Any], *, around: Around = _as_it_is) -> Callable[..., Any]:
     """Return a forward that calls a module's hooks around another; the same one where its class does so already."""
     if getattr(type(module), CALLS, False):
         return forward
@@ -159,8 +181,8 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(forward)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(module, args, kwargs)
-        return after(module, args, kwargs, forward(*args, **kwargs))
+        args, kwargs = before(module, args, kwargs, around=around)
+        return after(module, args, kwargs, forward(*args, **kwargs), around=around)
 
     return hooked
 
@@ -171,6 +193,17 @@ def tables_of(modules: Iterable[nn.Module]) -> list[MutableMapping[int, Any]]:
 
     everywhere = [vars(home)[f"_global{name}"] for name in TABLES]
     return [*everywhere, *(getattr(module, name) for module in modules for name in TABLES)]
+
+
+def tables_of_forwards(modules: Iterable[nn.Module]) -> list[MutableMapping[int, Any]]:
+    """Return the tables of the hooks before and after forwards, of modules whose hooks torch calls."""
+    return [getattr(module, name) for module in modules if SLOT not in vars(module) for name in TABLES[:2]]
+
+
+def replace_hooks(tables: Iterable[MutableMapping[int, Any]], around: Around) -> None:
+    """Put what `around` returns in the place of hooks that are no library's."""
+    for table, key, hook in list(_users(*tables)):
+        table[key] = around(hook)
 
 
 def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:

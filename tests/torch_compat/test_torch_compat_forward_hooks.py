@@ -16,8 +16,10 @@ from composer3d.torch_compat.forward_hooks import (
     calling,
     leave_hooks,
     of_plugins,
+    replace_hooks,
     skip,
     tables_of,
+    tables_of_forwards,
     take_hooks,
     with_hooks,
 )
@@ -165,3 +167,28 @@ def test_hooks_that_a_plugin_registers_stay_where_torch_calls_them():
         module.register_forward_pre_hook(lambda m, a: (a[0] + 1,))
     assert call(module, torch.tensor(1.0)) == 5
     assert module(torch.tensor(1.0)) == 500
+
+
+def test_hooks_that_torch_calls_may_be_replaced():
+    model, seen = nn.Sequential(Doubling(), Doubling()), []
+    take_hooks(model)
+    assert len(tables_of_forwards(model.modules())) == 4  # of the two inside
+    handle = model[0].register_forward_hook(lambda m, a, o: seen.append("hook"))
+    replace_hooks(
+        tables_of_forwards(model.modules()), lambda hook: lambda *given: seen.append("around") or hook(*given)
+    )
+    model(torch.tensor(1.0))
+    assert seen == ["around", "hook"]
+    handle.remove()
+    model(torch.tensor(1.0))
+    assert seen == ["around", "hook"]
+
+
+def test_a_forward_calls_what_takes_the_place_of_its_hooks():
+    module, seen = Doubling(), []
+    module.forward = with_hooks(module, module.forward, around=lambda hook: lambda *given: seen.append(hook))
+    hooks = [lambda m, a: None, lambda m, a, o: None]
+    module.register_forward_pre_hook(hooks[0])
+    module.register_forward_hook(hooks[1])
+    call(module, torch.tensor(1.0))
+    assert seen == hooks

@@ -23,6 +23,7 @@ from composer3d import torch_compat
 from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.sequences.attention_call import SequenceRules
+from composer3d.propagation.sequences.padded_sequences import tokens_of, with_padding
 from composer3d.propagation.sequences.rowwise_modules import EachRow, Rows
 from composer3d.propagation.sequences.sequence_operands import SequenceOperands, gather_parts
 from composer3d.propagation.shards import (
@@ -42,7 +43,7 @@ from composer3d.propagation.shards import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GradientHooks", "passed_on"]
+__all__ = ["GradientHooks", "hook_name", "passed_on"]
 
 # Of the attribute of a tensor that a block, run by itself, takes or returns without its mark, before the axis.
 PASSED = "composer3d_passed_"
@@ -107,7 +108,7 @@ class GradientHooks:
         self.is_alike: Callable[[], bool] = lambda: False
         self.are_hooked = False
         self.asking: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        self._at_work: Callable[[], Any] = lambda: None
+        self.at_work: Callable[[], Any] = lambda: None
 
     def of_tensor(
         self, tensor: Tensor, hook: Callable[[Tensor], Any], *, is_inside: bool | None = None
@@ -121,7 +122,7 @@ class GradientHooks:
         """
         if tensor.is_leaf:
             return hook
-        mode = self._at_work()
+        mode = self.at_work()
         if mode is not None and mode.pauses:
             return self._of_kind(self._kind(tensor, other=Rows(mode.pauses[0][1])), hook)
         if is_inside is None:
@@ -155,12 +156,12 @@ class GradientHooks:
         Raises:
             PropagationError: It is computed in a loss of this rank's positions, and is not known as a shard.
         """
-        if (mode := self._at_work()) is not None and mode.pauses and not is_output:
+        if (mode := self.at_work()) is not None and mode.pauses and not is_output:
             raise PropagationError(
                 f'retain_grad inside of "{mode.pauses[0][1]}"{beside()}, whose rows are of a rank\'s positions, '
                 "in any order: its gradient is that of these rows; write it for what the module is given, or returns"
             )
-        is_inside = is_output or self._at_work() is not None or self.is_alike()
+        is_inside = is_output or self.at_work() is not None or self.is_alike()
         kind, padded = self._kind(tensor, other=WHOLE if is_inside else None), dict(self.padded())
         if kind is None or kind == UNKNOWN:
             raise PropagationError(
@@ -189,11 +190,11 @@ class GradientHooks:
             return hook
         if kind == UNKNOWN:
             raise PropagationError(
-                f"{_name(hook)}: a hook on an output that has several sequences one after another in a dim, of which "
-                "each rank has its positions; register it on what the model's last block returns"
+                f"{hook_name(hook)}: a hook on an output that has several sequences one after another in a dim, of "
+                "which each rank has its positions; register it on what the model's last block returns"
             )
         padded = dict(self.padded())
-        where = f"the hook {_name(hook)}"
+        where = f"the hook {hook_name(hook)}"
 
         def propagated(gradient: Tensor) -> Any:
             self.are_hooked = True
@@ -224,7 +225,7 @@ class GradientHooks:
             rows = Rows(mode.pauses[0][1]) if mode is not None and mode.pauses else None
             return _Call(self, fqn, other=rows or (None if mode is None and fqn else WHOLE))
 
-        self._at_work = at_work
+        self.at_work = at_work
         for fqn, module in model.named_modules():
             if fqn or self.inputs is not None:
                 torch_compat.backward_hooks.follow_gradients(module, functools.partial(followed, fqn))
@@ -284,7 +285,7 @@ class GradientHooks:
             if missing > 0 and len(kind.placed.parts) == 1:
                 zeros = gradient.new_zeros([*gradient.shape[:dim], missing, *gradient.shape[dim + 1 :]])
                 gradient = torch.cat([gradient, zeros], dim)
-            return _tokens(gather_parts(gradient, kind.placed, self._rules), kind, padded)
+            return tokens_of(gather_parts(gradient, kind.placed, self._rules), kind, padded)
 
     def _returned(self, value: Any, gradient: Any, kind: Kind, padded: Mapping[int, int], where: str) -> Any:
         """Return this rank's share of what a hook has returned."""
@@ -304,7 +305,7 @@ class GradientHooks:
                 raise PropagationError(
                     f"{where} returns {list(whole.shape)} in place of a gradient of {shape}; return one of its size"
                 )
-            whole = _with_padding(whole, kind, padded)
+            whole = with_padding(whole, kind, padded)
             own = SequenceOperands(self._degree, self._mesh, self._rules)
             found: Tensor = own.indexed(whole, kind.placed.dim, kind.placed.parts)
             size = gradient.shape[kind.placed.dim]
@@ -345,7 +346,7 @@ class _Call:
 
         def propagated(module: Any, *gradients: Any) -> Any:
             kinds = self._kinds[-len(gradients) :]  # a hook before the backward is given those of outputs alone
-            where = f'the backward hook {_name(hook)} of "{self._fqn}"'
+            where = f'the backward hook {hook_name(hook)} of "{self._fqn}"'
             return self._hooks.call(where, hook, module, list(zip(gradients, kinds, strict=True)))
 
         return propagated
@@ -357,7 +358,8 @@ class _Call:
                 passed_on(other, getattr(one, PASSED + self._hooks.axis, None))
 
 
-def _name(hook: Any) -> str:
+def hook_name(hook: Any) -> str:
+    """Return a hook's name, with its line where it has one."""
     name = str(getattr(hook, "__qualname__", type(hook).__name__)).rpartition("<locals>.")[2]
     code = getattr(hook, "__code__", None)
     return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
@@ -375,18 +377,3 @@ def _sized(spec: ShardSpec, gradient: Tensor) -> ShardSpec:
 def _is_share(kind: Kind, padded: Mapping[int, int]) -> bool:
     """Return whether a hook is given this rank's positions, marked; of padded sequences it is given all tokens."""
     return isinstance(kind, ShardSpec) and not any(length in padded for length in kind.placed.parts)
-
-
-def _tokens(whole: Tensor, spec: ShardSpec, padded: Mapping[int, int]) -> Tensor:
-    dim, pieces = spec.placed.dim, whole.split(list(spec.placed.parts), spec.placed.dim)
-    return torch.cat([piece.narrow(dim, 0, padded.get(n := piece.shape[dim], n)) for piece in pieces], dim)
-
-
-def _with_padding(tokens: Tensor, spec: ShardSpec, padded: Mapping[int, int]) -> Tensor:
-    """Return the gradient of a padded sequence: nothing reaches its padding."""
-    dim, kept = spec.placed.dim, [padded.get(length, length) for length in spec.placed.parts]
-    pieces = []
-    for piece, length in zip(tokens.split(kept, dim), spec.placed.parts, strict=True):
-        shape = [*piece.shape[:dim], length - piece.shape[dim], *piece.shape[dim + 1 :]]
-        pieces += [piece, piece.new_zeros(shape)]
-    return torch.cat(pieces, dim)

@@ -20,7 +20,7 @@ from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.gradient_hooks import GradientHooks
 from composer3d.propagation.sequences.position_draws import SequenceDraws
 from composer3d.propagation.sequences.sequence_mode import SequencePropagation
-from composer3d.propagation.shards import attach
+from composer3d.propagation.shards import PropagationError, attach
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +79,11 @@ class OutsideValues(SequencePropagation):
         if specs and self._refused:
             raise LossError(f"{name} of an activation that the model keeps{beside()}: {self._refused}")
         if specs and self._padded:
+            if is_in_place(name) and self._tokens(args[0]) is not args[0]:
+                raise PropagationError(
+                    f"{self._where}: {name} writes into an activation of a sequence that is padded{beside()}, of "
+                    "which code is given its tokens; return another tensor, or use lengths that need no padding"
+                )
             args, options = torch_compat.tree_map(self._tokens, [list(args), options])
         if specs and self.has_wholes and name not in SIZES and not is_in_place(name):
             is_kept = self._gathers or name == "detach"

@@ -18,6 +18,7 @@ from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.sequences.attention_call import SequenceRules
 from composer3d.propagation.sequences.gradient_hooks import GradientHooks, passed_on
+from composer3d.propagation.sequences.late_hooks import LateHooks
 from composer3d.propagation.sequences.lost_marks import LostMarks
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import SequenceDraws
@@ -119,6 +120,7 @@ class PropagatedSequence:
         self._begun_sizes: dict[str, set[int]] = {}
         self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
         self.gradients = GradientHooks(degree, rules=rules, mesh=mesh, axis=axis, mode=self.outside)
+        self._late = LateHooks(degree, rules=rules, hooks=self.gradients, outside=self.outside)
 
     @property
     def is_captured(self) -> bool:
@@ -155,6 +157,7 @@ class PropagatedSequence:
         for fqn in self._rowwise & held.keys():
             held[fqn].forward = self.passing(fqn, with_own_hooks(held[fqn], held[fqn].forward))
         self.gradients.follow(model, self._rowwise, lambda: self._at_work)
+        self._late.know(model)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         """Yield the modules whose forwards are replaced, with their FQNs and other forwards."""
@@ -162,7 +165,7 @@ class PropagatedSequence:
         for fqn, module in model.named_modules():
             if fqn not in self._rowwise and not fqn.startswith(inside):
                 # Hooks of the whole model see what its code sees.
-                forward = module.forward if fqn else forward_hooks.with_hooks(model, module.forward)
+                forward = module.forward if fqn else self._late.with_hooks(model, module.forward)
                 yield module, fqn, self._around(forward, fqn)
 
     @contextlib.contextmanager
@@ -178,6 +181,7 @@ class PropagatedSequence:
         @functools.wraps(forward)
         def propagating(*args: Any, **kwargs: Any) -> Any:
             if not fqn and self._at_work is None:
+                self._late.look()
                 args, kwargs = self._marked_inputs(args, kwargs)
             elif fqn in self._blocks:
                 args, kwargs = self._lost.marked_again(fqn, args, kwargs, is_inside=self._at_work is not None)

@@ -10,8 +10,8 @@ Shapes: B batch, H heads, S queries, T keys, E head dim, D model dim; a rank's s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,15 @@ class SequencePropagation(SequenceWholes):
         # their FQNs.
         self.pauses: list[tuple[ShardSpec | None, str]] = []
         self._is_busy, self._hooks = False, hooks
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave functions inside to another propagation."""
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
