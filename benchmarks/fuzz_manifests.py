@@ -99,6 +99,8 @@ def _faults(code: int | None, out: str, err: str) -> Iterator[str]:
         yield f"raw exception: {lines[-1][:150]} at {re.sub('.*/', '', where[-1]) if where else '?'}"
     if code not in (0, 2):
         yield f"exit code {code}"
+    if code == 2 and not out and re.fullmatch(r"--[a-z-]+\b[^\n]*: [^\n]+\n", err):
+        return  # a mistake of the command line: one line that names the option
     try:
         report = json.loads(out)
     except json.JSONDecodeError:

@@ -110,8 +110,10 @@ def test_what_is_proposed_of_sharded_stages_fits_by_the_plan(manifest, capsys):
 
 
 def test_pins_that_leave_nothing(manifest, capsys):
-    assert main(["suggest", manifest, "--world-size", "4", "--keep", "tp=3"]) == 1
+    assert main(["suggest", manifest, "--world-size", "8", "--keep", "pp=8"]) == 1  # of four layers
     assert "no layout of so many ranks keeps what is pinned" in capsys.readouterr().out
+    assert main(["suggest", manifest, "--world-size", "4", "--keep", "tp=3"]) == 2
+    assert capsys.readouterr().err == "--keep: tp=3 does not divide 4 ranks\n"
 
 
 def test_a_world_without_a_layout_is_told_which_have_one(manifest, capsys):
