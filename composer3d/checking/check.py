@@ -248,7 +248,7 @@ def _prepare(
 ) -> list[Problem]:
     """Join manifest and model, and collect every plugin's transforms."""
     from composer3d.checking.rules import name_problems, optimizer_answer_problems, step_problems
-    from composer3d.checking.sizes import microbatch_problems
+    from composer3d.checking.sizes import microbatch_problems, placement_problems
     from composer3d.composition import prepare
 
     try:
@@ -270,7 +270,8 @@ def _prepare(
     found = [*preparation.problems, *own]
     if any(problem.severity == "error" for problem in found):
         return found
-    return [*found, *microbatch_problems(manifest, preparation), *optimizer_answer_problems(manifest, preparation)]
+    found += [*microbatch_problems(manifest, preparation), *placement_problems(manifest, preparation)]
+    return [*found, *optimizer_answer_problems(manifest, preparation)]
 
 
 def _foreseen_example(manifest: Manifest) -> Example | None:

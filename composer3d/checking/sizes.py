@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import pieces_of
 from composer3d.checking.foreign_problems import problem_of_hook
-from composer3d.errors import ComposerError, ForkError, HookError, ManifestError, Problem
+from composer3d.errors import BatchError, ComposerError, ForkError, HookError, ManifestError, Problem
+from composer3d.interfaces import Batch
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
-__all__ = ["local_checkpoint_problems", "microbatch_problems", "output_problems", "schedule_problems"]
+__all__ = [
+    "local_checkpoint_problems",
+    "microbatch_problems",
+    "output_problems",
+    "placement_problems",
+    "schedule_problems",
+]
 
 # Enough for every schedule: what refuses, refuses few.
 _MOST_MICROBATCHES, _MOST_SIZES = 2048, 16
@@ -163,4 +170,26 @@ def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Pr
             hint = None if key else f"set train.global_batch; the default is microbatch x data-parallel degree, {unit}"
             path = ("train", key) if key else own
             return [manifest.document.problem(path, str(error), hint=hint, whole_table=key is None)]
+    return []
+
+
+def placement_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Check that plugins place a batch as the data make it, where all have one length.
+
+    What a plugin needs ranks or values for is not asked here: the run says that.
+    """
+    hooks, context, data = preparation.hooks, preparation.context, manifest.tables.get("data")
+    if data is None or not (hooks.place_batch() and context.example):
+        return []
+    if data.padding not in ("none", "seq_len"):
+        return []
+    batch = Batch(args=context.example[0], kwargs=context.example[1])
+    key = "use" if data.kind == "user" and data.padding == "none" else "seq_len"
+    for _, function in hooks.place_batch():
+        try:
+            batch = function(context=context, batch=batch) or batch
+        except BatchError as error:
+            return [manifest.document.problem(("data", key), str(error))]
+        except ComposerError:
+            break
     return []
