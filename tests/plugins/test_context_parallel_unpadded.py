@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.family_models import class_loss
+from support.models import write_manifest
 from support.sequence_models import DIM, HEADS, VOCAB
-from support.sequence_steps import context, padded_batch, sequence_steps
+from support.sequence_steps import context, padded_batch, seeded, sequence_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import composer3d
-from composer3d.testing import run_ranks
+from composer3d.testing import full, run_ranks
 
 RECOMPUTED = '[scheduling.activation_checkpoint]\nmode = "full"\n'
 
@@ -119,9 +121,82 @@ def test_rows_without_padding_and_chunks_are_related_as_on_one_device():
             assert max(loss, error) <= 1e-12, (model, name)
 
 
+class Masked(Unpadded):
+    """Padding is known by a mask that the model is given, and that every rank has whole."""
+
+    def forward(self, tokens, attention_mask):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        at, ends = torch.nonzero(attention_mask.flatten()).flatten(), attention_mask.sum(1).cumsum(0)
+        rows = x.flatten(0, 1)[at]
+        for layer in self.layers:
+            rows = self.through(layer, rows, ends)
+        return self.returned(rows, at, tokens)
+
+
+def masked():
+    (tokens,), _, targets = padded_batch()
+    return (tokens,), {"attention_mask": (tokens != 0).long()}, targets
+
+
+def masked_tail():
+    (tokens,), _, targets = tail()
+    return (tokens,), {"attention_mask": (tokens != 0).long()}, targets
+
+
+def test_values_of_an_example_decide_nothing():
+    cases = [
+        *((model, context(), padded_batch) for model in (Unpadded, Recomputed, Chunked)),
+        (Unpadded, context(more=RECOMPUTED), padded_batch),
+        *((Masked, context(more=RECOMPUTED), batch) for batch in (masked, masked_tail)),
+    ]
+    for found in run_ranks(sequence_steps, 2, cases):
+        for (model, *_), (loss, error, name, _) in zip(cases, found, strict=True):
+            assert max(loss, error) <= 1e-12, (model, name)
+
+
+def steps_after(example, recomputed):
+    """Return how far gradients are from one device's of batches with other padding than the example's."""
+    torch.set_default_dtype(torch.float64)
+    (tokens,), _, targets = padded_batch()
+    batches = [torch.where(tokens == 0, 1, tokens), tail()[0][0], tokens]
+    text, found = write_manifest(context(more=RECOMPUTED * recomputed)), []
+    run = composer3d.compose(seeded(Unpadded), text, loss_fn=class_loss, example=((batches[example],), {}))
+    for step, batch in enumerate(batches):
+        reference = seeded(Unpadded)
+        loss, count = class_loss(reference(batch), targets)
+        (loss / count).backward()
+        with run.step(step):
+            run.model.zero_grad()
+            run.forward_backward(batch, target=targets)
+            run.clip_grad_norm_(float("inf"))
+        pairs = zip(run.named_parameters(), reference.named_parameters(), strict=True)
+        found.append(max(float((full(p.grad) - q.grad).abs().max()) for (_, p), (_, q) in pairs))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_batches_with_other_padding_than_the_examples_are_one_devices(recomputed):
+    for example in (0, 2):
+        for found in run_ranks(steps_after, 2, example, recomputed):
+            assert max(found) <= 1e-12
+
+
+class Few(Unpadded):
+    """As many rows as a number says, whatever the values."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        at = torch.nonzero((tokens != 0).flatten()).flatten()[:7]
+        rows = x.flatten(0, 1)[at]
+        for layer in self.layers:
+            rows = self.through(layer, rows, torch.tensor([7]))
+        return self.returned(rows, at, tokens)
+
+
 def test_rows_of_which_nothing_stays_sharded_are_refused_with_what_to_write():
     with pytest.raises(composer3d.ComposerError) as caught:
-        run_ranks(sequence_steps, 2, [(Unpadded, context(), padded_batch)])
+        run_ranks(sequence_steps, 2, [(Few, context(), padded_batch)])
     message = str(caught.value)
     assert "context_parallel has no effect: the model's own code gathers the sequence (" in message
     assert (

@@ -10,7 +10,7 @@ from support.family_models import class_loss
 from support.models import mine, write_manifest
 from support.sequence_models import LENGTH, VOCAB
 
-__all__ = ["context", "padded_batch", "sequence_step", "sequence_steps", "two_lengths"]
+__all__ = ["context", "padded_batch", "seeded", "sequence_step", "sequence_steps", "two_lengths"]
 
 
 def context(method="gather", *, degree=2, mesh="", more=""):

@@ -139,19 +139,23 @@ def dry_run(
     layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     blocks = tuple(blocks_of(model, context, several=True))
     traced = trace(model, context, blocks=blocks, scale=degree)
-    inputs: ModelInputs | None = ModelInputs.of(model, dim)
+    waiting: list[tuple[ModelInputs | None, bool]] = [(ModelInputs.of(model, dim), False)]
     found: Found | None = None
     refused: PluginError | None = None
-    while inputs is not None:
-        rules = DryRules(degree=degree, balanced=balanced, others=others)
+    for inputs, takes_all in waiting:
+        if inputs is None:
+            continue
+        rules = DryRules(degree=degree, balanced=balanced, others=others, takes_all=takes_all)
         tried = Found(inputs=inputs, rowwise=tuple(rowwise), layers=layers, begins=blocks)
         try:
             _try(model, traced, tried, rules, context, unit, Method(method), inner_degree)
             found = tried
         except PluginError as error:
             refused = refused or error
+            # Rows that values choose are whole on every rank, and sharded where an example leaves none out.
+            waiting += [(inputs, True)] if traced.call.has_values and not (takes_all or found) else []
         # What a convolution takes for channels is no sequence: the model makes it of them, and it begins at a block.
-        inputs = inputs.without_features(traced.call) if rules.has_features else None
+        waiting += [(inputs.without_features(traced.call), takes_all)] if rules.has_features else []
     if found is None:
         assert refused is not None, "as nothing was found"
         raise refused
@@ -175,6 +179,7 @@ def _try(
     )
     batch, sequences = placement.place(Batch(args=call.args, kwargs=call.kwargs))
     call = replace(call, args=batch.args, kwargs=batch.kwargs)
+    call = inputs.with_all_taken(call) if rules.takes_all else call
     found.values.lengths = sequences.in_order
     outputs: list[ShardSpec | None] = []
     sequence = PropagatedSequence(

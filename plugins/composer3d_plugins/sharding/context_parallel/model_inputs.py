@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from composer3d import PluginError, torch_compat
@@ -87,6 +88,17 @@ class ModelInputs:
             for key in ([name] if name else [at])
         }
         return replace(self, whole=self.whole | found) if found else None
+
+    def with_all_taken(self, call: Call) -> Call:
+        """Return a call whose masks, which are known by their names, leave nothing out."""
+
+        def taken(name: str, value: Any) -> Any:
+            is_mask = "mask" in name and isinstance(value, Tensor) and not value.is_floating_point()
+            return torch.ones_like(value) if is_mask else value
+
+        named = {key: taken(name, value) for key, name, value in self.named(call.args, call.kwargs)}
+        args = tuple(named[at] for at in range(len(call.args)))
+        return replace(call, args=args, kwargs={name: named[name] for name in call.kwargs})
 
     def divisible(self, call: Call, unit: int) -> Call:
         """Return a call whose lengths divide: a padded one may be more than the model has positions for."""

@@ -259,6 +259,7 @@ class DryRules:
         degree: Ranks along cp.
         balanced: As of `EngineRules`.
         others: Whether what mixes positions and is no attention is gathered, or refused.
+        takes_all: Whether masks that are gathered leave nothing out, whatever the values of an example.
 
     Attributes:
         notes: Numbers of (what, module, function).
@@ -271,6 +272,7 @@ class DryRules:
     degree: int
     balanced: bool
     others: str
+    takes_all: bool = False
     notes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     at_work: list[str] = field(default_factory=list)
     failed: str = ""
@@ -295,6 +297,8 @@ class DryRules:
 
     def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
         """Return a tensor of the global length."""
+        if self.takes_all and x.dtype is torch.bool:
+            return x.new_ones([*x.shape[:dim], length, *x.shape[dim:][1:]])
         return torch.cat([x] * (self.degree + 1), dim).narrow(dim, 0, length)
 
     def windows(self, x: Tensor, *, dim: int, reach: Reach) -> Tensor:
