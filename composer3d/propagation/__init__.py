@@ -30,7 +30,12 @@ from composer3d.propagation.functions.whole_operands import is_in_place
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
-from composer3d.propagation.scripted_functions import attributes_in_use, is_elementwise, scripted_functions
+from composer3d.propagation.scripted_functions import (
+    attributes_in_use,
+    compiled_functions,
+    is_elementwise,
+    scripted_functions,
+)
 from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
 from composer3d.propagation.sequences.outside_values import OutsideValues
@@ -101,6 +106,7 @@ __all__ = [
     "blocks_beside",
     "blocks_of",
     "call_of",
+    "compiled_functions",
     "copy_mark",
     "spec_of",
     "device_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from composer3d.propagation.functions.random_functions import Drawing, eagerly
 from composer3d.propagation.functions.view_shapes import Placed
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.shards import SEQUENCE, TENSOR_AXIS, Marks, copy_mark, restated, spec_of, specs_in, unmark
+from composer3d.torch_compat.compilers.compiling import leave_uncompiled
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["PropagatedModule"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,6 +55,8 @@ class PropagatedModule:
         self._fqn, self._mesh, self._shard_dim, self._context = fqn, mesh, shard_dim, context
         self._memory, self._marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
         self._at_work: Propagation | None = None
+        if leave_uncompiled(module):
+            log.warning('"%s" was compiled in place, and runs as it is: its code is propagated over tp', fqn)
         for name, inner in module.named_modules():
             inner.forward = self._inside(inner.forward, f"{fqn}.{name}") if name else self._around(inner, inner.forward)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["compile_graph", "compile_module", "trace_quantisers", "uncompiled"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["compile_graph", "compile_module", "is_compiled", "leave_uncompiled", "trace_quantisers", "uncompiled"]
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +80,26 @@ def compile_module(
             return module._call_impl(*args, **kwargs)
 
     module._compiled_call_impl = call
+
+
+def is_compiled(value: Any) -> bool:
+    """Return whether something is a function that torch.compile returned, or a module that is compiled in place.
+
+    There is no public name for either (torch 2.11-2.15).
+    """
+    from torch import nn
+
+    if isinstance(value, nn.Module):
+        return value._compiled_call_impl is not None
+    return isinstance(value, FunctionType | MethodType) and hasattr(value, "_torchdynamo_orig_callable")
+
+
+def leave_uncompiled(module: nn.Module) -> bool:
+    """Let a module that is compiled in place, and those inside, run as they are; return whether there is one."""
+    compiled = [each for each in module.modules() if is_compiled(each)]
+    for each in compiled:
+        each._compiled_call_impl = None
+    return bool(compiled)
 
 
 def compile_graph(graph: Any, *, backend: str, mode: str | None = None, keep_roundings: bool = False) -> Any:

@@ -38,7 +38,7 @@ from composer3d_plugins.sharding.context_parallel.kept_values import KeptValues
 from composer3d_plugins.sharding.context_parallel.length_numbers import length_number, named
 from composer3d_plugins.sharding.context_parallel.loss_positions import Losses, OutputForm
 from composer3d_plugins.sharding.context_parallel.model_inputs import ModelInputs
-from composer3d_plugins.sharding.context_parallel.opaque_kernels import refuse_opaque
+from composer3d_plugins.sharding.context_parallel.opaque_kernels import note_compiled, refuse_opaque
 from composer3d_plugins.sharding.context_parallel.position_tables import Table, Tables
 from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
@@ -59,7 +59,7 @@ class Found:
     Attributes:
         begins: Blocks, which shard what they are given whole.
         lengths: Of sequences inside of the model that do not divide.
-        has_flex: Whether FlexAttention is called.
+        has_flex: Whether FlexAttention is called, or what torch.compile has compiled: both run as they are.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
         given_whole: Blocks whose activation is whole where they are called.
         rows: FQNs of modules by what is done in them: attention, products, neighbours, gathered.
@@ -159,6 +159,7 @@ def dry_run(
     if found is None:
         assert refused is not None, "as nothing was found"
         raise refused
+    found.has_flex |= note_compiled(model, context)
     return found
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd import Function
 
-from composer3d import PluginError
-from composer3d.propagation import attributes_in_use, scripted_functions
+from composer3d import Decisions, PluginError, RunContext
+from composer3d.propagation import attributes_in_use, compiled_functions, scripted_functions
 from composer3d_plugins.sharding.context_parallel.length_numbers import named
 from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
 
-__all__ = ["OpaqueKernel", "opaque_kernels", "own_backwards", "refuse_opaque"]
+__all__ = ["OpaqueKernel", "note_compiled", "opaque_kernels", "own_backwards", "refuse_opaque"]
 
 # Packages whose attention is a binding of their own, below torch's operators.
 _PACKAGES = ("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "sageattention")
@@ -69,6 +69,21 @@ def refuse_opaque(model: nn.Module, rowwise: Collection[str]) -> None:
             "positions it reads cannot be seen",
             hint=f"write {kernel.instead}",
         )
+
+
+def note_compiled(model: nn.Module, context: RunContext) -> bool:
+    """Return whether a model's code calls what torch.compile has compiled, and note it: it runs as it was.
+
+    Args:
+        model: Whole, on any device.
+        context: Whose plan has the notes.
+    """
+    found = compiled_functions(model)
+    for fqn, function in found.items():
+        name = getattr(function, "__name__", type(function).__name__)
+        note = f"context_parallel: what torch.compile has compiled in {named(fqn)} runs as it was ({name})"
+        context.stash(Decisions).notes.append(note)
+    return bool(found)
 
 
 def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
