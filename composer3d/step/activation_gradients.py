@@ -254,7 +254,9 @@ class ActivationGradients:
         for module in root.modules():
             table = torch_compat.backward_hooks.legacy_gradient_hooks(module)
             for key, hook in list(table.items()):
-                table[key] = self._of_module(hook)
+                if not _is_foreign(hook):
+                    shards = self._inside.hooks
+                    table[key] = self._of_module(hook if shards is None else shards.of_legacy(hook))
 
     def _followed(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return a hook that is called with all positions; code of the model is seen by what shards these first."""

@@ -195,6 +195,20 @@ def test_what_relates_rows_inside_is_refused_by_name():
             assert "whose rows are of a rank's positions, in any order: the hook would relate these alone" in said
 
 
+def legacy() -> Model:
+    model = Model()
+    model.head = nn.Sequential(model.head, nn.Tanh())
+    model.head[1].register_backward_hook(lambda _, into, given: (into[0] - into[0].mean(1, keepdim=True),))
+    return model
+
+
+def test_positions_that_hooks_of_a_last_function_relate_are_refused():
+    for (said,) in run_ranks(refused, 2, [legacy]):
+        assert said.startswith("the backward hook <lambda> (test_context_parallel_rowwise_hooks.py:")
+        assert ": mean (test_context_parallel_rowwise_hooks.py:" in said
+        assert said.endswith("use register_full_backward_hook")
+
+
 def test_gradients_of_rows_inside_are_not_retained():
     for (said,) in run_ranks(refused, 2, [retained]):
         assert said.startswith('retain_grad inside of "blocks.0.mixture" (test_context_parallel_rowwise_hooks.py:')

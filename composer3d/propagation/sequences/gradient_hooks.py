@@ -178,6 +178,16 @@ class GradientHooks:
 
         return whole
 
+    def of_legacy(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook of a module's last function that is refused where it relates positions."""
+
+        @functools.wraps(hook, updated=())
+        def guarded(*given: Any) -> Any:
+            with EachRow(f"the backward hook {hook_name(hook)}", None):
+                return hook(*given)
+
+        return guarded
+
     def summed(self, gradient: Tensor) -> Tensor:
         """Return the sum of the ranks' parts of a gradient of what all of them are given whole."""
         result: Tensor = self._given(gradient, WHOLE, {})

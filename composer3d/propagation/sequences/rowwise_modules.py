@@ -88,10 +88,10 @@ class EachRow(TorchFunctionMode):
 
     Args:
         where: The hook, for messages.
-        module: FQN of the module.
+        module: FQN of the module inside of which it is; None of one on a module's last function.
     """
 
-    def __init__(self, where: str, module: str) -> None:
+    def __init__(self, where: str, module: str | None) -> None:
         super().__init__()
         self._where, self._module = where, module
 
@@ -121,6 +121,11 @@ class EachRow(TorchFunctionMode):
         Args:
             name: Of the function that may relate rows.
         """
+        if self._module is None:
+            raise PropagationError(
+                f"{self._where}: {name}{beside()} of what register_backward_hook gives, of a rank's positions "
+                "alone: the hook would relate these, and not all of one device; use register_full_backward_hook"
+            )
         raise PropagationError(
             f'{self._where}: {name} inside of "{self._module}"{beside()}, whose rows are of a rank\'s positions, '
             "in any order: the hook would relate these alone, and not all rows of one device; let it compute with each "

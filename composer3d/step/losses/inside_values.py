@@ -34,6 +34,9 @@ class _ShardHooks(Protocol):
     def whole_of(self, tensor: Tensor, *, is_output: bool) -> Callable[[Tensor], Tensor]:
         """Return what makes of a gradient of this rank's shard that of all positions."""
 
+    def of_legacy(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook of `register_backward_hook`, which may relate no positions."""
+
     def summed(self, gradient: Tensor) -> Tensor:
         """Return the sum of the ranks' parts of a gradient."""
 
