@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.family_models import VOCAB, ViTBlock
+from support.models import write_manifest
 from support.sequence_steps import context, sequence_steps
 from torch import Tensor, nn
 
+import composer3d
+from composer3d.errors import ManifestError
 from composer3d.testing import run_ranks
 
 D, FRAMES = 16, 32
@@ -114,3 +117,30 @@ def test_channels_are_not_taken_for_positions(degree: int, text: str):
     found = run_ranks(sequence_steps, degree, cases)
     wrong = [(at, each[:3]) for result in found for at, each in enumerate(result) if not max(each[:2]) <= 1e-12]
     assert wrong == []
+
+
+class Planes(nn.Module):
+    """Convolutions over two dims, of no sequence in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).mean((2, 3)))
+
+
+def told_of_planes() -> str:
+    with pytest.raises(ManifestError) as refused:
+        composer3d.compose(Planes(), write_manifest(context()), example=((torch.zeros(2, 3, 8, 12),), {}))
+    return refused.value.problems[0].message + "; " + refused.value.problems[0].hint
+
+
+def test_another_dim_of_the_inputs_is_named_where_none_is_taken_for_a_sequence():
+    for told in run_ranks(told_of_planes, 2):
+        assert told == (
+            "context_parallel takes dim 1 of no input of the model for a sequence, of inputs of [2, 3, 8, 12], and "
+            "finds no list of blocks between which one could be; state the repeated blocks: [model] blocks = "
+            '"PATTERN"; '
+            "if it is another dim of the inputs, write sequence_dim = 2 or 3"
+        )

@@ -48,6 +48,7 @@ __all__ = ["Found", "begins_of", "dry_run"]
 
 AXIS = "cp"
 LEFT_OUT = "leave out [sharding.context_parallel]"
+ROWWISE = f"name it in rowwise if it does the same with every token; else {LEFT_OUT}"
 # Kinds of modules whose product precision plugins may replace.
 LAYERS = ("linear", "transposed")
 
@@ -301,9 +302,7 @@ def _run(
         raise PluginError(
             f"context_parallel cannot run {named(rules.failed)} on meta with a sharded sequence "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            hint="name it in rowwise if it does the same with every token; else leave out [sharding.context_parallel]"
-            if rules.failed
-            else LEFT_OUT,
+            hint=(ROWWISE if rules.failed else LEFT_OUT) + found.inputs.other_dims(call),
         ) from error
 
 

@@ -136,8 +136,20 @@ class ModelInputs:
                 keys=("sequence_dim",),
             )
         if not has_blocks and not self.sharded(call.args, call.kwargs):
+            sizes = " and ".join(dict.fromkeys(str(list(x.shape)) for x in tensors)) or "no tensor"
             raise PluginError(
-                f"context_parallel finds no input of the model with a dim {self.dim} to shard, and no list of blocks "
-                "between which a sequence could be",
-                hint='state the repeated blocks: [model] blocks = "PATTERN"',
+                f"context_parallel takes dim {self.dim} of no input of the model for a sequence, of inputs of {sizes}, "
+                "and finds no list of blocks between which one could be",
+                hint='state the repeated blocks: [model] blocks = "PATTERN"' + self.other_dims(call),
             )
+
+    def other_dims(self, call: Call) -> str:
+        """Return what to write where the sequence is another dim of the inputs; empty where they have none.
+
+        Args:
+            call: Of the model.
+        """
+        tensors = [x for x in torch_compat.tree_leaves([list(call.args), dict(call.kwargs)]) if isinstance(x, Tensor)]
+        dims = sorted({dim for x in tensors for dim in range(1, x.ndim)} - {self.dim})
+        stated = " or ".join(map(str, dims))
+        return f"; if it is another dim of the inputs, write sequence_dim = {stated}" if dims else ""
