@@ -214,24 +214,27 @@ class ContextParallel:
         return positions_of(length, degree, is_balanced=self.balanced)
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.context_parallel.applied_functions import AppliedFunctions
         from composer3d_plugins.sharding.context_parallel.eligibility import dry_run
 
         degree = context.degrees["cp"]
         if degree > 1:
             stated = {fqn for pattern in self.rowwise for fqn in select_fqns(pattern, context.fqns)}
             known = {fqn for fqn, module in model.named_modules() if _takes_any_tokens(module)}
-            context.state[self] = dry_run(
-                model,
-                context,
-                degree=degree,
-                unit=self._unit(degree),
-                dim=self.sequence_dim,
-                others=self.others,
-                rowwise=[fqn for fqn in context.fqns if fqn in stated | known],
-                method=self.method,
-                inner_degree=self.inner_degree,
-                balanced=self.balanced,
-            )
+            rowwise = [fqn for fqn in context.fqns if fqn in stated | known]
+            with AppliedFunctions(model, rowwise):
+                context.state[self] = dry_run(
+                    model,
+                    context,
+                    degree=degree,
+                    unit=self._unit(degree),
+                    dim=self.sequence_dim,
+                    others=self.others,
+                    rowwise=rowwise,
+                    method=self.method,
+                    inner_degree=self.inner_degree,
+                    balanced=self.balanced,
+                )
         return [""]
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
@@ -302,10 +305,13 @@ class ContextParallel:
 
     def _install(self, sequence: PropagatedSequence, model: nn.Module, context: RunContext) -> None:
         """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
+        from composer3d_plugins.sharding.context_parallel.applied_functions import AppliedFunctions
 
         found: Found = context.state[self]
         sequence.gradients.inputs = lambda args: found.inputs.sharded(args, {})
+        own = AppliedFunctions(model, found.rowwise)
         sequence.install(model)
+        model.forward = own.guarded(model.forward, lambda: sequence.gradients.at_work())
         context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
         inside = context.stash(InsideValues)
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Collection, Iterator
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.autograd import Function
 
 from composer3d import Decisions, PluginError, RunContext
 from composer3d.propagation import attributes_in_use, compiled_functions, scripted_functions
 from composer3d_plugins.sharding.context_parallel.length_numbers import named
-from composer3d_plugins.sharding.context_parallel.probed_backwards import is_rowwise
 
-__all__ = ["OpaqueKernel", "note_compiled", "opaque_kernels", "own_backwards", "refuse_opaque"]
+__all__ = ["OpaqueKernel", "note_compiled", "opaque_kernels", "refuse_opaque"]
 
 # Packages whose attention is a binding of their own, below torch's operators.
 _PACKAGES = ("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "sageattention")
-_OWN = ("torch.", "composer3d.", "composer3d_plugins.")
 # What transformers calls its attention implementations that torch computes itself.
 _SEEN = ("eager", "sdpa", "flex_attention")
 
@@ -48,13 +45,6 @@ def refuse_opaque(model: nn.Module, rowwise: Collection[str]) -> None:
         PluginError: With the module, the reason and what to write.
     """
     inside = tuple(f"{fqn}." for fqn in rowwise)
-    for fqn, name in own_backwards(model).items():
-        if not f"{fqn}.".startswith(inside) and not is_rowwise(model.get_submodule(fqn)):
-            raise PluginError(
-                f'context_parallel: "{fqn}" applies {name}, a torch.autograd.Function: which positions its backward '
-                "reads cannot be seen",
-                hint=f'if "{fqn}" does the same with every token, name it in rowwise; else write it with operators',
-            )
     for fqn, function in scripted_functions(model).items():
         if not f"{fqn}.".startswith(inside):
             raise PluginError(
@@ -107,51 +97,6 @@ def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
         for kernel in (*_by_config(fqn, module), *of_code):
             found.setdefault(kernel.name, kernel)
     return list(found.values())
-
-
-def own_backwards(model: nn.Module) -> dict[str, str]:
-    """Return the modules whose own code applies a `torch.autograd.Function`, each with its name.
-
-    What such a function does backward is no operator that a propagation sees: on shards it is computed as if they were
-    whole sequences. Functions that a method calls are read too; those of torch itself, and of the core, are left out.
-
-    Args:
-        model: Whole, on any device.
-    """
-    by_class: dict[Any, str | None] = {}
-    for module in model.modules():
-        cls = type(module)
-        if cls not in by_class:
-            seen: set[CodeType] = set()
-            methods = (method for method in attributes_in_use(cls) if isinstance(method, FunctionType))
-            applied = (found for method in methods for found in _applied(method.__code__, method.__globals__, seen))
-            by_class[cls] = next((found.__name__ for found in applied), None)
-    named = {fqn: by_class[type(module)] for fqn, module in model.named_modules()}
-    return {fqn: name for fqn, name in named.items() if name is not None}
-
-
-def _applied(code: CodeType, known: Mapping[str, Any], seen: set[CodeType]) -> Iterator[type]:
-    """Yield the autograd functions that code, or a function that it calls, applies."""
-    if code in seen:
-        return
-    seen.add(code)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _applied(inner, known, seen)
-    values = [known[name] for name in code.co_names if name in known]
-    modules = [value for value in values if isinstance(value, ModuleType) and not _is_library(value.__name__)]
-    values += [vars(module)[name] for module in modules for name in code.co_names if name in vars(module)]
-    for value in values:
-        owner = getattr(value, "__self__", None) if getattr(value, "__name__", "") == "apply" else value
-        is_applied = owner is not value or "apply" in code.co_names
-        if isinstance(owner, type) and issubclass(owner, Function) and is_applied and not _is_library(owner.__module__):
-            yield owner
-        elif isinstance(value, FunctionType) and not _is_library(value.__module__):
-            yield from _applied(value.__code__, value.__globals__, seen)
-
-
-def _is_library(module: str) -> bool:
-    return f"{module}.".startswith(_OWN)
 
 
 def _by_config(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
