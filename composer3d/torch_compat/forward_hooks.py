@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "ForwardTables",
+    "HeldHooks",
     "after",
     "are_there",
     "before",
@@ -46,6 +49,11 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
+
+
+# Of those that a forward asks, and of what they say of its hooks.
+FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class _Hooks:
@@ -226,6 +234,75 @@ def of_plugins(module: nn.Module) -> Iterator[None]:
     for inner in module.modules():
         if keys := {key for name in TABLES for key in getattr(inner, name) if key >= first}:
             vars(inner)[PLUGINS] = vars(inner).get(PLUGINS, frozenset()) | keys
+
+
+class HeldHooks:
+    """Hooks that a forward has, for one that is run again when some are gone, and others there.
+
+    Hooks of libraries are as they are then: tools that observe modules enter and leave as they like.
+
+    Args:
+        tables: In which these are found.
+    """
+
+    def __init__(self, tables: ForwardTables) -> None:
+        self._tables, self._keys, self._held = tables, tables.keys(), []
+        if self._keys:
+            self._held = [(place, dict(table)) for place, table in enumerate(tables.all) if table]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[list[Any]]:
+        """Let modules inside have these hooks; yield those that they do not have outside."""
+        if self._tables.keys() == self._keys:
+            yield []
+            return
+        held, now, gone = dict(self._held), [dict(table) for table in self._tables.all], []
+        for place, (table, there) in enumerate(zip(self._tables.all, now, strict=True)):
+            # What says how to call a hook is True, and left for those that are gone, too.
+            before = held.get(place, {}).items()
+            then = {key: there.get(key, hook) for key, hook in before if key in there or _is_kept(hook)}
+            gone += [hook for key, hook in then.items() if key not in there and hook is not True]
+            table.clear()
+            table.update(then)
+            table.update((key, hook) for key, hook in there.items() if key not in then and not _is_kept(hook))
+        try:
+            yield gone
+        finally:
+            for table, there in zip(self._tables.all, now, strict=True):
+                table.clear()
+                table.update(there)
+
+
+class ForwardTables:
+    """Tables in which forwards of modules, and of all modules, find hooks, and how to call them.
+
+    Args:
+        modules: Whose.
+
+    Attributes:
+        all: Those with hooks first.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        from torch.nn.modules import module as home
+
+        owners, known = list(modules), vars(home)
+        self._found, flags = (
+            [
+                *(known[f"_global{name}"] for name in names if f"_global{name}" in known),
+                *(getattr(module, name) for module in owners for name in names),
+            ]
+            for names in (FORWARD_TABLES, FLAGS)
+        )
+        self.all: list[MutableMapping[int, Any]] = [*self._found, *flags]
+
+    def keys(self) -> tuple[int, ...]:
+        """Return the numbers of all hooks that are there, in order; microseconds where there are none."""
+        return tuple(itertools.chain.from_iterable(self._found)) if any(self._found) else ()
+
+
+def _is_kept(hook: Any) -> bool:
+    return hook is True or _is_users(hook)
 
 
 def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool]) -> Callable[..., Any]:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from composer3d.torch_compat.forward_hooks import (
+    ForwardTables,
+    HeldHooks,
     after,
     are_there,
     before,
@@ -192,3 +194,40 @@ def test_a_forward_calls_what_takes_the_place_of_its_hooks():
     module.register_forward_hook(hooks[1])
     call(module, torch.tensor(1.0))
     assert seen == hooks
+
+
+def test_hooks_that_are_held_are_those_of_a_forward_whatever_is_there_later():
+    model = nn.Sequential(Doubling(), Doubling())
+    tables = ForwardTables(model)
+    assert tables.keys() == ()
+    first = model[0].register_forward_hook(lambda m, a, k, o: o + 1, with_kwargs=True)
+    everywhere = modules.register_module_forward_pre_hook(lambda m, a: (a[0] * 3,) if m is model[1] else None)
+    held, wanted = HeldHooks(tables), model(torch.tensor(1.0))
+    with held.again() as gone:
+        assert gone == [] and model(torch.tensor(1.0)) == wanted
+    first.remove()
+    everywhere.remove()
+    later = model[1].register_forward_hook(lambda m, a, o: o * 0)
+    with held.again() as gone:
+        assert len(gone) == 2 and model(torch.tensor(1.0)) == wanted
+    assert tables.keys() == (later.id,) and model(torch.tensor(1.0)) == 0
+
+
+def test_hooks_of_libraries_are_as_they_are_when_held_hooks_are_back():
+    model = nn.Sequential(Doubling())
+    tables, seen = ForwardTables(model), []
+
+    def observe(module, given, output):
+        seen.append(output)
+
+    observe.__module__ = "torch.utils.observers"
+    observer = model[0].register_forward_hook(observe)
+    held = HeldHooks(tables)
+    observer.remove()
+    with held.again() as gone:
+        model(torch.tensor(1.0))
+    assert gone == seen == []
+    model[0].register_forward_hook(observe)
+    with HeldHooks(ForwardTables([])).again(), held.again():
+        model(torch.tensor(1.0))
+    assert seen == [2]

@@ -32,11 +32,13 @@ class OutsideState:
 
     Args:
         modules: Whose code it is.
+        hooks: Others than those that the modules have.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, hooks: Iterable[Any] = ()) -> None:
         owners = list(modules)
-        self._hooks = [part for module in owners for hook in _forward_hooks(module) for part in _parts(hook)]
+        called = [*(hook for module in owners for hook in _forward_hooks(module)), *hooks]
+        self._hooks = [part for hook in called for part in _parts(hook)]
         functions = [each for each in self._hooks if isinstance(each, types.FunctionType)]
         self._surroundings = Surroundings.of(owners, functions)
         kinds = dict.fromkeys(kind for module in owners for kind in type(module).__mro__)
@@ -52,8 +54,9 @@ class OutsideState:
         bound = [(space, name, space[name]) for space, name in self._surroundings.globals if name in space]
         for value in [each for kind in self._classes for each in vars(kind).values()] + self._surroundings.values():
             _note(value, held, seen, 0)
-        for value in self._hooks:
-            _note(value, held, seen, 0)
+        for value in [*self._hooks, *(cell for part in self._hooks for cell in _closed_over(part))]:
+            for each in _attributes(value) if isinstance(value, nn.Module) else (value,):
+                _note(each, held, seen, 0)
         return functools.partial(_restore, spaces, bound, held)
 
 
@@ -71,6 +74,23 @@ def _parts(hook: Any) -> list[Any]:
     if isinstance(hook, types.FunctionType):
         return [hook]
     return [hook, *(vars(kind)["__call__"] for kind in type(hook).__mro__ if "__call__" in vars(kind))]
+
+
+def _closed_over(part: Any) -> list[Any]:
+    """Return the modules that a hook's function names from outside: it may note something in its model."""
+    cells = (part.__closure__ or ()) if isinstance(part, types.FunctionType) else ()
+    return [cell.cell_contents for cell in cells if _is_module(cell)]
+
+
+def _is_module(cell: types.CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, nn.Module)
+    except ValueError:  # it is empty
+        return False
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if not name.startswith("_")]
 
 
 def _restore(

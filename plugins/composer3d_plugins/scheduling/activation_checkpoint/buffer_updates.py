@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, torch_compat
 from composer3d.propagation import KeptState, OutsideState, copy_mark
+from composer3d.torch_compat import forward_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,17 +22,20 @@ __all__ = ["Found", "versions"]
 _DRAWS_OF_NUMPY: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 # Lists and objects outside of a block that its code writes to.
 _OUTSIDE: weakref.WeakKeyDictionary[nn.Module, OutsideState] = weakref.WeakKeyDictionary()
+# Where hooks of all modules, and of those in a block, are registered.
+_TABLES: weakref.WeakKeyDictionary[nn.Module, forward_hooks.ForwardTables] = weakref.WeakKeyDictionary()
 
 Place = tuple[dict[str, Any], str]  # the buffers of a module, and the name of one
 
 
 @dataclass(kw_only=True, eq=False)
 class Found:
-    """Buffers, attributes and arguments of a block as one forward of it found them, for its recomputations.
+    """Buffers, attributes, hooks and arguments of a block as one forward of it found them, for its recomputations.
 
     torch's checkpoints leave state to the caller: a recomputation would read what the forward made of it (vectors of a
     spectral norm, a codebook by moving average, a cache that is filled once, a memory or a generator that is an
-    attribute), and change it a second time.
+    attribute), and change it a second time. And it would call the hooks that are there in the backward: others, where a
+    forward removes its own at its end.
 
     Args:
         fqn: Of the block.
@@ -51,6 +55,7 @@ class Found:
     _before: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
     _kept: KeptState | None = None
     _marks: list[Tensor] = field(default_factory=list)
+    _hooks: forward_hooks.HeldHooks | None = None
 
     def __post_init__(self, arguments: Any) -> None:
         """Remember the versions of the arguments, and their marks."""
@@ -88,6 +93,10 @@ class Found:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Run the forward; keep what it changes as it was before."""
+        if self.block not in _TABLES:
+            inner = (module for module in self.block.modules() if module is not self.block)
+            _TABLES[self.block] = forward_hooks.ForwardTables(inner)
+        self._hooks = forward_hooks.HeldHooks(_TABLES[self.block])
         held = {_key(place): (place, _buffer(place)) for place in self._places()}
         copies: dict[int, tuple[Tensor, int]] = {}
         for _, buffer in held.values():
@@ -125,22 +134,26 @@ class Found:
                 found[_key(place)] = self._before.get(_key(place), _buffer(place))
         if self.block not in _OUTSIDE:
             _OUTSIDE[self.block] = OutsideState(modules)
-        put_back = _OUTSIDE[self.block].now()
-        try:
-            with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
-                yield
-        finally:
-            put_back()
+        with contextlib.ExitStack() as stack:
+            gone = [] if self._hooks is None else stack.enter_context(self._hooks.again())
+            put_back = [_OUTSIDE[self.block].now(), *([OutsideState((), hooks=gone).now()] if gone else [])]
+            try:
+                with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
+                    yield
+            finally:
+                for each in put_back:
+                    each()
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """Run a forward whose changes of buffers and attributes are discarded."""
-        kept = KeptState([self.block], buffers=False)
+        """Run a forward whose changes of buffers and attributes, and of what its hooks note, are discarded."""
+        kept, put_back = KeptState([self.block], buffers=False), OutsideState(self.block.modules()).now()
         with self._copied({_key(place): _buffer(place) for place in self._places()}):
             try:
                 yield
             finally:
                 kept.restore()
+                put_back()
 
     @contextlib.contextmanager
     def _copied(self, found: Mapping[tuple[int, str], Tensor | None]) -> Iterator[None]:
