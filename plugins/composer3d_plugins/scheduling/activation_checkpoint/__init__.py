@@ -79,8 +79,8 @@ class ActivationCheckpoint:
     about sqrt(n) runs, keeps a run's inputs, and recomputes all of it when its backward begins. mode = "budget"
     measures every block's operators in the first forward, the bytes that the backward needs of each and the time it
     took, and keeps what saves most time a byte until the budget is used: single results of a block, or the block as it
-    is. FQNs stay: the block's forward is replaced, not the block. A recomputation reads buffers as the forward found
-    them, and leaves them as they are.
+    is. FQNs stay: the block's forward is replaced, not the block. A recomputation reads buffers, and calls hooks of the
+    block's modules, as the forward found them, and leaves them as they are.
     Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
         "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
     Collectives: those of the forward once more, unless saved; FSDP2's are not repeated. "budget": one broadcast along
