@@ -63,7 +63,7 @@ class _Hooks:
         self.before: list[tuple[Any, bool]] = []
         self.after: list[tuple[Any, bool]] = []
         self.is_called = self.is_done = False
-        self.is_cut = [False]
+        self.is_cut, self.around = [False], _as_it_is
 
     def __deepcopy__(self, memo: Any) -> _Hooks:
         return _Hooks()
@@ -101,11 +101,11 @@ def calling(module: nn.Module) -> Iterator[None]:
     named = module._forward_pre_hooks_with_kwargs
     for table, key, hook in _users(known["_global_forward_pre_hooks"], module._forward_pre_hooks, of=module):
         hooks.before.append((hook, table is module._forward_pre_hooks and key in named))
-        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_called)))
+        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_called, hooks.around)))
     named, everywhere = module._forward_hooks_with_kwargs, known["_global_forward_hooks_with_kwargs"]
     for table, key, hook in _users(known["_global_forward_hooks"], module._forward_hooks, of=module):
         hooks.after.append((hook, key in named or key in everywhere))
-        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_done)))
+        replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_done, hooks.around)))
     if getattr(type(module), CALLS, False):
         backward = (known["_global_backward_pre_hooks"], known["_global_backward_hooks"])
         is_cut = hooks.is_cut  # of this call: hooks run in its backward
@@ -122,23 +122,17 @@ def calling(module: nn.Module) -> Iterator[None]:
                 table[key] = hook
 
 
-def before(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, around: Around = _as_it_is
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the hooks that precede a forward; return its arguments.
-
-    Args:
-        module: Which is called.
-        args: Of the call.
-        kwargs: Likewise.
-        around: Returns what is called in place of a hook.
 
     Raises:
         RuntimeError: As torch's, of a hook that takes arguments by name and returns something else than both.
     """
     hooks: _Hooks | None = vars(module).get(SLOT)
-    for hook, takes_names in hooks.before if hooks is not None and hooks.is_called else ():
-        hook = around(hook)
+    if hooks is None or not hooks.is_called:
+        return args, kwargs
+    for each, takes_names in hooks.before:
+        hook = hooks.around(each)
         if not takes_names:
             if (given := hook(module, args)) is not None:
                 args = given if isinstance(given, tuple) else (given,)
@@ -151,9 +145,7 @@ def before(
     return args, kwargs
 
 
-def after(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, around: Around = _as_it_is
-) -> Any:
+def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Call the hooks that follow a forward; return its output.
 
     Args:
@@ -161,13 +153,12 @@ def after(
         args: As `before` has returned them.
         kwargs: Likewise.
         output: Of the forward.
-        around: Returns what is called in place of a hook.
     """
     hooks: _Hooks | None = vars(module).get(SLOT)
     if hooks is None or not hooks.is_called:
         return output
     for each, takes_names in hooks.after:
-        hook = around(each)
+        hook = hooks.around(each)
         found = hook(module, args, kwargs, output) if takes_names else hook(module, args, output)
         output = output if found is None else found
     hooks.is_called, hooks.is_done = False, True
@@ -182,15 +173,22 @@ def skip(module: nn.Module) -> None:
 
 
 def with_hooks(module: nn.Module, forward: Callable[..., Any], *, around: Around = _as_it_is) -> Callable[..., Any]:
-    """Return a forward that calls a module's hooks around another; the same one where its class does so already."""
+    """Return a forward that calls a module's hooks around another; the same one where its class does so already.
+
+    Args:
+        module: Whose hooks.
+        forward: Its.
+        around: Returns what is called in place of a hook of the module, or of all modules where that is of one inside.
+    """
+    take_hooks(module)
+    vars(module)[SLOT].around = around
     if getattr(type(module), CALLS, False):
         return forward
-    take_hooks(module)
 
     @functools.wraps(forward)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(module, args, kwargs, around=around)
-        return after(module, args, kwargs, forward(*args, **kwargs), around=around)
+        args, kwargs = before(module, args, kwargs)
+        return after(module, args, kwargs, forward(*args, **kwargs))
 
     return hooked
 
@@ -305,10 +303,16 @@ def _is_kept(hook: Any) -> bool:
     return hook is True or _is_users(hook)
 
 
-def _left_out(module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool]) -> Callable[..., Any]:
+def _left_out(
+    module: nn.Module, hook: Callable[..., Any], is_left: Callable[[], bool], around: Around = _as_it_is
+) -> Callable[..., Any]:
+    elsewhere = around(hook)
+
     @functools.wraps(hook, updated=())
     def other(owner: nn.Module, *given: Any) -> Any:
-        return None if owner is module and is_left() else hook(owner, *given)
+        if owner is not module:
+            return elsewhere(owner, *given)
+        return None if is_left() else hook(owner, *given)
 
     return other
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.late_hooks import VOCAB
+from support.late_hooks import VOCAB, Block
 from support.models import mine, write_manifest
 from support.root_hooks import Model, last, loss_of, of_words, shifted
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 import composer3d
 from composer3d.errors import BatchError
@@ -31,6 +32,10 @@ def counted(module: nn.Module, given: Any, output: Tensor) -> None:
     LENGTHS.append(output.shape[1])
 
 
+def on_blocks(module: nn.Module, given: Any, output: Any) -> Any:
+    return last(module, given, output) if isinstance(module, Block) else None
+
+
 def block(model: Any, at: int = 0) -> Any:
     return model.get_submodule(f"body.blocks.{at}")
 
@@ -43,6 +48,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "before a block": lambda m: block(m, 1).register_forward_pre_hook(without_mean),
     "of features": lambda m: block(m).register_forward_hook(lambda _, given, o: o.tanh()),
     "numbers": lambda m: block(m).register_forward_hook(lambda _, given, o: o * torch.arange(o.shape[1])[:, None]),
+    "all modules": lambda m: modules.register_module_forward_hook(on_blocks),
     "kept": lambda m: block(m).register_forward_hook(counted),
 }
 
