@@ -181,7 +181,7 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any], *, around: Around
         around: Returns what is called in place of a hook of the module, or of all modules where that is of one inside.
     """
     take_hooks(module)
-    vars(module)[SLOT].around = around
+    vars(module)[SLOT].around = lambda hook: around(hook)  # what searches a model for tensors enters no such function
     if getattr(type(module), CALLS, False):
         return forward
 
