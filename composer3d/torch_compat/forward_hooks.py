@@ -22,6 +22,7 @@ __all__ = [
     "are_there",
     "before",
     "calling",
+    "home_of",
     "leave_hooks",
     "of_plugins",
     "replace_hooks",
@@ -328,8 +329,12 @@ def _users(
                 yield table, key, hook
 
 
-def _is_users(hook: Any) -> bool:
+def home_of(hook: Any) -> str:
+    """Return the dotted name of the module that defines a hook, or the function of a partial one."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
-    return not f"{module}.".startswith(LIBRARIES)
+    return str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+
+
+def _is_users(hook: Any) -> bool:
+    return not f"{home_of(hook)}.".startswith(LIBRARIES)

@@ -16,6 +16,7 @@ from composer3d.torch_compat.forward_hooks import (
     are_there,
     before,
     calling,
+    home_of,
     leave_hooks,
     of_plugins,
     replace_hooks,
@@ -231,3 +232,12 @@ def test_hooks_of_libraries_are_as_they_are_when_held_hooks_are_back():
     with HeldHooks(ForwardTables([])).again(), held.again():
         model(torch.tensor(1.0))
     assert seen == [2]
+
+
+def test_a_hook_is_of_the_module_that_defines_its_function():
+    partial = functools.partial(functools.partial(nn.functional.normalize, dim=-1), eps=1e-6)
+    assert [home_of(hook) for hook in (partial, nn.Linear(2, 2).forward, lambda *_: None)] == [
+        "torch.nn.functional",
+        "torch.nn.modules.linear",
+        __name__,
+    ]

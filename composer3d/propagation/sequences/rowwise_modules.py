@@ -7,7 +7,6 @@ are of: what hooks there relate rows is refused, and what they do with each numb
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from composer3d.observation.call_sites import beside
 from composer3d.propagation.functions.function_dims import CASTS, OBJECT, SIZES, name_of
 from composer3d.propagation.functions.known_functions import is_elementwise_name
 from composer3d.propagation.shards import PropagationError
+from composer3d.torch_compat import forward_hooks
 
 __all__ = ["EachRow", "Rows", "with_own_hooks"]
 
@@ -62,14 +62,12 @@ def with_own_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[.
 
 def _taken(hooks: dict[int, Any], with_kwargs: Mapping[int, bool]) -> list[tuple[Any, bool]]:
     """Take the hooks of plugins off a module's, and return them in order, with whether each takes keyword arguments."""
-    own = [key for key, hook in hooks.items() if _module_of(hook).startswith(("composer3d", "torch.distributed"))]
+    own = [
+        key
+        for key, hook in hooks.items()
+        if forward_hooks.home_of(hook).startswith(("composer3d", "torch.distributed"))
+    ]
     return [(hooks.pop(key), key in with_kwargs) for key in own]
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
 
 
 @dataclass(frozen=True)
