@@ -23,9 +23,11 @@ class ReceivedValues:
         by_module: By the module of a stage, a function of the FQN of the module that has returned a value, the index of
             that call among those of its module, the index of the tensor in what it returned, and the tensor; it returns
             the one that the code of this stage is given.
+        sequence_shards: Ranks of a further axis over which what blocks return may be sharded along the sequence too.
     """
 
     by_module: dict[nn.Module, Callable[[str, int, int, Tensor], Tensor]] = field(default_factory=dict)
+    sequence_shards: int = 1
 
     def given(self, stage: nn.Module, fqn: str, call: int, index: int, value: Tensor) -> Tensor:
         """Return what the code of a stage is given for a value of another one.

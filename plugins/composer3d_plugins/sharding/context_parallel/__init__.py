@@ -312,7 +312,8 @@ class ContextParallel:
         own = AppliedFunctions(model, found.rowwise)
         sequence.install(model)
         model.forward = own.guarded(model.forward, lambda: sequence.gradients.at_work())
-        context.stash(ReceivedValues).by_module[model] = partial(found.values.given, sequence)
+        received = context.stash(ReceivedValues)
+        received.by_module[model] = partial(found.values.given, sequence, lambda: received.sequence_shards)
         inside = context.stash(InsideValues)
 
         def is_whole() -> bool:

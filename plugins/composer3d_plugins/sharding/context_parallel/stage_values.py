@@ -84,11 +84,20 @@ class StageValues:
             known = [self.returned[fqn] for fqn in group if fqn in self.returned]
             self.returned |= {fqn: known[0] for fqn in group if known and fqn not in self.returned}
 
-    def given(self, sequence: PropagatedSequence, fqn: str, call: int, index: int, value: Tensor) -> Tensor:
+    def given(
+        self,
+        sequence: PropagatedSequence,
+        further: Callable[[], int],
+        fqn: str,
+        call: int,
+        index: int,
+        value: Tensor,
+    ) -> Tensor:
         """Return what the code of a stage is given for a value of another one: marked, if it is a shard.
 
         Args:
             sequence: Of the stage.
+            further: Returns the ranks of another axis that may have sharded the shard again.
             fqn: Of the module that returned it.
             call: Index among its calls in a forward.
             index: Of the tensor in what it returned.
@@ -108,9 +117,10 @@ class StageValues:
                 "of the pipeline receives them; let blocks pass on samples and positions in dims of their own, or "
                 "begin the stage elsewhere ([scheduling.pipeline] split)"
             )
-        if shard.is_of_batch and value.shape[shard.dim] not in sequence.local_sizes:
+        size = value.shape[shard.dim]
+        if shard.is_of_batch and not {size, size * further()}.intersection(sequence.local_sizes):
             raise PropagationError(
-                f'"{fqn}" returns {value.shape[shard.dim]} positions, which is no shard of the batch, and a stage of '
+                f'"{fqn}" returns {size} positions, which is no shard of the batch, and a stage of '
                 "the pipeline receives them: how many there are depends on values; choose and put them back in one "
                 "stage"
             )

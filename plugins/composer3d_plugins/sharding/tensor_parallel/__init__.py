@@ -27,6 +27,7 @@ from composer3d import (
     Phase,
     PlannedShards,
     PluginError,
+    ReceivedValues,
     Role,
     RunContext,
     SequenceProjections,
@@ -195,6 +196,7 @@ class TensorParallel:
                 loss_parallel=self.loss_parallel,
             ).apply([fqn for fqn in _named(model, fqns, made.rules) if not _is_elsewhere(model, fqn, context)])
             if self.sequence_parallel:
+                context.stash(ReceivedValues).sequence_shards = context.degrees["tp"]
                 watch_boundaries(model, made.rules)
                 held = {fqn for fqn, _ in model.named_modules()}
                 watch_hooks(model, held.intersection(made.sharded), degree=context.degrees["tp"])
