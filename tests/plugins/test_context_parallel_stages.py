@@ -187,6 +187,14 @@ def test_rows_that_values_choose_are_refused_where_a_stage_receives_them(parts, 
     assert str(caught.value) == said
 
 
+def test_a_stage_receives_shards_that_another_axis_has_sharded_again():
+    values, half = returned((LENGTH,)), torch.zeros(2, LENGTH // 4, DIM)
+    with pytest.raises(PropagationError, match="how many there are depends on values"):
+        values.given(Lengths(), "", 0, 0, half)
+    values.sequence_shards = lambda: 2
+    assert spec_of(values.given(Lengths(), "", 0, 0, half), "cp").placed.dim == 1
+
+
 def test_blocks_that_the_dry_run_left_out_return_what_others_of_their_form_do():
     values = returned((LENGTH,))
     values.returned["layers.0"] = values.returned.pop("")

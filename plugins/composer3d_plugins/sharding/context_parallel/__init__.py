@@ -313,7 +313,8 @@ class ContextParallel:
         sequence.install(model)
         model.forward = own.guarded(model.forward, lambda: sequence.gradients.at_work())
         received = context.stash(ReceivedValues)
-        received.by_module[model] = partial(found.values.given, sequence, lambda: received.sequence_shards)
+        received.by_module[model] = partial(found.values.given, sequence)
+        found.values.sequence_shards = lambda: received.sequence_shards
         inside = context.stash(InsideValues)
 
         def is_whole() -> bool:

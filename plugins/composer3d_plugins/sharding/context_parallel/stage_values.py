@@ -46,11 +46,13 @@ class StageValues:
     Attributes:
         lengths: Of the inputs of the dry run.
         returned: By FQN, of each call.
+        sequence_shards: Returns over how many ranks of another axis shards may be sharded again.
     """
 
     axis: str
     lengths: tuple[int, ...] = ()
     returned: dict[str, list[Returned]] = field(default_factory=dict)
+    sequence_shards: Callable[[], int] = lambda: 1
 
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
@@ -84,20 +86,11 @@ class StageValues:
             known = [self.returned[fqn] for fqn in group if fqn in self.returned]
             self.returned |= {fqn: known[0] for fqn in group if known and fqn not in self.returned}
 
-    def given(
-        self,
-        sequence: PropagatedSequence,
-        further: Callable[[], int],
-        fqn: str,
-        call: int,
-        index: int,
-        value: Tensor,
-    ) -> Tensor:
+    def given(self, sequence: PropagatedSequence, fqn: str, call: int, index: int, value: Tensor) -> Tensor:
         """Return what the code of a stage is given for a value of another one: marked, if it is a shard.
 
         Args:
             sequence: Of the stage.
-            further: Returns the ranks of another axis that may have sharded the shard again.
             fqn: Of the module that returned it.
             call: Index among its calls in a forward.
             index: Of the tensor in what it returned.
@@ -118,7 +111,7 @@ class StageValues:
                 "begin the stage elsewhere ([scheduling.pipeline] split)"
             )
         size = value.shape[shard.dim]
-        if shard.is_of_batch and not {size, size * further()}.intersection(sequence.local_sizes):
+        if shard.is_of_batch and not {size, size * self.sequence_shards()}.intersection(sequence.local_sizes):
             raise PropagationError(
                 f'"{fqn}" returns {size} positions, which is no shard of the batch, and a stage of '
                 "the pipeline receives them: how many there are depends on values; choose and put them back in one "
