@@ -9,39 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.errors import StepError
 from composer3d.mesh import Role
+from composer3d.observation.call_sites import beside
 from composer3d.step.input_gradients import InputGradients
 from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.microbatches import num_samples, tensors
 from composer3d.step.mixed_gradients import MixedGradients, kept_numbers
 from composer3d.step.retained_gradients import RetainedGradients
+from composer3d.step.suspect_functions import is_ours, is_suspect
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
+    from composer3d.step.loops.parameter_hooks import ParameterHooks
 
-__all__ = ["ActivationGradients", "is_suspect"]
+__all__ = ["ActivationGradients"]
 
 _NUM_FORWARDS = 3  # a model in whose graphs there is no function of its own has none later
 _NUM_NODES = 100_000
 _QUANTISED = ("torchao", "transformer_engine")  # whose scales are of all that a rank has, by design
-_DEPTH = 3  # of functions that a backward calls
-# Names in the code of a backward that is possibly not linear in its gradient. Comparisons are, too.
-_NONLINEAR = frozenset(
-    "abs amax amin bernoulli bernoulli_ ceil clamp clamp_ clamp_max clamp_min clip clip_ copysign floor hardtanh item "
-    "masked_fill masked_fill_ max maximum median min minimum nan_to_num norm normalize pow quantile rand_like "
-    "randn_like round round_ sgn sign softsign sort sqrt square std tanh topk trunc var vector_norm "
-    "where".split()
-)
 
 
 class ActivationGradients:
@@ -59,15 +53,18 @@ class ActivationGradients:
         context: Of the run.
         factor: By which gradients of activations are larger than one device's in a backward of the run.
         trained: Leaves whose gradients the optimizer averages, beside the model's; kept up to date.
+        hooks: Of parameters.
 
     Attributes:
         inputs: Of `.grad` of leaves that a loop gives the model.
     """
 
-    def __init__(self, context: RunContext, factor: float, *, trained: Sequence[Tensor]) -> None:
-        self._context, self._whole, self._factor = context, factor, 1.0
-        is_watched = factor != 1.0 and context.purpose in ("run", "verify")
-        self._is_watched, self._num_graphs, self._has_functions = is_watched, _NUM_FORWARDS * is_watched, False
+    def __init__(self, context: RunContext, factor: float, trained: Sequence[Tensor], *, hooks: ParameterHooks) -> None:
+        self._context, self._whole, self._factor, self._parameters = context, factor, 1.0, hooks
+        is_seen = context.purpose in ("run", "verify")
+        is_watched = factor != 1.0 and is_seen
+        self._is_seen, self._is_watched, self._num_graphs = is_seen, is_watched, _NUM_FORWARDS * is_watched
+        self._has_functions = False
         self._num_legacy = -1
         self._watches: list[Any] = []
         self._recomputed: Any = None
@@ -86,7 +83,7 @@ class ActivationGradients:
         self._factor = self._whole
         self._mixed.open()
         self._retained.begin()
-        if self._is_watched:  # what a recomputation registers
+        if self._is_seen:  # what a recomputation registers
             self._recomputed = self._watch().__enter__()
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -112,25 +109,26 @@ class ActivationGradients:
         """See what a part's forwards register; forwards without gradients are left alone."""
         import torch
 
-        if not self._is_watched:
+        if not self._is_seen:
             return
-        for inner in module.modules():
+        for inner in module.modules() if self._is_watched else ():
             torch_compat.backward_hooks.wrap_gradient_hooks(inner, self._of_module)
 
         def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
             if owner is module:
                 self.leave_loop()
                 self._mixed.num_samples = num_samples((args, kwargs)) or 0
-                self._is_followed = torch.is_grad_enabled() and owner.training
+                self._is_followed = torch.is_grad_enabled()
                 self._watches.append(self._watch().__enter__() if self._is_followed else contextlib.nullcontext())
-                if self._is_followed:
+                if self._is_followed and self._is_watched:
                     self._retained.count_forward()
                     self._wrap_legacy_hooks(owner)
 
         def after(owner: nn.Module, _: Any, output: Any) -> None:
             if owner is module and self._watches:
                 self._watches.pop().__exit__()
-                self._note_outputs(output)  # hooks behind this one may return others in their place
+                if self._is_watched:
+                    self._note_outputs(output)  # hooks behind this one may return others in their place
                 for value in tensors(output) if self._has_stages else ():
                     self.look(value)
 
@@ -150,7 +148,8 @@ class ActivationGradients:
         for output in outputs:  # on which a loop, a loss_fn or a hook may have registered hooks
             for key, hook in list(output.table.items()):
                 if not _is_foreign(hook):
-                    output.table[key] = self._one_device(output.followed(hook))
+                    shared = self._parameters.shared.of_activation(hook)
+                    output.table[key] = self._one_device(output.followed(shared))
             if (tensor := output.tensor()) is not None and tensor.retains_grad:
                 self._retained.add(tensor, is_output=True)
         if not (self._num_graphs or self._has_functions) or root.grad_fn is None:
@@ -176,7 +175,7 @@ class ActivationGradients:
             self._has_functions = True
             node.register_prehook(lambda given: _times(given, 1.0 / self._factor))
         module = function.__module__
-        if self._mixed.is_watching and not (_is_ours(module) or module.partition(".")[0] in _QUANTISED):
+        if self._mixed.is_watching and not (is_ours(module) or module.partition(".")[0] in _QUANTISED):
             kept, what = kept_numbers(node), f"the backward of {function.__name__}"
             node.register_prehook(lambda given: self._mixed.begin(given, kept))
             node.register_hook(lambda found, given: self._mixed.end((found, given), what))
@@ -208,15 +207,20 @@ class ActivationGradients:
             self._outside = None
 
     def _watch(self) -> torch_compat.backward_hooks.WatchedRegistrations:
-        return torch_compat.backward_hooks.WatchedRegistrations(self._hooked, self._retain)
+        return torch_compat.backward_hooks.WatchedRegistrations(self._hooked, self._retain, self._of_node)
 
     def _hooked(self, tensor: Tensor, hook: Any) -> Any:
-        if tensor.is_leaf or _is_foreign(hook):
+        if not self._is_watched:
+            return hook if tensor.is_leaf else self._parameters.shared.of_activation(hook)
+        if _is_foreign(hook):
             return hook
-        return self._one_device(self._followed(tensor, hook))
+        if tensor.is_leaf:
+            self._parameters.refuse_gathered(tensor)
+            return hook
+        return self._one_device(self._followed(tensor, self._parameters.shared.of_activation(hook)))
 
     def _retain(self, tensor: Tensor) -> None:
-        if not tensor.is_leaf:
+        if self._is_watched and not tensor.is_leaf:
             self._retained.add(tensor)
 
     @contextlib.contextmanager
@@ -271,15 +275,44 @@ class ActivationGradients:
 
         @_named(hook)
         def scaled(module: nn.Module, *gradients: Any) -> Any:
-            if self._factor == 1.0:
-                return hook(module, *gradients)
-            given = tuple(_times(each, 1.0 / self._factor) for each in gradients)
-            self._mixed.begin(given)
-            returned = hook(module, *given)
-            self._mixed.end(returned, f"the backward hook {_name(hook)} of {type(module).__name__}")
-            return None if returned is None else _times(returned, self._factor)
+            what = f"the backward hook {_name(hook)} of {type(module).__name__}"
+            return self._called(functools.partial(hook, module), gradients, what)
 
         return scaled
+
+    def _of_node(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook on a node of the graph, of which nothing is known but what its gradients are divided by."""
+        if not self._is_watched or _is_foreign(hook):
+            return hook
+        if self._inside.hooks is not None:
+            raise StepError(
+                f"the hook {_name(hook)} is registered on a node of the graph{beside()}, whose gradients are of this "
+                "rank's positions: register it on the tensor instead, as in t.register_hook"
+            )
+
+        @_named(hook)
+        def scaled(*gradients: Any) -> Any:
+            if self._factor != 1.0 and torch_compat.backward_hooks.accumulated_leaf() is not None:
+                raise StepError(
+                    f"the hook {_name(hook)} is on the node that accumulates the gradient of a leaf, and would be "
+                    "called with this rank's; register it on the leaf, as in p.register_hook, before the forward"
+                )
+            return self._called(hook, gradients, f"the hook {_name(hook)}")
+
+        return scaled
+
+    def _called(self, hook: Callable[..., Any], gradients: Sequence[Any], what: str) -> Any:
+        """Return what a hook on tuples of gradients makes of one device's, the first of which it may change."""
+        if self._factor == 1.0:
+            return hook(*gradients)
+        given = tuple(_times(each, 1.0 / self._factor) for each in gradients)
+        versions = _versions(given[0])
+        self._mixed.begin(given)
+        returned = hook(*given)
+        if returned is None and _versions(given[0]) != versions:
+            returned = given[0]
+        self._mixed.end(returned, what)
+        return None if returned is None else _times(returned, self._factor)
 
 
 class _Output:
@@ -306,6 +339,8 @@ def _named(hook: Any) -> Callable[[Any], Any]:
 
 
 def _name(hook: Any) -> str:
+    if (shared := torch_compat.backward_hooks.shared_hook(hook)) is not None:
+        hook = shared.function
     return getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
 
 
@@ -314,12 +349,14 @@ def _is_foreign(hook: Any) -> bool:
 
     Operators and functions (`torch.sgn`, `functional.normalize`) are what a model does with its gradient.
     """
+    if (shared := torch_compat.backward_hooks.shared_hook(hook)) is not None:
+        hook = shared.function
     module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
-    return _is_ours(module) and not torch_compat.backward_hooks.is_operator_module(module)
+    return is_ours(module) and not torch_compat.backward_hooks.is_operator_module(module)
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "torch" or module.startswith("composer3d")
+def _versions(values: Any) -> list[int]:
+    return [-1 if each is None else each._version for each in ((values,) if hasattr(values, "_version") else values)]
 
 
 def _times(values: Any, factor: float) -> Any:
@@ -330,34 +367,3 @@ def _times(values: Any, factor: float) -> Any:
     if isinstance(values, torch.Tensor):
         return values * factor
     return tuple(None if each is None else each * factor for each in values)
-
-
-@functools.cache
-def is_suspect(function: type) -> bool:
-    """Return whether the backward of an autograd function has names, or comparisons, of what is not linear."""
-    backward: Any = inspect.unwrap(getattr(function, "backward", None) or function)
-    if _is_ours(function.__module__):
-        return False
-    return isinstance(backward, FunctionType) and any(_is_nonlinear(code) for code in _codes(backward, _DEPTH))
-
-
-def _codes(function: FunctionType, depth: int) -> Iterator[CodeType]:
-    """Yield the code of a function, of those inside of it, and of those of its module's names that it calls."""
-    pending: list[CodeType] = [function.__code__]
-    while pending:
-        code = pending.pop()
-        yield code
-        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
-        for name in code.co_names if depth else ():
-            called = function.__globals__.get(name)
-            if isinstance(called, FunctionType) and called.__module__.partition(".")[0] != "torch":
-                yield from _codes(called, depth - 1)
-
-
-def _is_nonlinear(code: CodeType) -> bool:
-    import dis
-
-    names: Sequence[str] = code.co_names
-    return bool(_NONLINEAR.intersection(names)) or any(
-        instruction.opname == "COMPARE_OP" for instruction in dis.get_instructions(code)
-    )

@@ -64,13 +64,13 @@ class StepEngine:
         self._in_turn = {at: in_turn([a.run for a in found], is_heard=False) for at, found in self.actions.items()}
         self.loop, self.criterion, self._dropped = LoopState(context), criterion, DroppedGradients()
         self.accumulated, self.outside, self.scaling = AccumulatedSteps(), OutsideParameters(context), Scaling()
-        self.activations = ActivationGradients(context, loss_totals.averages, trained=self.outside.parameters)
+        self.parameter_hooks = self.loop.hooks = hooks = ParameterHooks(context, self.scaling, self.actions)
+        self.activations = ActivationGradients(context, loss_totals.averages, self.outside.parameters, hooks=hooks)
         self.scaling.inputs, self._moves_gradients = self.activations.inputs, bool(context.claimants("moved_gradients"))
         self._votes = Votes(self.actions[StepPoint.DECIDE], self.scaling, guard)
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps, self._split = OwnSteps(lambda number: self.step(number, None)), Splitter()
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
-        self.parameter_hooks = self.loop.hooks = ParameterHooks(context, self.scaling, self.actions)
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.settle: Callable[[], None] = lambda: None  # returns when parameters and optimizer state may be written to

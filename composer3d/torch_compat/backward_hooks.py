@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -12,12 +13,15 @@ if TYPE_CHECKING:
     from torch.utils.hooks import BackwardHook
 
 __all__ = [
+    "SharedHook",
     "WatchedRegistrations",
+    "accumulated_leaf",
     "follow_gradients",
     "is_operator_module",
     "legacy_gradient_hooks",
     "num_legacy_registrations",
     "own_function",
+    "shared_hook",
     "wrap_gradient_hooks",
 ]
 
@@ -126,6 +130,17 @@ def legacy_gradient_hooks(module: nn.Module) -> MutableMapping[int, Any]:
     return module._backward_hooks if module._is_full_backward_hook is False else {}
 
 
+def accumulated_leaf() -> Tensor | None:
+    """Return the leaf whose gradient a backward accumulates, where the hook that asks is one on the node that does.
+
+    There is no public name (torch 2.11-2.15).
+    """
+    import torch
+
+    leaf: Tensor | None = getattr(torch._C._current_autograd_node(), "variable", None)
+    return leaf
+
+
 def is_operator_module(name: str) -> bool:
     """Return whether a module of torch holds functions on tensors, as `torch.sgn` is; some are in private ones."""
     return name in ("torch", "torch.functional", "torch.nn.functional") or name.startswith("torch._C._")
@@ -139,17 +154,64 @@ def own_function(node: Any) -> type | None:
     return getattr(node, "_forward_cls", None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedHook:
+    """The part that one tensor has in a hook which `torch.autograd.graph.register_multi_grad_hook` gives several.
+
+    Attributes:
+        key: Of all tensors that share it.
+        function: As given.
+        place: Of the tensor, among all; None of one that is called with the first gradient alone.
+        num: Of tensors.
+        leaves: Those that are leaves.
+        num_calls: Returns how many backwards have called the function of the first gradient.
+    """
+
+    key: Any
+    function: Callable[..., Any]
+    place: int | None
+    num: int
+    leaves: tuple[Tensor, ...]
+    num_calls: Callable[[], int]
+
+
+def shared_hook(hook: Any) -> SharedHook | None:
+    """Return what a hook shares with those of other tensors; None of one that is a tensor's own.
+
+    The hook is a closure of torch's, whose names are private (torch 2.11-2.15).
+    """
+    code = getattr(hook, "__code__", None)
+    if code is None or not code.co_qualname.startswith("register_multi_grad_hook.<locals>."):
+        return None
+    names = {name: cell.cell_contents for name, cell in zip(code.co_freevars, hook.__closure__, strict=True)}
+    found = [getattr(node, "variable", None) for node in names.get("grad_fns", ())]
+    return SharedHook(
+        key=names["lock"],
+        function=names["fn"],
+        place=names.get("idx"),
+        num=len(found),
+        leaves=tuple(leaf for leaf in found if leaf is not None),
+        num_calls=lambda: len(names["ran_hook"]),
+    )
+
+
 class WatchedRegistrations:
-    """A context in which hooks that code registers on tensors are replaced, and retained gradients noted, at no cost
-    of other functions; the innermost is asked, and it may be left in any order.
+    """A context in which hooks that code registers on tensors, and on nodes of their graph, are replaced, and retained
+    gradients noted, at no cost of other functions; the innermost is asked, and it may be left in any order.
 
     Args:
         hooked: Given a tensor and a hook, returns the hook that is registered in its place.
         retained: Called with a tensor whose gradient is to be retained.
+        of_node: Given a hook on a node, or one before it, returns likewise; nobody knows the node before it runs.
     """
 
-    def __init__(self, hooked: Callable[[Tensor, Any], Any], retained: Callable[[Tensor], None]) -> None:
-        self.hooked, self.retained = hooked, retained
+    def __init__(
+        self,
+        hooked: Callable[[Tensor, Any], Any],
+        retained: Callable[[Tensor], None],
+        of_node: Callable[[Any], Any] = lambda hook: hook,
+    ) -> None:
+        self.hooked, self.retained, self.of_node = hooked, retained, of_node
 
     def __enter__(self) -> WatchedRegistrations:
         _registrations().watching.append(self)
@@ -178,10 +240,11 @@ class _Registrations(threading.local):
 def _registrations() -> _Registrations:
     """Replace the methods that register; torch tells nobody but modes, which every function goes through."""
     import torch
+    from torch.autograd.function import _HookMixin
 
     found = _Registrations()
     register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
-    register_legacy = torch.nn.Module.register_backward_hook
+    register_legacy, register_of_node = torch.nn.Module.register_backward_hook, _HookMixin._register_hook
 
     @functools.wraps(register)
     def register_hook(self: Tensor, hook: Any) -> Any:
@@ -198,6 +261,12 @@ def _registrations() -> _Registrations:
         found.num_legacy += 1
         return register_legacy(self, hook)
 
+    @functools.wraps(register_of_node)
+    def register_on_node(table: Any, hook: Any) -> Any:
+        return register_of_node(table, found.watching[-1].of_node(hook) if found.watching else hook)
+
+    # Both methods of every node, of torch's operators too, end here (torch 2.11-2.15).
+    _HookMixin._register_hook = staticmethod(register_on_node)  # type: ignore[method-assign]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     torch.Tensor.retain_grad = retain_grad  # type: ignore[assignment, method-assign]
     torch.nn.Module.register_backward_hook = register_backward_hook  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import composer3d
 from composer3d import torch_compat
-from composer3d.step.activation_gradients import is_suspect
+from composer3d.step.suspect_functions import is_suspect
 from composer3d.testing import run_ranks
 
 LAYOUTS = {

@@ -157,3 +157,49 @@ def test_a_mode_that_is_entered_below_others_outlasts_them():
     assert seen[-1] == "below"
     torch_compat.leave_mode(below)
     assert torch_compat.function_modes() == []
+
+
+def test_hooks_that_several_tensors_share_are_known():
+    x, seen = torch.ones(2, requires_grad=True), []
+    y, function = x * 2, seen.append
+    torch.autograd.graph.register_multi_grad_hook([y, x], function)
+    hooks = [torch_compat.gradient_hooks(each)[0] for each in (y, x)]
+    found = [torch_compat.backward_hooks.shared_hook(next(iter(table.values()))) for table in hooks]
+    assert all(isinstance(each, torch_compat.backward_hooks.SharedHook) for each in found)
+    assert [(each.function, each.place, each.num) for each in found] == [(function, 0, 2), (function, 1, 2)]
+    assert found[0].key is found[1].key
+    assert [leaf is x for each in found for leaf in each.leaves] == [True, True]
+
+
+def test_hooks_that_are_called_with_the_first_of_several_gradients_are_known():
+    x, called = torch.ones(2, requires_grad=True), []
+    torch.autograd.graph.register_multi_grad_hook([x], called.append, mode="any")
+    (hook,) = torch_compat.gradient_hooks(x)[0].values()
+    found = torch_compat.backward_hooks.shared_hook(hook)
+    assert found.place is None
+    assert found.num_calls() == 0
+    x.sum().backward()
+    assert found.num_calls() == len(called) == 1
+    assert torch_compat.backward_hooks.shared_hook(called.append) is None
+    assert torch_compat.backward_hooks.shared_hook(lambda gradient: None) is None
+
+
+def test_hooks_on_nodes_are_replaced_where_they_are_registered_and_know_leaves():
+    x, leaves = torch.ones(2, requires_grad=True), []
+    y = Own.apply(x * 3)
+
+    def noting(*_):
+        leaves.append(torch_compat.backward_hooks.accumulated_leaf())
+
+    def replaced(hook):
+        return lambda *gradients: noting() or hook(*gradients)
+
+    nothing = lambda *_: None  # noqa: E731
+    with torch_compat.backward_hooks.WatchedRegistrations(lambda _, hook: hook, nothing, replaced):
+        y.grad_fn.register_prehook(lambda given: (2 * given[0],))
+        y.grad_fn.next_functions[0][0].register_hook(lambda into, _: (5 * into[0], *into[1:]))
+        x.view_as(x).grad_fn.next_functions[0][0].register_prehook(nothing)
+    y.grad_fn.register_prehook(lambda given: (7 * given[0],))
+    y.sum().backward()
+    assert x.grad.tolist() == [2 * 7 * 3 * 5] * 2
+    assert [leaf is x for leaf in leaves] == [False, False, True]

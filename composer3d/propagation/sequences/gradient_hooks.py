@@ -194,17 +194,24 @@ class GradientHooks:
         return result
 
     def _of_kind(self, kind: Kind, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        module = str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
+        shared = torch_compat.backward_hooks.shared_hook(hook)
+        own = hook if shared is None else shared.function
+        module = str(getattr(own, "__module__", None) or type(getattr(own, "__self__", own)).__module__)
         is_followed = getattr(hook, FOLLOWED, False)
         if kind is None or is_followed or module.startswith(("torch.distributed", "composer3d")):
             return hook
         if kind == UNKNOWN:
             raise PropagationError(
-                f"{hook_name(hook)}: a hook on an output that has several sequences one after another in a dim, of "
+                f"{hook_name(own)}: a hook on an output that has several sequences one after another in a dim, of "
                 "which each rank has its positions; register it on what the model's last block returns"
             )
         padded = dict(self.padded())
-        where = f"the hook {hook_name(hook)}"
+        where = f"the hook {hook_name(own)}"
+        if isinstance(kind, Rows) and shared is not None and shared.num > 1:
+            raise PropagationError(
+                f'{where}: a hook on gradients of several tensors inside of "{kind.module}"{beside()}, whose rows are '
+                "of a rank's positions, in any order: register one on each tensor, or on what the module returns"
+            )
 
         def propagated(gradient: Tensor) -> Any:
             self.are_hooked = True
@@ -215,8 +222,8 @@ class GradientHooks:
             is_written = returned is None and given._version != version and not _is_share(kind, padded)
             return self._returned(given if is_written else returned, gradient, kind, padded, where)
 
-        if hasattr(hook, "__name__"):
-            functools.update_wrapper(propagated, hook, updated=())
+        if hasattr(own, "__name__"):
+            functools.update_wrapper(propagated, own, updated=())
         propagated.__module__ = module
         setattr(propagated, FOLLOWED, True)
         return propagated

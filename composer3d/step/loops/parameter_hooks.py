@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.step.gradients import local
+from composer3d.step.loops.shared_hooks import SharedHooks
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class ParameterHooks:
         context: With this rank's parts, none of whose parameters is gathered.
         scaling: Of the step's gradients.
         actions: Of a step: some complete gradients only once they are used, and hooks then wait for these.
+
+    Attributes:
+        shared: Hooks that several tensors share.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ParameterHooks:
         later = any(actions[point] for point in (StepPoint.GRADIENTS_LOCAL, StepPoint.UNSCALED))
         self._acts_later = later or bool(context.claimants("moved_gradients"))
         self._parameters = {id(p): (fqn, p) for fqn, p in context.named_parameters()}
+        self.shared = SharedHooks(context, lambda leaf: id(leaf) in self._parameters)
         # Gathered parameters take the place of others in these; looked at in every backward, without a walk of modules.
         self._places = [module._parameters for part in context.parts for module in part.module.modules()]
         # A model's own hooks, and those of plugins, stay where they are.
@@ -79,6 +84,7 @@ class ParameterHooks:
             StepError: No gradient of this backward alone will be there for a hook.
         """
         self._earlier.clear()
+        self.shared.begin()
         if number == 1:
             self._changed.clear()
         self._hooked = list(self._find())
@@ -99,6 +105,7 @@ class ParameterHooks:
     def _set_aside(self) -> Iterator[None]:
         """Take the hooks, and earlier gradients, away inside."""
         taken = [(table, self._of_loop(table)) for parameter in self._hooked for table in _tables(parameter)]
+        self.shared.expect(hook for _, hooks in taken for hook in hooks.values())
         for table, hooks in taken:
             for key in hooks:
                 del table[key]
@@ -125,12 +132,14 @@ class ParameterHooks:
         if is_used != self._is_late:
             return
         hooked, self._hooked = self._hooked, []
+        with_gradients = [self._of_loop(_before(each)) for each in hooked if each.grad is not None]
+        self.shared.await_last(hook for hooks in with_gradients for hook in hooks.values())
         for parameter in reversed(hooked):
             before, after = map(self._of_loop, _tables(parameter))
             with torch.no_grad():
                 has_gradient, is_changed = parameter.grad is not None, False
                 if has_gradient and before:
-                    is_changed = _pass(parameter, before.values())
+                    is_changed = _pass(parameter, map(self.shared.called, before.values()))
                 if id(parameter) in self._earlier:
                     grad, applied = self._earlier[id(parameter)]
                     if applied != self._scaling.applied:
@@ -141,6 +150,18 @@ class ParameterHooks:
                     hook(parameter)
                 if is_changed or parameter.grad is not given or _version(given) != version:
                     self._changed.add(self._parameters[id(parameter)][0])
+        self.shared.end()
+
+    def refuse_gathered(self, tensor: Tensor) -> None:
+        """Refuse a hook on a parameter that is gathered, as code of a forward sees it.
+
+        Raises:
+            StepError: The tensor is one.
+        """
+        if id(tensor) in self._parameters or not any(each is tensor for held in self._places for each in held.values()):
+            return
+        fqn = next((fqn for fqn, parameter in self._context.named_parameters() if parameter is tensor), "")
+        raise StepError(_of_gathered(fqn))
 
     def _find(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that have hooks of the loop's."""
@@ -152,10 +173,7 @@ class ParameterHooks:
             return
         for fqn, parameter in self._context.named_parameters():
             if id(parameter) not in self._parameters and self._has_hooks(parameter):
-                raise StepError(
-                    f'a hook was registered on "{fqn}" while a forward had gathered it, and would be called with this '
-                    "rank's gradient; register hooks before the forward"
-                )
+                raise StepError(_of_gathered(fqn))
 
     def _has_hooks(self, parameter: nn.Parameter) -> bool:
         return any([bool(table) and bool(self._of_loop(table)) for table in torch_compat.gradient_hooks(parameter)])
@@ -163,6 +181,17 @@ class ParameterHooks:
     def _of_loop(self, table: Mapping[int, Any]) -> dict[int, Any]:
         """Return the hooks of a table that a loop has registered, by number."""
         return {n: hook for n, hook in table.items() if n not in self._known and not _is_ours(hook)} if table else {}
+
+
+def _of_gathered(fqn: str) -> str:
+    return (
+        f'a hook was registered on "{fqn}" while a forward had gathered it, and would be called with this '
+        "rank's gradient; register hooks before the forward"
+    )
+
+
+def _before(parameter: nn.Parameter) -> MutableMapping[int, Any]:
+    return next(_tables(parameter))
 
 
 def _tables(parameter: nn.Parameter) -> Iterator[MutableMapping[int, Any]]:
