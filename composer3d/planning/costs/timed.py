@@ -11,7 +11,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
-from composer3d.planning.hardware.cluster import AttentionSpeed, Device, TimedCollective
+from composer3d.planning.hardware.cluster import BROADCAST, SHORT_ROW, Device, TimedCollective
 from composer3d.planning.tracing.traced import Operators
 
 __all__ = ["attention_speed", "fresh_s", "interpolated_s", "result_bytes", "timed_collective_s", "timed_operator_s"]
@@ -19,6 +19,7 @@ __all__ = ["attention_speed", "fresh_s", "interpolated_s", "result_bytes", "time
 # What operators that were not timed themselves are like: those that only move, and those that compute by element.
 _MOVES = ("copy", "cat", "clone", "gather", "scatter", "index", "fill", "zero", "roll", "repeat", "pad", "split")
 _MOVED, _COMPUTED = "aten.copy_", "aten.mul"
+_OF_TWO = ("aten.mul", "aten.add", "aten.sub", "aten.div")
 
 
 def interpolated_s(size: float, timed: Sequence[tuple[float, float]]) -> float:
@@ -49,20 +50,59 @@ def timed_operator_s(operators: Operators, device: Device) -> float | None:
         operators: The call.
         device: With its timed operators.
     """
-    if not device.operators:
-        return None
-    known = {timed.name for timed in device.operators}
     moves = any(word in operators.name for word in _MOVES)
     for name in (operators.name, _MOVED if moves else _COMPUTED):
-        for dtype in (operators.dtype, "float32") if name in known else ():
-            found = [(t.bytes, t.seconds) for t in device.operators if t.name == name and t.dtype == dtype]
-            if found:
-                return interpolated_s(operators.bytes_moved, found)
+        whole = _timed_as(name, operators, device)
+        if whole is not None:
+            return whole + _between_rows_s(whole, operators, device)
     return None
 
 
+def _timed_as(name: str, operators: Operators, device: Device) -> float | None:
+    for dtype in (operators.dtype, "float32"):
+        found = [(t.bytes, t.seconds) for t in device.operators if t.name == name and t.dtype == dtype]
+        if found:
+            return interpolated_s(operators.bytes_moved, found)
+    return None
+
+
+def _between_rows_s(whole: float, operators: Operators, device: Device) -> float:
+    """Return what it takes longer where an input is one for several rows of another: the loop is as long as a row.
+
+    What comes with a row does not depend on its length, so that it is as often as rows are shorter than the timed ones.
+
+    Args:
+        whole: Seconds where both inputs are of the result's shape.
+        operators: The call.
+        device: With its timed operators.
+    """
+    length = _row_length(operators.shapes) if operators.name.rstrip("_") in _OF_TWO else 0
+    short = _timed_as(BROADCAST, operators, device) if length else None
+    return 0.0 if short is None else max(0.0, short - whole) * SHORT_ROW / length
+
+
+def _row_length(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return how many elements an innermost loop has, over dims that the smaller of two inputs all has, or all lacks.
+
+    Returns:
+        0 where nothing ends it: both inputs are of one shape, or one is a single element.
+    """
+    if len(shapes) != 2:
+        return 0
+    small, large = sorted(shapes, key=math.prod)
+    small = (1,) * (len(large) - len(small)) + small
+    length, has = 1, None
+    for mine, whole in zip(reversed(small), reversed(large), strict=False):
+        if whole > 1:
+            if has is not None and has != (mine == whole):
+                return length
+            has = mine == whole
+            length *= whole
+    return 0
+
+
 def attention_speed(operators: Operators, device: Device, *, backward: bool) -> float | None:
-    """Return the operations a second of an attention by the nearest lengths and widths; None where none was timed.
+    """Return the operations a second of an attention between the timed lengths and widths; None where none was timed.
 
     Args:
         operators: The call; the queries are its first input, behind the gradient in a backward.
@@ -75,14 +115,23 @@ def attention_speed(operators: Operators, device: Device, *, backward: bool) -> 
     if not shapes or not timed:
         return None
     length, width = shapes[0][-2:]
+    speeds = {(row.length, row.width): row.backward if backward else row.forward for row in timed}
+    lengths, widths = sorted({row.length for row in timed}), sorted({row.width for row in timed})
+    by_length = []
+    for known in lengths:
+        own = [(width, speeds[known, width]) for width in widths if (known, width) in speeds]
+        by_length.append((known, _between(width, own)))
+    return _between(length, by_length)
 
-    def weight(row: AttentionSpeed) -> float:
-        return 1 / ((math.log2(length / row.length) ** 2 + math.log2(width / row.width) ** 2) ** 2 + 1e-6)
 
-    total = math.fsum(map(weight, timed))
-    speeds = [row.backward if backward else row.forward for row in timed]
-    logs = (weight(row) * math.log(speed) for row, speed in zip(timed, speeds, strict=True))
-    return math.exp(math.fsum(logs) / total)
+def _between(size: float, known: Sequence[tuple[float, float]]) -> float:
+    """Return a speed on a straight line, in logarithms, between the nearest two sizes; beyond all that of the last."""
+    above = bisect.bisect_left([each for each, _ in known], size)
+    if above in (0, len(known)):
+        return known[min(above, len(known) - 1)][1]
+    (left, first), (right, last) = known[above - 1], known[above]
+    part = math.log(size / left) / math.log(right / left)
+    return math.exp((1 - part) * math.log(first) + part * math.log(last))
 
 
 def timed_collective_s(op: str, size: float, num_ranks: int, timed: Sequence[TimedCollective]) -> float | None:

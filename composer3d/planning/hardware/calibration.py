@@ -20,7 +20,7 @@ from composer3d.planning.hardware.cpu_operators import time_references
 from composer3d.planning.hardware.host_time import launch_seconds, overhead_seconds
 from composer3d.planning.hardware.kernels import attention_speeds, gemm_shapes, gemm_speed
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, show
-from composer3d.planning.hardware.wall_clock import seconds_of
+from composer3d.planning.hardware.timed_calls import seconds_of
 
 __all__ = ["Measurement", "hardware_tables", "measure", "mean_of"]
 

@@ -15,6 +15,8 @@ from pydantic.dataclasses import dataclass
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, POWER, SIZE, TIME, parse
 
 __all__ = [
+    "BROADCAST",
+    "SHORT_ROW",
     "STACKS",
     "AttentionSpeed",
     "Device",
@@ -29,6 +31,9 @@ __all__ = [
 
 StackName = Literal["eager", "compiled", "megatron"]
 STACKS: tuple[StackName, ...] = ("eager", "compiled", "megatron")
+
+# The timed operator whose second factor is one for several short rows of the first, and the length of such a row.
+BROADCAST, SHORT_ROW = "aten.mul.rows", 16
 
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from composer3d.planning.hardware.wall_clock import seconds_of
+from composer3d.planning.hardware.cluster import BROADCAST, SHORT_ROW
+from composer3d.planning.hardware.timed_calls import least_seconds, seconds_of
 
 __all__ = ["REFERENCES", "Reference", "bytes_of", "calls_of", "time_references"]
 
@@ -31,7 +32,7 @@ class Reference:
     """An operator that is timed.
 
     Args:
-        name: As it is traced.
+        name: As it is traced, or where the form of its arguments decides, with that behind.
         make: Its arguments, of about so many elements and of a dtype.
         call: It, on what `make` made.
         writes: Which of the arguments it writes to, for one that works in place.
@@ -53,6 +54,13 @@ def _rows(number: int, width: int = WIDTH) -> Make:
         return tuple(torch.randn(max(1, elements // width), width).to(dtype) for _ in range(number))
 
     return make
+
+
+def _broadcast(elements: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return one of each pair of a head's features, and what turns it: one for all heads of a position."""
+    length = max(1, elements // (HEADS * SHORT_ROW))
+    pairs = torch.randn(length, HEADS, SHORT_ROW, 2).to(dtype)
+    return pairs[..., 0], torch.randn(length, 1, SHORT_ROW).to(dtype)
 
 
 def _probabilities(elements: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -106,6 +114,7 @@ def _other(values: torch.Tensor) -> torch.Tensor:
 
 REFERENCES: Sequence[Reference] = (
     Reference(name="aten.mul", make=_rows(2), call=torch.mul),
+    Reference(name=BROADCAST, make=_broadcast, call=torch.mul),
     Reference(name="aten.copy_", make=_rows(2), call=torch.Tensor.copy_, writes=(0,)),
     Reference(name="aten.clone", make=_heads, call=torch.Tensor.contiguous),
     Reference(name="aten._to_copy", make=_rows(1), call=_other),
@@ -175,7 +184,7 @@ def bytes_of(values: Any) -> int:
 
 def _copied(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
-        return values.clone(memory_format=torch.preserve_format)
+        return torch.empty_strided(values.shape, values.stride(), dtype=values.dtype).copy_(values)
     return type(values)(map(_copied, values)) if isinstance(values, list | tuple) else values
 
 
@@ -205,9 +214,8 @@ def time_references(dtypes: Sequence[torch.dtype], budget: float) -> Iterator[tu
         budget: Seconds for all of it, about.
     """
     device = torch.device("cpu")
-    one = torch.ones(())
     each = budget / (len(dtypes) * len(REFERENCES) * len(ELEMENTS))
-    least = seconds_of(device, lambda: torch.mul(one, one), each)
+    least = least_seconds(device, each)
     for dtype in dtypes:
         for reference in REFERENCES:
             for elements in ELEMENTS:

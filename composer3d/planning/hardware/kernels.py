@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from composer3d.planning.hardware.wall_clock import REPEATS, seconds_of
+from composer3d.planning.hardware.timed_calls import REPEATS, least_seconds, seconds_of
 
 __all__ = ["attention_flops", "attention_speeds", "gemm_shapes", "gemm_speed"]
 
 _SUM_OPS = 2  # multiplication and addition
 _BACKWARD = 2.5  # a fused backward computes five products where the forward computes two
 _SLOW_CPU, _SLOW_GPU = 2e10, 2e13  # operations a second, for what a budget allows
+_LENGTHS = (64, 128, 256, 512, 1024)
 _APART = 2**23  # bytes after which the same factors are used again
 _MOST_SETS = 8
 
@@ -54,7 +55,8 @@ def gemm_speed(device: torch.device, dtype: torch.dtype, dims: tuple[int, int, i
     """Return operations a second of a product as a linear layer and its backward compute it.
 
     One factor after the other is transposed, as in the layer's forward, its inputs' and its weights' gradient; and on a
-    CPU other factors are taken every time, as a step does. What comes with every call on a CPU is taken off.
+    CPU other factors are taken every time, as a step does. What comes with every call there, `least_seconds`, is taken
+    off; what a product takes besides, such as to look its kernel up, is its own.
 
     Args:
         device: Where.
@@ -85,8 +87,7 @@ def gemm_speed(device: torch.device, dtype: torch.dtype, dims: tuple[int, int, i
 
     whole = seconds_of(device, product, budget)
     if device.type == "cpu":
-        one = torch.ones(1, 1, dtype=dtype)
-        whole = max(whole - seconds_of(device, lambda: one @ one, budget / 10), whole / 10)
+        whole = max(whole - least_seconds(device, budget / 10), whole / 10)
     return _SUM_OPS * m * n * k / whole
 
 
@@ -111,7 +112,7 @@ def attention_speeds(
         budget: Seconds for all.
     """
     on_cpu = device.type == "cpu"
-    sizes = [(length, width) for length in (64, 256, 1024) for width in (16, 32, 64)] if on_cpu else [(4096, 128)]
+    sizes = [(length, width) for length in _LENGTHS for width in (16, 32, 64)] if on_cpu else [(4096, 128)]
     each = budget / (len(dtypes) * len(sizes))
     for dtype in dtypes:
         for length, width in sizes:
@@ -121,21 +122,31 @@ def attention_speeds(
 
 
 def _attention(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], budget: float) -> tuple[float, float]:
-    # As a model has them: heads of a longer last dim, turned to the front.
+    # As a model has them: heads of a longer last dim, turned to the front; and on a CPU others every time.
     batch, heads, length, width = shape
-    q, k, v = (
-        torch.randn(batch, length, heads, width, device=device).to(dtype).transpose(1, 2).requires_grad_()
-        for _ in range(3)
-    )
-    gradient = torch.randn(batch, length, heads, width, device=device).to(dtype).transpose(1, 2)
+
+    def turned() -> torch.Tensor:
+        return torch.randn(batch, length, heads, width, device=device).to(dtype).transpose(1, 2)
+
+    def taken() -> tuple[torch.Tensor, ...]:
+        return (*(turned().requires_grad_() for _ in range(3)), turned())
+
+    first = taken()
+    size = sum(each.numel() * each.element_size() for each in first)
+    rounds = max(1, min(_MOST_SETS, _APART // size)) if device.type == "cpu" else 1
+    sets = cycle([first, *(taken() for _ in range(rounds - 1))])
 
     def forward() -> torch.Tensor:
+        q, k, v, _ = next(sets)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def both() -> Any:
-        return torch.autograd.grad(forward(), (q, k, v), gradient)
+        q, k, v, gradient = next(sets)
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
     ahead = seconds_of(device, forward, budget / 2)
     back = max(seconds_of(device, both, budget / 2) - ahead, ahead / 2)
+    if device.type == "cpu":
+        ahead = max(ahead - least_seconds(device, budget / 10), ahead / 10)
     flops = attention_flops(shape)
     return flops / ahead, _BACKWARD * flops / back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from composer3d.planning.costs.collective_time import Group, collective_s, messa
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.step_time import compute_s, segment_time
 from composer3d.planning.costs.timed import fresh_s, interpolated_s
-from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator
+from composer3d.planning.hardware.cluster import BROADCAST, AttentionSpeed, Gemm, TimedCollective, TimedOperator
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.tracing.summary import sent_over
 from composer3d.planning.tracing.traced import DISPATCH, Memory, Operators, RankTrace, Segment, Transfer
@@ -108,7 +109,30 @@ def test_a_product_that_was_timed_has_its_traffic_in_its_time():
     assert operator_s(product, CPU) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("length", "forward"), [(64, 1e9), (1024, 4e9), (256, 2e9)])
+@pytest.mark.parametrize(
+    ("shapes", "longer"),
+    [
+        (((64, 8, 16), (64, 1, 16)), 1.0),  # for all heads of a position, as it was timed
+        (((64, 8, 64), (64, 1, 64)), 1 / 4),
+        (((64, 512), (64, 1)), 1 / 32),  # a number for every row
+        (((64, 128), (128,)), 1 / 8),  # a row for all
+        (((64, 1, 16), (64, 1, 16)), 0.0),
+        (((64, 16), ()), 0.0),
+        (((64, 16),), 0.0),
+    ],
+)
+def test_a_factor_that_several_rows_share_ends_a_loop_with_every_row(shapes, longer):
+    rows = TimedOperator(name=BROADCAST, dtype="float32", bytes=1e6, seconds=5e-3)
+    known = replace(CPU, operators=(*CPU.operators, rows))
+    for name in ("aten.mul", "aten.add", "aten.mul_"):
+        assert operator_s(call(name, shapes=shapes), known) == pytest.approx(1e-3 + 4e-3 * longer)
+    assert operator_s(call("aten.index_put", shapes=shapes), known) == pytest.approx(3e-3)
+    assert operator_s(call("aten.mul", shapes=shapes), CPU) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("length", "forward"), [(64, 1e9), (1024, 4e9), (256, 2e9), (128, 2**0.5 * 1e9), (16, 1e9), (4096, 4e9)]
+)
 def test_attention_is_as_fast_as_at_its_length(length, forward):
     shape = (2, 4, length, 32)
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -116,6 +140,18 @@ def test_attention_is_as_fast_as_at_its_length(length, forward):
     assert operator_s(ahead, CPU) == pytest.approx(0.5e9 / forward, rel=1e-4)
     back = call(f"{name}_backward", shapes=(shape,) * 5, flops=10**9)
     assert operator_s(back, CPU) == pytest.approx(0.25e9 / forward, rel=1e-4)
+
+
+def test_attention_lies_between_the_timed_lengths_and_widths():
+    rows = [(64, 32, 1e9), (64, 64, 2e9), (1024, 32, 4e9), (1024, 64, 16e9)]
+    timed = tuple(
+        AttentionSpeed(dtype="float32", length=length, width=width, forward=speed, backward=speed)
+        for length, width, speed in rows
+    )
+    ahead = call("aten._scaled_dot_product_flash_attention_for_cpu", shapes=((2, 4, 256, 45),) * 3, flops=10**9)
+    part = math.log2(45 / 32)
+    speed = (1e9 * 4e9) ** ((1 - part) / 2) * (2e9 * 16e9) ** (part / 2)
+    assert operator_s(ahead, replace(CPU, attentions=timed)) == pytest.approx(0.5e9 / speed)
 
 
 def test_a_collective_that_was_timed_replaces_the_link_for_as_many_ranks():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from composer3d import torch_compat
+from composer3d.planning.hardware.cluster import BROADCAST, SHORT_ROW
 from composer3d.planning.hardware.cpu_operators import REFERENCES, bytes_of, calls_of, time_references
 from composer3d.planning.hardware.kernels import attention_flops, gemm_shapes
+from composer3d.planning.hardware.timed_calls import seconds_of
 from composer3d.planning.tracing.step_recorder import _calls
 
 
@@ -29,8 +33,41 @@ def test_a_reference_is_traced_by_its_name_with_its_bytes(reference, dtype):
     with torch_compat.dispatch_mode(handle, compiles=False):
         call()
     ((name, _, _, flops, counted),) = seen
-    assert (name, flops) == (reference.name, 0)
+    assert (name, flops) == (reference.name.removesuffix(".rows"), 0)
     assert counted == moved
+
+
+def test_rows_that_share_a_factor_are_timed_as_a_rotation_has_them():
+    """One of each pair: memory is not read in one piece, in the copies neither."""
+    (reference,) = [each for each in REFERENCES if each.name == BROADCAST]
+    taken = []
+    call, moved = calls_of(replace(reference, call=lambda a, b: taken.append((a, b)) or a * b), 2**12, torch.float32)
+    taken.clear()
+    call()
+    call()
+    for values, factors in taken:
+        assert (values.shape, values.stride(-1)) == ((32, 8, SHORT_ROW), 2)
+        assert factors.shape == (32, 1, SHORT_ROW)
+    assert torch.equal(taken[0][0], taken[1][0])
+    assert moved == 4 * (2 * 32 * 8 * SHORT_ROW + 32 * SHORT_ROW)
+
+
+def test_the_time_of_a_call_on_a_cpu_is_the_threads_own():
+    """What another thread computes while this one waits for it is not in it; so it is with other processes."""
+    others = []
+
+    def compute():
+        begin = time.thread_time()
+        sum(range(10**6))
+        others.append(time.thread_time() - begin)
+
+    def wait():
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+
+    assert torch.get_num_threads() == 1
+    assert seconds_of(torch.device("cpu"), wait, 0.0) < min(others) / 2
 
 
 def test_every_call_takes_other_tensors():
