@@ -364,6 +364,7 @@ class LayoutTraits:
         gather_bytes: Bytes a parameter while it is gathered; of several answers the least.
         reduce_dtype: Of gradients while they are reduced.
         state_bytes: Bytes a parameter of optimizer state.
+        compression: What data parallelism sends in fewer bits than its dtype has: gradients, gathered weights, or both.
     """
 
     zero: int | None = None
@@ -378,6 +379,7 @@ class LayoutTraits:
     gather_bytes: float | None = None
     reduce_dtype: str | None = None
     state_bytes: float | None = None
+    compression: Literal["none", "gradients", "weights", "both"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,8 +389,7 @@ class LayoutOffer:
     Args:
         table: Given the traits of a layout and its degrees by axis, returns the keys of the plugin's table that make
             it; None where the layout has no use for the plugin.
-        choices: Values that the plugin can give a trait, by the trait's name. Of `schedule` each value is a name with
-            the numbers of stages a rank that it is tried with.
+        choices: Values that it can give a trait, by name. Of `schedule` each is a name with numbers of stages a rank.
     """
 
     table: Callable[[LayoutTraits, Mapping[str, int]], Mapping[str, Any] | None]

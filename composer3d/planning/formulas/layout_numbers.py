@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Precision", "Recompute", "Setup", "in_flight", "layers_of", "state_bytes"]
+__all__ = ["Compression", "Precision", "Recompute", "Setup", "in_flight", "layers_of", "state_bytes"]
 
 Recompute = Literal["none", "selective", "full"]
+Compression = Literal["none", "gradients", "weights", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Setup:
         shards_weights: Whether full-precision weights and gradients between steps are sharded at every stage, as in
             FSDP2; below stage 3 gathered parameters are kept only while micro-batches run.
         offload: Whether the optimizer's state lies in host memory.
+        compression: What data parallelism sends compressed; closed forms do not know of it, plans do.
         async_tp: Whether reductions of a layer's input gradients run beside the gradients of its weights.
         overlap: Whether gradients are reduced beside the backward where nothing forbids it.
         async_messages: Whether a stage computes on while it sends.
@@ -89,6 +91,7 @@ class Setup:
     precision: Precision = field(default_factory=Precision)
     shards_weights: bool = True
     offload: bool = False
+    compression: Compression = "none"
     async_tp: bool = False
     overlap: bool = True
     async_messages: bool = True

@@ -127,6 +127,7 @@ def setup_of(manifest: Manifest, degrees: Mapping[str, int], *, num_models: int 
         kernels="compiled" if traits.is_compiled else "eager",
         precision=_precision(traits),
         offload=bool(traits.offloads_state),
+        compression=traits.compression or "none",
     )
 
 
@@ -160,6 +161,7 @@ def _traits_of(setup: Setup) -> LayoutTraits:
         recompute=setup.recompute,
         is_compiled=setup.kernels == "compiled",
         offloads_state=setup.offload,
+        compression=setup.compression,
         compute_dtype=dtype if dtype in _BYTES else narrow,
         product_dtype=None if dtype in _BYTES else dtype,
     )

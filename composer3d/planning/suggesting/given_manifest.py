@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from composer3d.planning.formulas.manifest_setup import Offered
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.suggesting.layout_costs import LayoutCosts
-    from composer3d.planning.suggesting.suggest import Planned
     from composer3d.planning.suggesting.traced_costs import TracedCosts
+    from composer3d.planning.suggesting.trials import Planned
 
 __all__ = ["GivenManifest"]
 
@@ -157,7 +157,7 @@ class GivenManifest:
         """
         from composer3d.planning.manifest_plan import traced_manifest
         from composer3d.planning.plan import plan_of
-        from composer3d.planning.suggesting.suggest import Planned
+        from composer3d.planning.suggesting.trials import Planned
 
         changes = self.changes_to(setup)
         if changes not in self._planned:

@@ -92,11 +92,13 @@ class LayoutCosts:
     def _recomputed(self, setup: Setup) -> tuple[float, float]:
         """Return the part of a block's activations that is kept, and the part of its forward that is recomputed.
 
-        Each mode is traced at the least tensor-parallel degree; at others the parts are about the same.
+        Each mode is traced at the least tensor-parallel degree; at others, and at those of cp, the parts are about the
+        same.
         """
-        least, plain = next((other, found) for other, found in self._plain(self._base_of(setup)) if found is not None)
-        key = (setup.recompute, setup.precision, setup.cp)
+        key = (setup.recompute, setup.precision)
         if key not in self._modes:
+            known = self._plain(self._base_of(setup))
+            least, plain = next((other, found) for other, found in known if found is not None)
             found = self._costs(replace(least, recompute=setup.recompute))
             kept, again = 1.0, 0.0
             if found is not None:
@@ -118,7 +120,8 @@ class LayoutCosts:
         """Return what is traced of a layout."""
         size = self.own.microbatch
         alone = replace(setup, dp_replicate=1, dp_shard=1, pp=1, ep=1, stages_per_rank=1, schedule="1F1B", zero=3)
-        return replace(alone, recompute="none", offload=False, microbatch=size, global_batch=size)
+        plain = replace(alone, recompute="none", offload=False, compression="none")
+        return replace(plain, microbatch=size, global_batch=size)
 
     def _costs(self, base: Setup) -> TracedCosts | None:
         if base not in self._traced:

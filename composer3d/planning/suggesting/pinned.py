@@ -26,6 +26,7 @@ KEYS: Mapping[str, Callable[[Setup], object]] = {
     "recompute": lambda setup: setup.recompute,
     "offload": lambda setup: str(setup.offload).lower(),
     "precision": lambda setup: setup.precision.dtype,
+    "compression": lambda setup: setup.compression,
 }
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # which multiply to the world's ranks
 _ORDERS: Mapping[str, Callable[[int, int], bool]] = {"<=": operator.le, ">=": operator.ge}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from composer3d.planning.costs.allocator import reserved_bytes
-from composer3d.planning.formulas.layout_numbers import Recompute, Setup
+from composer3d.planning.formulas.layout_numbers import Compression, Recompute, Setup
 from composer3d.planning.formulas.manifest_setup import Offered, choices_of, shards_experts, shards_sequences
 from composer3d.planning.hardware.cluster import Hardware
 
@@ -65,8 +65,9 @@ class Choices:
         recompute: What the backward recomputes, the fastest first.
         offload: Whether optimizer state may go to the host where nothing else fits.
         tp: Whether `tp` may be more than 1.
-        cp: Whether `cp` may be more than the manifest's, where nothing fits with that.
+        cp: Whether `cp` may be more than the manifest's.
         ep: Whether `ep` may be more than the manifest's, where the model has experts.
+        compression: What data parallelism may send in fewer bits, as another run.
     """
 
     zero: tuple[int, ...] = (1, 2, 3)
@@ -80,6 +81,7 @@ class Choices:
     tp: bool = True
     cp: bool = False
     ep: bool = False
+    compression: tuple[Compression, ...] = ()
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
@@ -89,6 +91,7 @@ class Choices:
             "recompute": self.recompute,
             "offload": ["false", *["true"] * self.offload],
             "precision": [],
+            "compression": ["none", *self.compression],
         }
 
 
@@ -104,6 +107,7 @@ def search_choices(offers: Sequence[Offered]) -> Choices:
         tp=bool(choices_of(offers, "sequence_parallel")),
         cp=shards_sequences(offers),
         ep=shards_experts(offers),
+        compression=choices_of(offers, "compression"),
     )
 
 
@@ -228,9 +232,7 @@ def _tried(
 
 
 def sequence_degrees(own: Setup, world_size: int, choices: Choices) -> Iterator[int]:
-    """Yield the degrees of cp to search until something fits: the manifest's, then larger ones.
-
-    Sharding a sequence costs exchanges that sharding samples does not: it pays where one sequence is too much.
+    """Yield the degrees of cp to search, until something fits or what is larger is slower: the manifest's first.
 
     Args:
         own: The given manifest in numbers.

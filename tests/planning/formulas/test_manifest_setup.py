@@ -154,3 +154,16 @@ def test_a_search_chooses_from_what_is_installed():
     found = search_choices(without)
     assert (found.tp, found.schedules, found.offload) == (False, (), False)
     assert found.recompute == ("none", "selective", "full")
+
+
+def test_what_a_manifest_compresses_stays_and_is_offered_to_others():
+    tables = "[mesh]\ndp_shard = 4\n[sharding.fsdp2]\n"
+    wanted = {"compression": "both"}
+    sent = ('communication.compression.gradients="int8"', 'communication.compression.weights="int8"')
+    assert patched(tables, {"dp_shard": 4}, **wanted) == sent
+    own = tables + '[communication.compression]\ngradients = "fp8"\n'
+    assert setup_of(typed(own), {"dp_shard": 4}).compression == "gradients"
+    assert patched(own, {"dp_shard": 4}, microbatch=2) == ("train.microbatch=2",)
+    assert patched(own, {"dp_shard": 4}, compression="none") == ("communication.compression=false",)
+    assert patched(own, {"dp_shard": 4}, **wanted) == sent[1:]
+    assert "both" in search_choices(installed_offers(typed(tables))).compression

@@ -13,7 +13,8 @@ from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.suggesting.pinned import kept
 from composer3d.planning.suggesting.search import Choices, divisors, nearest_worlds, search
-from composer3d.planning.suggesting.suggest import NUM_PLANNED, Planned, suggest
+from composer3d.planning.suggesting.suggest import suggest
+from composer3d.planning.suggesting.trials import NUM_PLANNED, Planned
 
 GIB = 2**30
 H100 = load_hardware("h100")
@@ -165,11 +166,16 @@ def test_a_sequence_is_sharded_where_one_of_it_fits_no_device():
     # Of 92.6 GiB that the leanest layout needs without cp and 91.0 with two ranks of it, 92 % of this are between.
     options = {"world_size": 8, "memory_bytes": 99.8 * GIB, "keep": kept([], long)}
     for choices, offers in ((Choices(), False), (Choices(cp=True), True)):
-        made, searched, _ = suggest(costs, long, H100, plan=planned_by(costs), choices=choices, **options)
+        pinned = options | {"keep": kept(["cp<=2"], long)}
+        made, searched, _ = suggest(costs, long, H100, plan=planned_by(costs), choices=choices, **pinned)
         assert bool(made) is bool(searched.num_fitting) is offers
         assert {each.candidate.setup.cp for each in made} <= {2}  # the least degree with which something fits
-    short = replace(long, seq_len=4096)
-    made, *_ = suggest(costs, short, H100, plan=planned_by(costs), choices=Choices(cp=True), **options)
+    # Four ranks of a sequence need less recomputation: what is more than the least is asked for while it is faster.
+    made, *_ = suggest(costs, long, H100, plan=planned_by(costs), choices=Choices(cp=True), **options)
+    assert [each.candidate.setup.cp for each in made][0] == 4
+    assert {each.candidate.setup.cp for each in made} == {2, 4}
+    small = DecoderCosts(LLAMA_1B, H100)
+    made, *_ = suggest(small, RUN, H100, plan=planned_by(small), choices=Choices(cp=True), **options)
     assert {each.candidate.setup.cp for each in made} == {1}
 
 
@@ -239,6 +245,60 @@ def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_costs():
     assert any(reason.startswith("needs 100.0 of 79.1 GiB by the plan, and ") for reason in refused)
     # One plan shows what is wrong with all layouts of its kind.
     assert len(planned) <= NUM_PLANNED + 1
+
+
+def test_micro_batches_grow_as_long_as_the_plan_says_that_they_are_faster():
+    costs, own, asked = DecoderCosts(LLAMA_1B, H100), replace(RUN, dp_shard=8), []
+    as_planned = planned_by(costs)
+    speeds = {1: 1.0, 2: 0.7, 4: 0.8}
+
+    def plan(setup):
+        asked.append(setup.microbatch)
+        made = as_planned(setup)
+        return replace(made, time=made.time | {"step_s": {"value": speeds[setup.microbatch]}})
+
+    def sizes(*pins):
+        asked.clear()
+        given = {"world_size": 8, "memory_bytes": 79 * GIB, "plan": plan}
+        made, *_ = suggest(
+            costs, own, H100, keep=kept(["tp=1", "pp=1", "zero=3", "recompute=none", *pins], own), **given
+        )
+        return [each.candidate.setup.microbatch for each in made if each.candidate.setup.precision.dtype == "bfloat16"]
+
+    assert sizes("microbatch<=1") == [1]
+    found = sizes("precision", "dp_shard=8")
+    assert found[0] == 2
+    assert 4 in asked  # which was slower
+
+
+def test_compressed_communication_is_another_run_and_asked_for_where_a_step_waits():
+    costs, own = DecoderCosts(LLAMA_1B, H100), replace(RUN, dp_shard=8)
+    as_planned = planned_by(costs)
+
+    every = Choices(compression=("gradients", "weights", "both"))
+
+    def suggested_of(waits, *pins, choices=every, gain=0.5):
+        def plan(setup):
+            made = as_planned(setup)
+            seconds = made.time["step_s"]["value"] * (1.0 if setup.compression == "none" else gain)
+            return replace(
+                made, time=made.time | {"step_s": {"value": seconds}, "exposed_s": {"value": waits * seconds}}
+            )
+
+        keep = kept(["tp=1", "pp=1", "precision", "dp_shard=8", *pins], own)
+        options = {"world_size": 8, "memory_bytes": H100.device.memory_bytes, "keep": keep, "choices": choices}
+        made, *_ = suggest(costs, own, H100, plan=plan, **options)
+        return {each.candidate.setup.compression: each.reasons for each in made}, made[-1].candidate.setup.compression
+
+    found, last = suggested_of(0.2, "zero=3")
+    assert last == "both"
+    assert found["both"][-1] == "another run than was asked for: it sends gradients and weights compressed"
+    assert not any("another run" in reason for reason in found["none"])
+    assert suggested_of(0.2, "zero=1")[1] == "gradients"
+    assert set(suggested_of(0.01)[0]) == {"none"}
+    assert set(suggested_of(0.2, gain=1.1)[0]) == {"none"}
+    assert set(suggested_of(0.2, "compression")[0]) == {"none"}
+    assert set(suggested_of(0.2, choices=Choices())[0]) == {"none"}
 
 
 def test_experts_are_sharded_over_more_ranks_as_long_as_the_plan_says_that_it_is_faster():

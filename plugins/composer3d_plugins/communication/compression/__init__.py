@@ -10,6 +10,8 @@ from pydantic import Field
 
 from composer3d import (
     Decisions,
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     Role,
@@ -41,7 +43,17 @@ WITHOUT_BLOCKS = ("bf16", "powersgd")
 BLOCK = 256
 
 
-@plugin(family="communication")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Send in int8 what is to be compressed."""
+    if wanted.compression in (None, "none"):
+        return None
+    return {what: "int8" for what in ("gradients", "weights") if wanted.compression in (what, "both")}
+
+
+@plugin(
+    family="communication",
+    offer=LayoutOffer(table=_table, choices={"compression": ("gradients", "weights", "both")}),
+)
 class Compression:
     """Send gradients, and weights, in fewer bits between the ranks of data parallelism; sums stay in float32.
 
@@ -126,6 +138,13 @@ class Compression:
                 f"gradients travel in {inside} over {shards}, whose ranks are taken for those of a node, and in "
                 f"{self.gradients} over {replicas}: [mesh] gpus_per_node states the ranks of a node"
             )
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Say what is compressed."""
+        if self.gradients is not None and self.weights is not None:
+            return LayoutTraits(compression="both")
+        return LayoutTraits(compression="weights" if self.gradients is None else "gradients")
 
     @hookimpl
     def composer3d_collectives(self, context: RunContext) -> Transform:
