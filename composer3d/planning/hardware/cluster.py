@@ -298,6 +298,7 @@ class Hardware:
         slowdown: How much slower compute runs while a collective runs beside it, at least 1.
         stacks: By name, what software makes of the device.
         runs_on: The stack that runs; None for the device's own figures.
+        asked: The stack to plan with, whatever a manifest runs; None where that decides.
         known: How its figures are known.
         measured: What was, of a calibrated machine.
         sources: Where the figures come from.
@@ -316,6 +317,7 @@ class Hardware:
     ] = 1.1
     stacks: Mapping[StackName, Stack] = Field(default_factory=dict, validation_alias="stack")
     runs_on: Annotated[StackName | None, BeforeValidator(_in_python_only)] = None
+    asked: Annotated[StackName | None, BeforeValidator(_in_python_only)] = None
     known: Literal["assumed", "calibrated"] = "assumed"
     measured: tuple[str, ...] = ()
     name: str = ""
@@ -336,8 +338,9 @@ class Hardware:
         """Return the same under a stack, whose efficiencies replace the device's.
 
         Args:
-            name: One that the file does not describe leaves the device's figures.
+            name: One that the file does not describe leaves the device's figures; what was asked for comes before it.
         """
+        name = self.asked or name
         stack, device = self.stacks.get(name, _PLAIN), self.device
         ahead, back = stack.attention_efficiency, stack.attention_backward_efficiency
         device = replace(

@@ -1,6 +1,7 @@
 """Hardware files: the shipped ones, those of users, and every mistake of one as a sentence with its key.
 
-Shipped files describe devices and networks; `h100/efa-3200` is the device `h100` with the network `efa-3200`.
+Shipped files describe devices and networks; `h100/efa-3200` is the device `h100` with the network `efa-3200`, and
+`h100/efa-3200:megatron` the same as the stack `megatron` makes use of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from composer3d.errors import ComposerError, did_you_mean, known_words
-from composer3d.planning.hardware.cluster import STACKS, Hardware
+from composer3d.planning.hardware.cluster import STACKS, Hardware, StackName
 
 __all__ = ["hardware_names", "load_hardware", "problems_of"]
 
@@ -39,11 +40,12 @@ def load_hardware(name: str) -> Hardware:
 
     Args:
         name: A file that ends in `.toml`, or a shipped device such as `h100`, with another network than its usual one
-            behind a slash: `h100/roce-200`.
+            behind a slash: `h100/roce-200`. Behind a colon, of both, the stack to plan with, whatever a manifest runs.
 
     Raises:
         ComposerError: There is no such description, or it lacks something, with the key and what is allowed.
     """
+    stated, (name, asked) = name, _without_stack(name)
     path, network = Path(name), ""
     if path.suffix != ".toml":
         stem, _, network = name.lower().partition("/")
@@ -63,7 +65,26 @@ def load_hardware(name: str) -> Hardware:
         raise ComposerError("\n".join(f"{path}: {problem}" for problem in problems))
     found = TypeAdapter(Hardware).validate_python(content, context=_IN_FILE)
     links = {key: getattr(found, key).of_one_device(found.devices_per_node) for key in ("intra", "inter", "host")}
-    return dataclasses.replace(found, name=found.name or name, **links)
+    return dataclasses.replace(found, name=found.name or stated, asked=_described(found, name, asked), **links)
+
+
+def _without_stack(name: str) -> tuple[str, str]:
+    """Return a name without the stack behind its colon, and that; of a file that has a colon its whole name."""
+    before, colon, stack = name.rpartition(":")
+    if not colon or Path(name).suffix == ".toml":
+        return name, ""
+    if stack not in STACKS:
+        raise ComposerError(f'unknown stack "{stack}" in "{name}"; {known_words(stack, list(STACKS))}')
+    return before, stack
+
+
+def _described(hardware: Hardware, name: str, asked: str) -> StackName | None:
+    """Return a stack that was asked for, which a description has to have."""
+    stack = next((each for each in STACKS if each == asked), None)
+    if stack is not None and stack not in hardware.stacks:
+        known = known_words(stack, sorted(hardware.stacks)) if hardware.stacks else "it describes none"
+        raise ComposerError(f'{name} has no stack "{stack}"; {known}')
+    return stack
 
 
 def _read(path: Path) -> dict[str, Any]:

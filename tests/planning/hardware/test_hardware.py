@@ -161,6 +161,7 @@ def test_a_file_of_ones_own(tmp_path):
     ("name", "message"),
     [
         ("h10", 'there is no hardware "h10"; did you mean "h100"?'),
+        ("h100:megatronn", 'unknown stack "megatronn" in "h100:megatronn"; did you mean "megatron"?'),
         ("h100/efa", 'there is no network "efa"'),
         ("missing.toml", "missing.toml: cannot be read"),
         ("/dev/null", '/dev/null is no description of hardware: the name of its file ends in ".toml"; known: a100-40'),

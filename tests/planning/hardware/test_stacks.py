@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tomli
 
+from composer3d.errors import ComposerError
 from composer3d.planning.costs.roofline import format_of, gemm_speed
 from composer3d.planning.costs.step_time import segment_time
 from composer3d.planning.hardware import hardware_file
@@ -54,6 +55,20 @@ def test_a_file_does_not_say_which_stack_runs():
     file = tomli.loads((hardware_file._FOLDER / "h100.toml").read_text())
     (problem,) = problems_of(file | {"inter": H100.inter, "runs_on": "eager"})
     assert problem == "runs_on = 'eager'; a file describes stacks, and the manifest says which one runs"
+
+
+def test_a_stack_that_is_asked_for_is_planned_whatever_a_manifest_runs(tmp_path):
+    asked = load_hardware("h100/efa-3200:megatron")
+    assert (asked.name, asked.inter) == ("h100/efa-3200:megatron", load_hardware("h100/efa-3200").inter)
+    for runs in ("eager", "compiled"):
+        assert asked.with_stack(runs).software == H100.stacks["megatron"]
+        assert H100.with_stack(runs).software == H100.stacks[runs]
+    file = tmp_path / "own.toml"
+    text = (hardware_file._FOLDER / "h100.toml").read_text()
+    file.write_text(text[: text.index("[stack.eager]")])
+    assert load_hardware(str(file)).asked is None
+    with pytest.raises(ComposerError, match=r'own\.toml has no stack "eager"; it describes none'):
+        load_hardware(f"{file}:eager")
 
 
 def test_a_stack_replaces_the_figures_that_it_states():
