@@ -23,6 +23,9 @@ __all__ = ["Estimate", "PipelineTime", "estimate"]
 
 # Where a hardware file's stack states no band, and of a machine that was measured.
 _ASSUMED_BAND, _CALIBRATED_BAND = 0.25, 0.15
+_ROUTED = (
+    2  # times as wide are the bounds of a model that routes: ranks are sent unequal rows, experts differ in kernels
+)
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 _SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace has it whole
 
@@ -135,7 +138,8 @@ def estimate(
         pipeline, chosen, bubble_s = _pipelined(traces, hardware, orders)
     step_s = chosen.total_s + bubble_s
     known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
-    band = _CALIBRATED_BAND if known == "calibrated" else hardware.software.band or _ASSUMED_BAND
+    is_routed = any(map(_routes, traces))
+    band = _band(hardware) * (_ROUTED if is_routed else 1)
     step = Figure.within(step_s, band, known)
     peak = peak_of(dtype, hardware.device)
     rate = step.inverse(float(tokens))
@@ -154,8 +158,18 @@ def estimate(
         peak_flops=peak,
         pipeline=pipeline,
         communication=communication_of(traces[slowest].segments, hardware),
-        notes=_notes(hardware, dtype),
+        notes=_notes(hardware, dtype, is_routed=is_routed),
     )
+
+
+def _band(hardware: Hardware) -> float:
+    return _CALIBRATED_BAND if hardware.known == "calibrated" else hardware.software.band or _ASSUMED_BAND
+
+
+def _routes(trace: RankTrace) -> bool:
+    """Return whether a forward chooses by value, as a router does."""
+    calls = (call.name for segment in trace.segments if segment.kind == "forward" for call in segment.operators)
+    return "aten.topk" in calls
 
 
 def _rank_time(segments: Sequence[Segment], hardware: Hardware) -> _RankTime:
@@ -259,7 +273,7 @@ def _message_s(traces: Sequence[RankTrace], hardware: Hardware) -> float:
     return max(messages, default=0.0)
 
 
-def _notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
+def _notes(hardware: Hardware, dtype: str, *, is_routed: bool) -> tuple[str, ...]:
     notes = []
     if dtype not in hardware.device.peaks:
         notes.append(f"{hardware.device.name} computes no {dtype}: times are those of a wider dtype")
@@ -273,4 +287,9 @@ def _notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
             f"planned time / {1 + band:.2f} and x {1 + band:.2f}: the bounds of times"
         )
         notes.append(f"{told}; {measures}")
+    if is_routed:
+        notes.append(
+            f"bounds of times are {_ROUTED} times as wide as those of a model that routes nothing: published runs that "
+            "they stand on are of dense models"
+        )
     return tuple(notes)

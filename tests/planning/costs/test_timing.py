@@ -239,6 +239,22 @@ def test_a_calibrated_machine_gives_narrower_bounds():
     assert found.mfu is None
 
 
+def test_bounds_of_a_model_that_routes_are_wider_and_say_so():
+    chosen = replace(product(64, 64, 64), name="aten.topk", flops=0)
+    hardware = H100.with_stack("megatron")
+    plain, routed = (
+        estimate([trace(segment(operators=[product(1024, 1024, 1024), *more]))], hardware, world_size=1, tokens=1)
+        for more in ((), (chosen,))
+    )
+    band = H100.stacks["megatron"].band
+    assert plain.step_s.high == pytest.approx((1 + band) * plain.step_s.value)
+    assert routed.step_s.high == pytest.approx((1 + 2 * band) * routed.step_s.value)
+    assert [note for note in routed.notes if note not in plain.notes] == [
+        "bounds of times are 2 times as wide as those of a model that routes nothing: published runs that they stand "
+        "on are of dense models"
+    ]
+
+
 def test_a_pipeline_is_simulated_with_each_stages_own_costs():
     sizes = (2048, 4096, 2048)
     traces = [
