@@ -333,7 +333,7 @@ class Composition(SavedRun, OwnLoop):
                 *(() if failed else (self._compare_at_the_end,)),
                 self._unwatch,
                 self._engine.activations.leave_loop,
-                self._engine.criterion.inside.end,
+                self._engine.criterion.inside.close,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),
                 *(() if self.replicas is None else (self.replicas.close,)),

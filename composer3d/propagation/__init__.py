@@ -37,6 +37,7 @@ from composer3d.propagation.scripted_functions import (
     scripted_functions,
 )
 from composer3d.propagation.sequences.attention_call import AttentionCall, Reach, SequenceRules
+from composer3d.propagation.sequences.closed_shards import closing_shards
 from composer3d.propagation.sequences.loss_mode import LossPropagation, Relation
 from composer3d.propagation.sequences.outside_values import OutsideValues
 from composer3d.propagation.sequences.position_draws import PositionDraws, SequenceDraws
@@ -106,6 +107,7 @@ __all__ = [
     "blocks_beside",
     "blocks_of",
     "call_of",
+    "closing_shards",
     "compiled_functions",
     "copy_mark",
     "spec_of",

@@ -22,11 +22,14 @@ __all__ = [
     "num_legacy_registrations",
     "own_function",
     "shared_hook",
+    "stand_for",
     "wrap_gradient_hooks",
 ]
 
 # Of the attribute of a module whose calls are followed.
 FOLLOWS = "composer3d_follows_gradients"
+# Of that of a tensor that a module is given in place of another.
+STANDS = "composer3d_stands_for"
 # Of that of a module whose hooks are wrapped.
 WRAPS = "composer3d_wraps_gradient_hooks"
 
@@ -228,6 +231,21 @@ def num_legacy_registrations() -> int:
     return _registrations().num_legacy
 
 
+def stand_for(other: Tensor, tensor: Tensor) -> Tensor:
+    """Have hooks that watched code registers on what a module is given registered on what the model's code has there.
+
+    Args:
+        other: Given in its place, such as a part of it, or in another form.
+        tensor: Of the model's code.
+
+    Returns:
+        The former.
+    """
+    if other is not tensor:
+        setattr(other, STANDS, tensor)
+    return other
+
+
 class _Registrations(threading.local):
     """Contexts at work in a thread, as modes of torch functions are."""
 
@@ -248,7 +266,10 @@ def _registrations() -> _Registrations:
 
     @functools.wraps(register)
     def register_hook(self: Tensor, hook: Any) -> Any:
-        return register(self, found.watching[-1].hooked(self, hook) if found.watching else hook)
+        if not found.watching:
+            return register(self, hook)
+        tensor = vars(self).get(STANDS, self)
+        return register(tensor, found.watching[-1].hooked(tensor, hook))
 
     @functools.wraps(retain)
     def retain_grad(self: Tensor) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "calling",
     "home_of",
     "leave_hooks",
+    "newest",
     "of_plugins",
     "replace_hooks",
     "skip",
@@ -216,6 +217,11 @@ def replace_hooks(tables: Iterable[MutableMapping[int, Any]], around: Around) ->
 def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:
     """Return whether tables have hooks that are no library's."""
     return next(_users(*tables), None) is not None
+
+
+def newest(tables: Iterable[MutableMapping[int, Any]]) -> int:
+    """Return the number of the hook in tables that was registered last; numbers grow (torch 2.11-2.15)."""
+    return max(map(max, filter(None, tables)), default=-1)
 
 
 @contextlib.contextmanager

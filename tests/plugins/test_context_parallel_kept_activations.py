@@ -18,6 +18,7 @@ from support.models import write_manifest
 from torch import Tensor, nn
 
 import composer3d
+from composer3d.composition.loop.module_hooks import ModuleHooks
 from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
@@ -54,12 +55,18 @@ def times_gradient(kept: Tensor) -> list[Tensor]:
     return [(kept.grad * kept).sum(-1).detach()]
 
 
+def of_output(kept: Tensor) -> list[Tensor]:
+    return [kept.detach().logsumexp(-1), torch.tensor(float(kept.shape[1]))]
+
+
 Registered = Callable[[nn.Module], Any]
 # What a loop reads after a backward, of what which hook keeps.
 READ: dict[str, tuple[Registered, Callable[[Tensor], list[Tensor]]]] = {
     "detached": (lambda m: m.get_submodule("blocks.0").register_forward_hook(keep), logged),
     "with its gradient": (lambda m: m.get_submodule("blocks.0").register_forward_hook(keep_with_graph), times_gradient),
     "numbers": (lambda m: m.get_submodule("blocks.1.out").register_forward_hook(keep_norms), logged),
+    "of the last module": (lambda m: m.get_submodule("head").register_forward_hook(keep_with_graph), times_gradient),
+    "of the model": (lambda m: m.register_forward_hook(keep_with_graph), of_output),
     "of a backward": (lambda m: m.get_submodule("blocks.0.out").register_full_backward_hook(keep_gradients), logged),
 }
 
@@ -105,7 +112,14 @@ def read_later(text: str, length: int) -> dict[str, float]:
                     run.forward_backward(x, noise, target=y)
                 errors[f"{name} {step}"] = largest(read(KEPT[-1]), wanted)
         errors[f"{name} outside of a step"] = largest(read(KEPT[-1]), wanted)
+        kept = KEPT[-1].detach() + 0.0
         run.close()
+        assert torch.isfinite(kept).all()  # what was read is whole
+        if length % 2 and name == "of a backward":  # hooks are given all tokens of a sequence that is padded
+            assert largest(read(KEPT[-1]), wanted) < TIGHT
+        else:
+            with pytest.raises(composer3d.StepError, match="of an activation .* that was kept of a run that is closed"):
+                read(KEPT[-1])
     assert not torch.overrides._get_current_function_mode_stack()
     return errors
 
@@ -194,4 +208,71 @@ def modes_of_steps() -> list[int]:
 
 def test_nothing_is_followed_after_a_backward_where_no_hook_keeps_anything():
     for found in run_ranks(modes_of_steps, 2):
-        assert found == [0, 0, 0, 0, 1, 0]
+        assert found == [0, 0, 0, 0, 1, 1]  # what the hook has kept may be read when it is gone, too
+
+
+def closed_in_turn() -> list[str]:
+    """Return what reading an activation says after each of two runs, whose shards are alike, is closed."""
+    x, noise, y = batch_of(8)
+    register = READ["detached"][0]
+    runs = []
+    for _ in range(2):
+        runs.append(
+            composer3d.compose(seeded(register), write_manifest(FSDP), loss_fn=loss_of, example=((x, noise), {}))
+        )
+    with runs[0].step(0):
+        runs[0].forward_backward(x, noise, target=y)
+    found = []
+    runs[1].close()
+    assert KEPT[-1].shape[1] == 8
+    for read in (lambda: KEPT[-1].device, lambda: KEPT[-1].mean(), lambda: KEPT[-1].shape):
+        runs[0].close()
+        try:
+            found.append(str(read()))
+        except composer3d.StepError as error:
+            found.append(str(error).partition(" (")[0])
+    return found
+
+
+def test_what_is_kept_may_be_read_until_the_last_run_is_closed():
+    for found in run_ranks(closed_in_turn, 2):
+        assert found == ["cpu", "mean of an activation", "shape of an activation"]
+
+
+def read_without_hooks(text: str) -> list[float]:
+    """Return how far what hooks have kept is, where they are gone before the backward, and read in the next step."""
+    torch.set_default_dtype(torch.float64)
+    x, noise, y = batch_of(8)
+    found = []
+    reference = seeded(lambda m: m.get_submodule("blocks.0").register_forward_hook(keep))
+    reference(x, noise)
+    wanted = logged(KEPT[-1])
+    run = composer3d.compose(seeded(lambda m: None), write_manifest(text), loss_fn=loss_of, example=((x, noise), {}))
+    for step in range(2):
+        with run.step(step):
+            if not step:
+                handle = run.model.get_submodule("blocks.0").register_forward_hook(keep)
+            output = run.model(x, noise)
+            handle.remove()
+            run.backward(loss_of(output, y))
+            found.append(largest(logged(KEPT[-1]), wanted))
+            run.model.zero_grad()
+    run.close()
+    return found
+
+
+def test_a_loop_reads_all_positions_when_hooks_are_gone_too():
+    for found in run_ranks(read_without_hooks, 2, FSDP):
+        assert max(found) < TIGHT
+
+
+def test_a_hook_that_comes_where_another_goes_is_seen():
+    module = nn.Linear(2, 2)
+    hooks = ModuleHooks([module])
+    library = module.register_forward_hook(F.relu)
+    assert not hooks()
+    library.remove()
+    own = module.register_forward_hook(keep)
+    assert hooks()
+    own.remove()
+    assert hooks()  # of what it has kept

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,3 +131,50 @@ def test_hooks_that_a_loop_registers_inside_are_warned_of_once(plan: str):
             "register them before compose and leave plan out, and the block's sequence stays whole; or write "
             "sequence_parallel = false"
         ]
+
+
+GIVEN: list[Tensor] = []
+
+
+def clamped(g: Tensor) -> Tensor:
+    GIVEN.append(g)
+    return g / (g.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+def hook_input(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    if args[0].requires_grad:
+        args[0].register_hook(clamped)
+
+
+def of_inputs(text: str, *, is_late: bool) -> float:
+    """Return how far gradients, and what a hook on the input of two projections was given, are from one device's."""
+    torch.set_default_dtype(torch.float64)
+    (x, y), found = given(padded=False), []
+    for fqn in ("layers.1.up", "layers.2.down", "head"):
+        reference, model = built(""), built("")
+        for each in (reference,) if is_late else (reference, model):
+            each.get_submodule(fqn).register_forward_hook(hook_input)
+        GIVEN.clear()
+        entropy(reference(x), y).backward()
+        wanted = list(GIVEN)
+        run = composer3d.compose(
+            model, write_manifest(text), loss_fn=entropy, loss_reduction="mean", example=((x,), {})
+        )
+        if is_late:
+            run.model.get_submodule(fqn).register_forward_hook(hook_input)
+        GIVEN.clear()
+        with run.step(0):
+            run.forward_backward(x, target=y)
+            own = {name: run.full_tensor(name, p.grad) for name, p in run.named_parameters()}
+        run.close()
+        pairs = [(own[name], p.grad) for name, p in reference.named_parameters()]
+        if fqn != "layers.2.down":  # which is given features of its rank
+            pairs += zip(GIVEN, wanted, strict=True)
+        found += [float((one - other).detach().abs().max() / other.abs().max()) for one, other in pairs]
+    return max(found)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hooks_on_what_projections_are_given_see_its_whole_gradient(is_late: bool):
+    text = SEQUENCE.replace("true", "false")
+    assert max(run_ranks(partial(of_inputs, is_late=is_late), 2, text)) < TIGHT

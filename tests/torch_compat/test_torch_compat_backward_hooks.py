@@ -203,3 +203,15 @@ def test_hooks_on_nodes_are_replaced_where_they_are_registered_and_know_leaves()
     y.sum().backward()
     assert x.grad.tolist() == [2 * 7 * 3 * 5] * 2
     assert [leaf is x for leaf in leaves] == [False, False, True]
+
+
+def test_hooks_on_what_stands_for_a_tensor_are_registered_on_it_where_they_are_watched():
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    other = torch_compat.backward_hooks.stand_for(y * 5, y)
+    assert torch_compat.backward_hooks.stand_for(y, y) is y
+    with torch_compat.backward_hooks.WatchedRegistrations(lambda tensor, hook: hook, lambda tensor: None):
+        other.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    other.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    (other.sum() + y.sum()).backward()
+    assert seen == [[1, 1], [6, 6]]

@@ -18,6 +18,7 @@ from composer3d.torch_compat.forward_hooks import (
     calling,
     home_of,
     leave_hooks,
+    newest,
     of_plugins,
     replace_hooks,
     skip,
@@ -241,3 +242,14 @@ def test_a_hook_is_of_the_module_that_defines_its_function():
         "torch.nn.modules.linear",
         __name__,
     ]
+
+
+def test_the_newest_hook_of_tables_is_known():
+    module = nn.Linear(2, 2)
+    tables = tables_of_forwards([module])
+    assert newest(tables) == -1
+    first = module.register_forward_hook(lambda *_: None)
+    second = module.register_forward_pre_hook(lambda *_: None)
+    assert newest(tables) == second.id > first.id
+    second.remove()
+    assert newest(tables) == first.id

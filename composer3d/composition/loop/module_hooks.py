@@ -14,7 +14,9 @@ __all__ = ["ModuleHooks"]
 
 
 class ModuleHooks:
-    """Says whether there are any, at any time: every step asks, so hooks are only looked at when their number changes.
+    """Says whether there are any, or were: what one has kept is read when it is gone, too.
+
+    Every step asks, so hooks are only looked at where one was registered since.
 
     Args:
         modules: Of the parts of a run.
@@ -22,10 +24,10 @@ class ModuleHooks:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = forward_hooks.tables_of(modules)
-        self._num, self._are_there = 0, False
+        self._newest, self._were_there = -1, False
 
     def __call__(self) -> bool:
         """Return it."""
-        if (num := sum(map(len, self._tables))) != self._num:
-            self._num, self._are_there = num, forward_hooks.are_there(self._tables)
-        return self._are_there
+        if not self._were_there and (newest := forward_hooks.newest(self._tables)) != self._newest:
+            self._newest, self._were_there = newest, forward_hooks.are_there(self._tables)
+        return self._were_there

@@ -172,7 +172,7 @@ class GradientHooks:
         def whole(gradient: Tensor) -> Tensor:
             with torch_compat.without_torch_functions():
                 if self._mesh is not None and isinstance(kind, ShardSpec):
-                    return self._gathered(gradient, kind, padded)
+                    return self.gathered(gradient, kind, padded)
                 result: Tensor = self._given(gradient, kind, padded)
                 return result
 
@@ -280,8 +280,12 @@ class GradientHooks:
         """Return what is known of a tensor; of one without a mark `other`."""
         if not isinstance(value, Tensor):
             return None
-        spec: ShardSpec | None = spec_of(value, self.axis) or getattr(value, PASSED + self.axis, None)
-        return spec or other
+        return spec_of(value, self.axis) or getattr(value, PASSED + self.axis, None) or other
+
+    def passed(self, value: Tensor) -> ShardSpec | None:
+        """Return what is known of a shard that has left the model without its mark."""
+        found = getattr(value, PASSED + self.axis, None)
+        return found if isinstance(found, ShardSpec) else None
 
     def _given(self, gradient: Any, kind: Kind, padded: Mapping[int, int]) -> Any:
         if not isinstance(gradient, Tensor) or kind is None or isinstance(kind, Rows) or self._mesh is None:
@@ -292,9 +296,9 @@ class GradientHooks:
             return whole
         if _is_share(kind, padded):
             return attach(gradient.view_as(gradient), _sized(kind, gradient))
-        return self._gathered(gradient, kind, padded)
+        return self.gathered(gradient, kind, padded)
 
-    def _gathered(self, gradient: Tensor, kind: ShardSpec, padded: Mapping[int, int]) -> Tensor:
+    def gathered(self, gradient: Tensor, kind: ShardSpec, padded: Mapping[int, int]) -> Tensor:
         """Return the gradient of all tokens; an output of a padded sequence has none for a rank's padding."""
         with torch_compat.without_torch_functions():
             dim = kind.placed.dim

@@ -64,7 +64,7 @@ class LateHooks:
         """Let hooks that have come since be called so, if the batch at work is padded."""
         if not self._hooks.padded():
             return
-        newest = max(map(max, filter(None, self._tables)), default=-1)  # keys are numbers that grow
+        newest = forward_hooks.newest(self._tables)
         if newest != self._newest:
             self._newest = newest
             forward_hooks.replace_hooks(self._tables, self.around)

@@ -75,6 +75,8 @@ class OutsideValues(SequencePropagation):
         name = name_of(func)
         if func is torch.autograd.grad and self.has_wholes:
             return self._differentiated(*args, **options)
+        if self._gathers and name not in OBJECT:
+            args, options = torch_compat.tree_map(self._passed_whole, [list(args), options])
         specs = [] if name in OBJECT else self._specs_in(args, options)
         if specs and self._refused:
             raise LossError(f"{name} of an activation that the model keeps{beside()}: {self._refused}")
@@ -113,6 +115,15 @@ class OutsideValues(SequencePropagation):
             share = attach(gradient / self._degree, spec)
         found: Tensor = self._tokens(share)
         return self._whole(found)
+
+    def _passed_whole(self, x: Any) -> Any:
+        """Return all positions of what has left the model without a mark: hooks may have kept it."""
+        if self._hooks is None or not isinstance(x, Tensor) or self._spec_of(x) is not None:
+            return x
+        if (spec := self._hooks.passed(x)) is None:
+            return x
+        with self._within():
+            return self._hooks.gathered(x, spec, self._padded)
 
     def _tokens(self, x: Any) -> Any:
         """Return all tokens of a sequence that is padded."""

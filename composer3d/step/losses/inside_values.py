@@ -52,6 +52,7 @@ class InsideValues:
         are_hooked: Returns whether hooks of the loop's or the model's own may have.
         hooks: Calls hooks on gradients of shards; None where nothing is sharded.
         asking: Makes the context of a backward whose gradients code asks for, by `torch.autograd.grad`.
+        closing: Ends the run for what code has kept of it.
 
     Memory: what the code gathers. Collectives: those of its gathers.
     """
@@ -64,6 +65,7 @@ class InsideValues:
         self.are_hooked: Callable[[], bool] = lambda: False
         self.hooks: _ShardHooks | None = None
         self.asking: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.closing: Callable[[], None] = lambda: None
         self._entered: Any = None
 
     def others(self, layout: Layout) -> list[str]:
@@ -73,6 +75,7 @@ class InsideValues:
     def begin(self) -> None:
         """Follow what a loop computes, until `end`: modes that it enters meanwhile are left before this one."""
         if self.mode is not None:
+            self.are_hooked()  # hooks of this forward may be gone when its backward has ended
             self._enter(self.mode())
 
     @contextlib.contextmanager
@@ -92,6 +95,11 @@ class InsideValues:
         entered, self._entered = self._entered, None
         if entered is not None:
             torch_compat.leave_mode(entered)
+
+    def close(self) -> None:
+        """Follow nothing any more: what code has kept is as it is from now on, or refused."""
+        self.end()
+        self.closing()
 
     @contextlib.contextmanager
     def over_loss(self) -> Iterator[None]:

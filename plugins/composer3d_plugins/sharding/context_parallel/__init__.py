@@ -305,6 +305,7 @@ class ContextParallel:
 
     def _install(self, sequence: PropagatedSequence, model: nn.Module, context: RunContext) -> None:
         """Replace forwards; mark what a stage receives; let losses read whole sequences of what the model keeps."""
+        from composer3d.propagation import closing_shards
         from composer3d_plugins.sharding.context_parallel.applied_functions import AppliedFunctions
 
         found: Found = context.state[self]
@@ -324,6 +325,7 @@ class ContextParallel:
             return sequence.outside(found.sequences.unpadded(), "" if is_whole() else UNSEEN)
 
         inside.axes, inside.mode, inside.hooks = ("cp",), mode, sequence.gradients
+        inside.closing = closing_shards(inside, axis="cp")
         inside.later = lambda: sequence.outside(found.sequences.unpadded(), gathers=True)
         inside.are_kept = lambda: bool(found.kept.holders) or sequence.gradients.are_hooked
         sequence.gradients.asking = lambda: inside.asking()

@@ -29,13 +29,13 @@ def watch_hooks(model: nn.Module, sharded: Collection[str], *, degree: int) -> N
     """
     blocks = {fqn: forward_hooks.tables_of(model.get_submodule(fqn).modules()) for fqn in sharded}
     every = [table for tables in blocks.values() for table in tables]
-    num = -1
+    newest = -2
 
     def look(*_: Any) -> None:
-        nonlocal num
-        if (found := sum(map(len, every))) == num:
+        nonlocal newest
+        if (found := forward_hooks.newest(every)) == newest:
             return
-        num = found
+        newest = found
         for fqn in [fqn for fqn, tables in blocks.items() if forward_hooks.are_there(tables)]:
             del blocks[fqn]
             warnings.warn(

@@ -66,7 +66,7 @@ class Region:
                 return result
 
             result = exchanged(x, gathered)
-            self._shared.append((result, shared))
+            self.put(result, shared)
             return result
 
         @functools.wraps(forward)
@@ -98,7 +98,7 @@ class Region:
 
     def put(self, x: Tensor, shared: Tensor) -> None:
         """Take what the projections that read `x` share."""
-        self._shared.append((x, shared))
+        self._shared.append((x, torch_compat.backward_hooks.stand_for(shared, x)))
 
     def leave(self) -> None:
         """End the region: the next tensor enters again."""

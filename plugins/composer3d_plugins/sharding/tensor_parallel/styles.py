@@ -39,6 +39,7 @@ from composer3d.propagation import (
     spec_of,
     strip,
 )
+from composer3d.torch_compat.backward_hooks import stand_for
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations, local_results
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import Exchanges
@@ -279,8 +280,8 @@ class Applier:
 
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
-        placement = self._placement(rule)
-        module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], placement), *args[1:]))
+        share, placement = self._activations.share, self._placement(rule)
+        module.register_forward_pre_hook(lambda _, args: (stand_for(share(args[0], placement), args[0]), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(
                 lambda module, args, output: ShardedLogits.of(output, self.mesh, self.context.span)
