@@ -25,6 +25,7 @@ __all__ = [
     "home_of",
     "leave_hooks",
     "newest",
+    "num_registered",
     "of_plugins",
     "replace_hooks",
     "skip",
@@ -224,17 +225,22 @@ def newest(tables: Iterable[MutableMapping[int, Any]]) -> int:
     return max(map(max, filter(None, tables)), default=-1)
 
 
+def num_registered() -> int:
+    """Return a number that grows with every hook, on anything, that is registered (torch 2.11-2.15)."""
+    from torch.utils.hooks import RemovableHandle
+
+    return int(RemovableHandle.next_id)
+
+
 @contextlib.contextmanager
 def of_plugins(module: nn.Module) -> Iterator[None]:
     """State that hooks which are registered inside, on a module or on those in it, are a plugin's.
 
     Hooks have numbers that grow (torch 2.11-2.15).
     """
-    from torch.utils.hooks import RemovableHandle
-
-    first = RemovableHandle.next_id
+    first = num_registered()
     yield
-    if RemovableHandle.next_id == first:
+    if num_registered() == first:
         return
     for inner in module.modules():
         if keys := {key for name in TABLES for key in getattr(inner, name) if key >= first}:

@@ -19,6 +19,7 @@ from composer3d.torch_compat.forward_hooks import (
     home_of,
     leave_hooks,
     newest,
+    num_registered,
     of_plugins,
     replace_hooks,
     skip,
@@ -253,3 +254,13 @@ def test_the_newest_hook_of_tables_is_known():
     assert newest(tables) == second.id > first.id
     second.remove()
     assert newest(tables) == first.id
+
+
+def test_hooks_that_are_registered_are_counted_on_modules_and_of_all_of_them():
+    before = num_registered()
+    handles = [nn.Linear(2, 2).register_forward_hook(lambda *_: None)]
+    handles.append(modules.register_module_forward_hook(lambda *_: None))
+    assert num_registered() == before + 2
+    for handle in handles:
+        handle.remove()
+    assert num_registered() == before + 2

@@ -7,7 +7,7 @@ run again by itself, with its linear layers returning what they would under a pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.parameter_reads import Reads
 from composer3d.propagation.module_calls import Call
 from composer3d.propagation.module_kinds import kind_of
+from composer3d.torch_compat import forward_hooks
 
 __all__ = ["Traced", "outside", "plain", "trace"]
 
@@ -47,6 +48,7 @@ class Traced:
         outputs: What the first blocks returned.
         read: Modules whose parameters are read by code outside of them; of equal blocks those in the first.
         outer: Modules of blocks that code outside of all blocks calls.
+        hooked: Blocks with hooks, on them or on modules of them, that the forward itself registers.
     """
 
     forms: dict[str, list[str]]
@@ -58,6 +60,7 @@ class Traced:
     flow: Flow = field(default_factory=Flow)
     read: frozenset[str] = frozenset()
     outer: set[nn.Module] = field(default_factory=set)
+    hooked: set[str] = field(default_factory=set)
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
@@ -215,7 +218,15 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     firsts = {fqn: first for first, group in traced.forms.items() for fqn in group}
     inside = tuple(f"{fqn}." for group in traced.forms.values() for fqn in group if fqn)
-    within = {module for fqn in firsts if fqn for module in model.get_submodule(fqn).modules()}
+    within = {module: fqn for fqn in firsts if fqn for module in model.get_submodule(fqn).modules()}
+    num_hooks = forward_hooks.num_registered()
+
+    def look_at(module: nn.Module, fqns: Iterable[str]) -> None:
+        """Note blocks that have hooks by now."""
+        if forward_hooks.num_registered() != num_hooks:
+            if forward_hooks.are_there(forward_hooks.tables_of(module.modules())):
+                traced.hooked.update(fqns)
+
     for first, group in traced.forms.items():
         outputs: list[Any] = []
         block = model.get_submodule(first)
@@ -230,6 +241,7 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
             return outputs[0]
 
         def called(*args: Any, fqn: str, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
+            look_at(model.get_submodule(fqn), [fqn])
             with traced.flow.inside(fqn, args, kwargs):
                 output = outputs[0] if outputs and fqn != firsts[fqn] else run(*args, **kwargs)
                 return traced.flow.given(output) if fqn else output
@@ -240,7 +252,8 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
         if fqn and module not in forwards:
             forwards[module] = module.forward if traced.call.has_values else unseen(module.forward)
             if module in within:
-                forwards[module] = _placed(module, forwards[module], traced)
+                look = functools.partial(look_at, module, traced.forms[firsts[within[module]]])
+                forwards[module] = _placed(module, forwards[module], traced, look)
         if kind_of(module) != "other" and not fqn.startswith(inside):
             own = noted.get(module, module.forward)
 
@@ -252,10 +265,13 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
     return forwards
 
 
-def _placed(module: nn.Module, forward: Callable[..., Any], traced: Traced) -> Callable[..., Any]:
-    """Return the forward of a module of a block that records calls from outside of all blocks."""
+def _placed(
+    module: nn.Module, forward: Callable[..., Any], traced: Traced, look: Callable[[], None]
+) -> Callable[..., Any]:
+    """Return the forward of a module of a block that records calls from outside of all blocks, and looks at hooks."""
 
     def placed(*args: Any, **kwargs: Any) -> Any:
+        look()
         if not traced.flow.is_inside:
             traced.outer.add(module)
         return forward(*args, **kwargs)

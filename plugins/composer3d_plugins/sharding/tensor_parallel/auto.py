@@ -174,7 +174,7 @@ def _with_sequence(
             log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
             along.append(None)
     able = [fqn for found, (*_, group) in zip(along, derivations, strict=True) for fqn in group if found is not None]
-    hooked = [fqn for fqn in able if has_hooks(model.get_submodule(fqn))]
+    hooked = [fqn for fqn in able if fqn in traced.hooked or has_hooks(model.get_submodule(fqn))]
     for fqn in hooked:
         log.info('tensor_parallel leaves the sequence whole in "%s": a module of it has hooks, which may read it', fqn)
     able = [fqn for fqn in able if fqn not in hooked]
