@@ -18,6 +18,7 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Role
 from composer3d.observation.call_sites import beside
+from composer3d.step.awaited_gradients import AwaitedGradients
 from composer3d.step.input_gradients import InputGradients
 from composer3d.step.losses.inside_values import InsideValues
 from composer3d.step.microbatches import num_samples, tensors
@@ -71,6 +72,7 @@ class ActivationGradients:
         self._mixed, self._inside = MixedGradients(context), context.stash(InsideValues)
         self._has_stages = context.layout.degree(Role.STAGE) > 1
         self._retained = RetainedGradients(self._inside, has_stages=self._has_stages)
+        self._awaited = AwaitedGradients(lambda: bool(self._watches))
         self.inputs = InputGradients(self._inside, lambda: self._factor, trained)
         self._inside.asking = self._asked
         self._outputs: list[_Output] = []
@@ -94,6 +96,7 @@ class ActivationGradients:
         if kind is None:
             self._retained.settle(self._whole)
         self._retained.end()
+        self._awaited.end()
         self._factor = 1.0
 
     def end_microbatch(self) -> None:
@@ -120,6 +123,7 @@ class ActivationGradients:
                 self._mixed.num_samples = num_samples((args, kwargs)) or 0
                 self._is_followed = torch.is_grad_enabled()
                 self._watches.append(self._watch().__enter__() if self._is_followed else contextlib.nullcontext())
+                self._awaited.count_forward()
                 if self._is_followed and self._is_watched:
                     self._retained.count_forward()
                     self._wrap_legacy_hooks(owner)
@@ -220,8 +224,12 @@ class ActivationGradients:
         return self._one_device(self._followed(tensor, self._parameters.shared.of_activation(hook)))
 
     def _retain(self, tensor: Tensor) -> None:
-        if self._is_watched and not tensor.is_leaf:
+        if tensor.is_leaf:
+            return
+        if self._is_watched:
             self._retained.add(tensor)
+        if self._has_stages:
+            self._awaited.add(tensor)
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:

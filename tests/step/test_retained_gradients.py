@@ -180,3 +180,39 @@ def test_any_number_of_forwards_of_a_pipeline_retain_before_the_first_backward()
     found = run_ranks(of_many_microbatches, 4, text)
     assert [len(each) for each in found] == [10, 10, 0, 0]
     assert all(error < TIGHT for each in found for error in each)
+
+
+def read_in_flight(schedule: str) -> list[str]:
+    """Return what is said where a forward of a pipeline reads the gradient of the micro-batch before it."""
+    torch.set_default_dtype(torch.float64)
+    x, y = (torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(1)) for _ in "xy")
+    text = f"mesh.pp = 2\ntrain.microbatch = 1\n[scheduling.pipeline]\nschedule = '{schedule}'\n"
+    run = composer3d.compose(_seeded(moves=False), write_manifest(text), loss_fn=loss_of, example=((x[:1],), {}))
+    part, kept, said = run.context.parts[0], [], []
+    block = next(each for each in part.module.modules() if isinstance(each, Block))
+
+    def look(module: nn.Module, given: Any, output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        output.retain_grad()
+        assert output.grad is None  # its own, as on one device
+        kept.append(output)
+        try:
+            said.append("none" if len(kept) > 1 and kept[-2].grad is None else "there")
+        except composer3d.StepError as error:
+            said.append(str(error).partition(" (")[0])
+
+    block.register_forward_hook(look)
+    with run.step(0):
+        run.forward_backward(x, target=y)
+    run.close()
+    del kept[:-4]  # a forward before those of the micro-batches
+    assert [type(each) for each in kept] == [Tensor] * 4
+    assert all(each.grad is not None for each in kept)
+    return said if part.index == 0 else []
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.slow)])
+def test_a_forward_that_reads_the_gradient_of_a_micro_batch_in_flight_is_refused(schedule: str):
+    said = run_ranks(read_in_flight, 2, schedule)[0]
+    assert said[-3:] == ["a forward reads .grad of an activation of an earlier micro-batch"] * 3
