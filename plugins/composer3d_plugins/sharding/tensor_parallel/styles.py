@@ -39,7 +39,6 @@ from composer3d.propagation import (
     spec_of,
     strip,
 )
-from composer3d.torch_compat.backward_hooks import stand_for
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations, local_results
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.exchanging_projections import Exchanges
@@ -281,6 +280,7 @@ class Applier:
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
         share, placement = self._activations.share, self._placement(rule)
+        stand_for = torch_compat.backward_hooks.stand_for
         module.register_forward_pre_hook(lambda _, args: (stand_for(share(args[0], placement), args[0]), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(
