@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,14 +11,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from composer3d.processes import die_with
 
-__all__ = ["Measured", "measure_steps"]
+__all__ = ["Measured", "measure_in_turns", "measure_steps"]
 
 # The first steps compile, allocate and meet their peers for the first time.
 _NUM_UNTIMED = 2
@@ -54,31 +55,125 @@ def measure_steps(
     Returns:
         The median of the steps that were timed.
     """
-    command = [sys.executable, "-m", "composer3d", "run", manifest, "--resume", "never"]
-    command += ["--nproc-per-node", str(num_ranks)]
-    for override in (*overrides, f"run.output={json.dumps(str(folder))}"):
-        command += ["--set", override]
-    printed = folder.with_suffix(".log")
-    with printed.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid()),  # whatever ends this process, the trial ends with it
-        )
-        try:
-            wanted, until = num_steps + _NUM_UNTIMED, time.monotonic() + timeout_s
-            while process.poll() is None and len(_times(folder)) < wanted and time.monotonic() < until:
-                time.sleep(_POLL_S)
-        finally:
-            _end(process)
-    times = _times(folder)[_NUM_UNTIMED:]
+    with _Run(manifest, overrides, num_ranks=num_ranks, folder=folder) as run:
+        run.wait_for(num_steps + _NUM_UNTIMED, timeout_s)
+    times = run.times()[_NUM_UNTIMED:]
     if times:
         return Measured(step_s=statistics.median(times[:num_steps]))
-    failure = _reported(folder) or _last_line(printed) or f"no step was timed within {timeout_s:.0f} s"
-    return Measured(step_s=None, failure=failure)
+    return Measured(step_s=None, failure=run.failure(timeout_s))
+
+
+def measure_in_turns(
+    manifest: str,
+    layouts: Mapping[int, Sequence[str]],
+    *,
+    num_ranks: int,
+    num_steps: int,
+    num_turns: int,
+    folder: Path,
+    timeout_s: float,
+) -> dict[int, list[float] | Measured]:
+    """Run several layouts of a manifest for some steps each, in turns; all but one are held meanwhile.
+
+    Every other turn is in the opposite order. A step in which a run was held is not timed.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        layouts: By number, as given to `--set`.
+        num_ranks: To start on this machine for every layout.
+        num_steps: To time in each turn.
+        num_turns: Of every layout.
+        folder: Of the runs' folders.
+        timeout_s: For one turn, the start included.
+
+    Returns:
+        Median seconds of a step by turn; of one that failed, why.
+
+    Memory: that of all runs at once, so that only a CPU's memory is likely to have room for them.
+    """
+    found: dict[int, list[float] | Measured] = {}
+    with contextlib.ExitStack() as stack:
+        runs: dict[int, _Run] = {}
+        for number, overrides in layouts.items():
+            own = folder / str(number)
+            own.mkdir(parents=True)
+            run = runs[number] = stack.enter_context(_Run(manifest, overrides, num_ranks=num_ranks, folder=own))
+            run.wait_for(_NUM_UNTIMED, timeout_s)
+            run.hold()
+        turns: dict[int, list[float]] = {number: [] for number in runs}
+        for turn in range(num_turns):
+            for number in list(turns) if turn % 2 == 0 else list(reversed(turns)):
+                run = runs[number]
+                begin = len(run.times()) + 1
+                run.go_on()
+                run.wait_for(begin + num_steps, timeout_s)
+                run.hold()
+                times = run.times()[begin : begin + num_steps]
+                if len(times) < num_steps:
+                    del turns[number]
+                    found[number] = Measured(step_s=None, failure=run.failure(timeout_s))
+                else:
+                    turns[number].append(statistics.median(times))
+    return {**found, **turns}
+
+
+class _Run:
+    """A run of a manifest in processes of its own, which end with the block that it is used in.
+
+    Args:
+        manifest: As for `measure_steps`.
+        overrides: As for `measure_steps`.
+        num_ranks: As for `measure_steps`.
+        folder: As for `measure_steps`.
+    """
+
+    def __init__(self, manifest: str, overrides: Sequence[str], *, num_ranks: int, folder: Path) -> None:
+        self._folder, self._printed = folder, folder.with_suffix(".log")
+        command = [sys.executable, "-m", "composer3d", "run", manifest, "--resume", "never"]
+        command += ["--nproc-per-node", str(num_ranks)]
+        for override in (*overrides, f"run.output={json.dumps(str(folder))}"):
+            command += ["--set", override]
+        with self._printed.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid()),  # whatever ends this process, the trial ends with it
+            )
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _end(self._process)
+
+    def wait_for(self, num_steps: int, timeout_s: float) -> None:
+        """Wait until so many steps are done, the run is over, or the time is."""
+        until = time.monotonic() + timeout_s
+        while self._process.poll() is None and len(self.times()) < num_steps and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def hold(self) -> None:
+        """Hold all its processes where they are."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them go on."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, what: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, what)
+
+    def times(self) -> list[float]:
+        """Return the seconds of the steps that are done."""
+        return _times(self._folder)
+
+    def failure(self, timeout_s: float) -> str:
+        """Return why it timed nothing."""
+        return _reported(self._folder) or _last_line(self._printed) or f"no step was timed within {timeout_s:.0f} s"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
 from composer3d.planning.tuning.halving import halve, rank_correlation
-from composer3d.planning.tuning.trial import Measured, measure_steps
+from composer3d.planning.tuning.trial import Measured, measure_in_turns, measure_steps
 from composer3d.processes import join_launcher, temporary_folder
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ __all__ = ["Trial", "TuneResult", "tune_on_machine"]
 
 _TIMEOUT_S = 600.0
 _CALIBRATION_S = 30.0
+# Of the last round: of runs that are held between their turns, and of runs that end with each.
+_TURNS, _TURNS_APART = 7, 3
+_LEAST_OF_TURN = 2  # steps
 # What a run writes for people, sends elsewhere, or does between steps is not wanted of a trial.
 _IDLE = ("profiling", "evaluation")
 
@@ -32,7 +37,8 @@ class Trial:
         layout: In words.
         changes: What `--set` has to say for the manifest to become it.
         planned_s: Seconds of a step by the plan.
-        measured_s: The same as measured, one figure a round, in the last of which twice as many steps count as before.
+        measured_s: The same as measured, one figure a round, of twice as many steps as in the round before; in the last
+            that of several turns.
         failure: Why it gave no figure; empty where it gave one.
     """
 
@@ -140,7 +146,7 @@ def tune_on_machine(
     num_steps: int = 4,
     report: Callable[[str], None] = lambda line: None,
 ) -> TuneResult:
-    """Measure what is suggested for a manifest, by successive halving.
+    """Measure what is suggested for a manifest, by successive halving, the last two in turns.
 
     Each trial is a run of the manifest's own model and data, in a folder that is removed; it is ended when its steps
     are timed. Plugins of profiling, evaluation and checkpoints are left out.
@@ -203,36 +209,20 @@ def _tuned(
     num_steps: int,
     report: Callable[[str], None],
 ) -> TuneResult:
-    rows = found.to_json()["suggestions"]
-    source, failures = found.manifest.document.file, dict[int, str]()
-    tables = found.manifest.document.tables
-    quiet = ["checkpoint.final=false", *(f"{name}=false" for name in _IDLE if name in tables)]
+    from composer3d.checking import device_of
 
-    def measure(index: int, steps: int) -> float | None:
-        place = folder / f"trial-{index}-{steps}"
-        place.mkdir()
-        measured: Measured = measure_steps(
-            source,
-            [*overrides, *found.patches[index], *quiet],
-            num_ranks=num_ranks,
-            num_steps=steps,
-            folder=place,
-            timeout_s=_TIMEOUT_S,
-        )
-        told = measured.failure if measured.step_s is None else f"{measured.step_s:.3g} s a step over {steps} steps"
-        report(f"{rows[index]['layout']}: {told}")
-        if measured.failure:
-            failures[index] = measured.failure
-        return measured.step_s
-
-    times = halve(range(len(rows)), measure, num_steps=num_steps)
+    tuner = _Tuner(found, overrides, folder, num_ranks=num_ranks, report=report)
+    rows = tuner.rows
+    # A device's memory has room for one run.
+    in_turns = tuner.measure_together if device_of(found.manifest).type == "cpu" else tuner.measure_apart
+    times = halve(range(len(rows)), tuner.measure, in_turns, num_steps=num_steps)
     trials = [
         Trial(
             layout=row["layout"],
             changes=found.patches[index],
             planned_s=row["time"]["step_s"]["value"],
             measured_s=tuple(times[index]),
-            failure=failures.get(index, ""),
+            failure=tuner.failures.get(index, ""),
         )
         for index, row in enumerate(rows)
     ]
@@ -245,6 +235,85 @@ def _tuned(
         correction=math.exp(math.fsum(off) / len(off)) if off else None,
         tau=rank_correlation([trial.planned_s for trial in timed], [trial.measured_s[0] for trial in timed]),
         hardware=found.hardware_name,
-        manifest=source,
+        manifest=tuner.source,
         overrides=tuple(overrides),
     )
+
+
+class _Tuner:
+    """Measures what was suggested, by its number.
+
+    Args:
+        found: Of `suggest`.
+        overrides: As given to `tune_on_machine`.
+        folder: Of the trials.
+        num_ranks: As given to `tune_on_machine`.
+        report: Called with a line for every trial.
+    """
+
+    def __init__(
+        self,
+        found: SuggestResult,
+        overrides: Sequence[str],
+        folder: Path,
+        *,
+        num_ranks: int,
+        report: Callable[[str], None],
+    ) -> None:
+        document = found.manifest.document
+        self.rows: list[dict[str, Any]] = found.to_json()["suggestions"]
+        self.source, self.failures = document.file, dict[int, str]()
+        self._folder, self._num_ranks, self._report = folder, num_ranks, report
+        self._numbers = count()
+        quiet = ["checkpoint.final=false", *(f"{name}=false" for name in _IDLE if name in document.tables)]
+        self._changes = [[*overrides, *patch, *quiet] for patch in found.patches]
+
+    def measure(self, index: int, steps: int) -> float | None:
+        """Return the median seconds of so many steps of one of them."""
+        place = self._folder / f"trial-{next(self._numbers)}"
+        place.mkdir()
+        measured = measure_steps(
+            self.source,
+            self._changes[index],
+            num_ranks=self._num_ranks,
+            num_steps=steps,
+            folder=place,
+            timeout_s=_TIMEOUT_S,
+        )
+        return self._note(index, measured, steps)
+
+    def measure_together(self, indices: Sequence[int], steps: int) -> dict[int, list[float]]:
+        """Return the seconds of several by turn, whose runs are held between their turns."""
+        each = max(_LEAST_OF_TURN, steps // 2)
+        turns = measure_in_turns(
+            self.source,
+            {index: self._changes[index] for index in indices},
+            num_ranks=self._num_ranks,
+            num_steps=each,
+            num_turns=_TURNS,
+            folder=self._folder / "turns",
+            timeout_s=_TIMEOUT_S,
+        )
+        for index, times in turns.items():
+            known = times if isinstance(times, Measured) else Measured(step_s=statistics.median(times))
+            self._note(index, known, each * _TURNS)
+        return {index: times for index, times in turns.items() if not isinstance(times, Measured)}
+
+    def measure_apart(self, indices: Sequence[int], steps: int) -> dict[int, list[float]]:
+        """Return the same of runs that end with each turn; every other turn is in the opposite order."""
+        turns: dict[int, list[float]] = {index: [] for index in indices}
+        for turn in range(_TURNS_APART):
+            for index in list(turns) if turn % 2 == 0 else list(reversed(turns)):
+                seconds = self.measure(index, steps)
+                if seconds is None:
+                    del turns[index]
+                else:
+                    turns[index].append(seconds)
+        return turns
+
+    def _note(self, index: int, measured: Measured, steps: int) -> float | None:
+        told = measured.failure if measured.step_s is None else f"{measured.step_s:.3g} s a step over {steps} steps"
+        self._report(f"{self.rows[index]['layout']}: {told}")
+        if measured.failure:
+            self.failures[index] = measured.failure
+        return measured.step_s

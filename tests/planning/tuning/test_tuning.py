@@ -15,8 +15,8 @@ from support.sockets import watched_listeners
 from composer3d.checking import open_manifest
 from composer3d.cli import main
 from composer3d.errors import ComposerError
-from composer3d.planning.tuning.halving import halve, rank_correlation
-from composer3d.planning.tuning.trial import measure_steps
+from composer3d.planning.tuning.halving import halve, paired, rank_correlation
+from composer3d.planning.tuning.trial import Measured, measure_in_turns, measure_steps
 from composer3d.planning.tuning.tune import Trial, TuneResult, tune_on_machine
 
 TEXT = """composer3d = 1
@@ -42,6 +42,10 @@ def manifest(tmp_path):
     return path
 
 
+def never(candidates, num_steps):
+    raise AssertionError("a single candidate has no turns")
+
+
 def test_halving_measures_the_faster_half_for_twice_as_many_steps():
     calls = []
 
@@ -49,20 +53,64 @@ def test_halving_measures_the_faster_half_for_twice_as_many_steps():
         calls.append((candidate, num_steps))
         return [5.0, 3.0, 4.0, 1.0, 2.0][candidate]
 
-    found = halve(range(5), measure, num_steps=4)
+    def in_turns(candidates, num_steps):
+        calls.append((tuple(candidates), num_steps))
+        return {candidate: [float(candidate), float(candidate)] for candidate in candidates}
+
+    found = halve(range(5), measure, in_turns, num_steps=4)
     assert calls == [
         *((candidate, 4) for candidate in range(5)),
         *((candidate, 8) for candidate in (3, 4, 1)),
-        *((candidate, 16) for candidate in (3, 4)),
-        (3, 32),
+        ((3, 4), 16),
     ]
-    assert found == {0: [5.0], 1: [3.0, 3.0], 2: [4.0], 3: [1.0] * 4, 4: [2.0] * 3}
+    assert found == {
+        0: [5.0],
+        1: [3.0, 3.0],
+        2: [4.0],
+        3: [1.0, 1.0, pytest.approx(3)],
+        4: [2.0, 2.0, pytest.approx(4)],
+    }
+
+
+def test_who_is_nearly_as_fast_stays_and_the_turns_decide():
+    """Of four within a tenth none is left out after the first round: all are measured in turns."""
+    asked = []
+
+    def in_turns(candidates, num_steps):
+        asked.append((tuple(candidates), num_steps))
+        return {candidate: [4.0 - candidate] * 3 for candidate in candidates}
+
+    found = halve(range(4), lambda candidate, steps: 1.0 + candidate / 40, in_turns, num_steps=4)
+    assert asked == [((0, 1, 2, 3), 8)]
+    assert min(found, key=lambda candidate: found[candidate][-1]) == 3
+    asked.clear()
+    found = halve(range(5), lambda candidate, steps: 1.0 + candidate / 25, in_turns, num_steps=4)
+    assert asked == [((0, 1, 2), 16)]  # half of them in the round before, and all three within a tenth
+    assert [len(figures) for figures in found.values()] == [3, 3, 3, 1, 1]
+
+
+def test_turns_are_compared_one_by_one():
+    """A machine that is half as fast from the third turn on decides nothing, nor a burst in one turn of one of them."""
+    slower = [1.0, 1.0, 2.0, 2.0, 2.0]
+    turns = {7: [1.00 * each for each in slower], 8: [1.02 * each for each in slower]}
+    turns[7][1] *= 3
+    found = paired(turns)
+    assert found[8] / found[7] == pytest.approx(1.02)
+    assert found[7] == pytest.approx(2.0 * 1.0, rel=0.02)
+    assert paired({}) == {}
 
 
 def test_a_candidate_that_fails_is_out_and_all_may_fail():
-    found = halve(range(3), lambda candidate, steps: None if candidate == 0 else float(candidate), num_steps=1)
-    assert found == {0: [], 1: [1.0, 1.0, 1.0], 2: [2.0, 2.0]}
-    assert halve(range(2), lambda candidate, steps: None, num_steps=1) == {0: [], 1: []}
+    def in_turns(candidates, num_steps):
+        return {candidate: [float(candidate)] for candidate in candidates if candidate != 1}
+
+    found = halve(
+        range(3), lambda candidate, steps: None if candidate == 0 else float(candidate), in_turns, num_steps=1
+    )
+    assert found == {0: [], 1: [1.0], 2: [2.0, pytest.approx(2.0)]}
+    assert halve(range(3), lambda candidate, steps: None, never, num_steps=1) == {0: [], 1: [], 2: []}
+    assert halve(range(2), lambda candidate, steps: 1.0, lambda candidates, steps: {}, num_steps=1) == {0: [], 1: []}
+    assert halve([0], lambda candidate, steps: 1.0, never, num_steps=1) == {0: [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +176,22 @@ def test_a_trial_times_real_steps_and_leaves_no_process(manifest, tmp_path):
     assert _running(place) == []
 
 
+@pytest.mark.slow
+def test_runs_that_take_turns_are_held_meanwhile_and_leave_no_process(manifest, tmp_path):
+    layouts = {4: ["mesh.dp_shard=2"], 5: ["mesh.dp_replicate=2"], 6: ["mesh.dp_shard=3"]}
+    found = measure_in_turns(
+        str(manifest), layouts, num_ranks=2, num_steps=2, num_turns=3, folder=tmp_path / "turns", timeout_s=300
+    )
+    assert isinstance(found[6], Measured) and "dp_shard" in found[6].failure
+    for number in (4, 5):
+        place = tmp_path / "turns" / str(number)
+        assert _running(place) == []
+        times = [json.loads(line)["step_time_s"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+        # Each was held while the other had its turn, of at least three steps: a step took as long as that.
+        assert sum(each > 2 * min(found[5 if number == 4 else 4]) for each in times) >= 2
+        assert len(found[number]) == 3 and max(found[number]) < max(times)
+
+
 def _running(place):
     return [pid for pid in os.listdir("/proc") if pid.isdigit() and str(place) in _command_line(pid)]
 
@@ -142,7 +206,7 @@ def _command_line(pid):
 
 TUNER = """import sys
 from pathlib import Path
-from composer3d.planning.tuning.trial import measure_steps
+from composer3d.planning.tuning.trial import Measured, measure_in_turns, measure_steps
 sys.executable = sys.argv[1]
 measure_steps("run.toml", [], num_ranks=1, num_steps=1, folder=Path(sys.argv[2]), timeout_s=600)
 """
@@ -201,7 +265,7 @@ def test_what_is_suggested_is_measured_and_the_fastest_is_the_best(manifest, tmp
     timed = [trial for trial in found.trials if trial.measured_s]
     assert found.ok and len(timed) >= 2
     assert len(found.best.measured_s) == max(len(trial.measured_s) for trial in timed)
-    last = [trial.measured_s[len(found.best.measured_s) - 2] for trial in timed if len(trial.measured_s) > 1]
-    assert found.best.measured_s[-2] == min(last)
+    rounds = len(found.best.measured_s)
+    assert found.best.measured_s[-1] == min(trial.measured_s[-1] for trial in timed if len(trial.measured_s) == rounds)
     assert found.correction > 1  # a core of this machine is slower than an H100
     assert len(lines) == sum(len(trial.measured_s) + bool(trial.failure) for trial in found.trials)
