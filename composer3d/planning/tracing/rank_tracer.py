@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from composer3d import ModelFindings, torch_compat
@@ -130,7 +131,9 @@ class Tracer:
         middle = [rank for rank in chosen if rank in self._positions[1:-1]]
         twins = twins_of(self._preparation, middle, self._step, least=_SHORT + 1)
         own, lengths = [rank for rank in chosen if rank not in twins], (_SHORT, _SHORT + 1)
-        costs = {(rank, length): length * self._step(rank).num_microbatches for rank in own for length in lengths}
+        # Head and loss of the last position take about as long as a block.
+        blocks = {rank: int(len(self._positions) > 1 and rank == self._positions[-1]) for rank in own}
+        costs = {key: (blocks[key[0]] + key[1]) * self._step(key[0]).num_microbatches for key in product(own, lengths)}
         # Both begin with the first rank, whose stage determines the shapes that the others receive.
         here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
         with Beside(lambda: self._run_all(there)) as beside:
