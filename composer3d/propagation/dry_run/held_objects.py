@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,10 +21,16 @@ _LEFT_OUT = (Tensor, *PLAIN, torch.device, torch.dtype, types.ModuleType)
 # Tensors on meta in a dry run, whether a forward leaves them there or not.
 _OWN = ("_parameters", "_buffers")
 _LIBRARIES = ("torch", "numpy", "builtins")
+# Most of what modules hold: nothing is reached from it, nor from an empty container of Python's own.
+_ENDS = frozenset(PLAIN)
+_CONTAINERS = frozenset({dict, OrderedDict, *_COLLECTIONS})
 
 
 def reached_from(root: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is reached from an object, each with what holds it, and by which name; of modules but parameters."""
+    """Yield what is reached from an object, each with what holds it, and by which name; of modules but parameters.
+
+    Numbers, texts and empty containers are left out.
+    """
     seen: set[int] = set()
     waiting: deque[tuple[Any, str, Any]] = deque([(None, "", root)])
     while waiting and len(seen) < _MOST:
@@ -33,7 +39,11 @@ def reached_from(root: Any) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(value, _LEFT_OUT) or id(value) in seen:
             continue
         seen.add(id(value))
-        waiting.extend((value, inner or name, each) for inner, each in _named(value))
+        waiting.extend(
+            (value, inner or name, each)
+            for inner, each in _named(value)
+            if type(each) not in _ENDS and (type(each) not in _CONTAINERS or each)
+        )
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
