@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from composer3d.planning.costs.timed import timed_collective_s
 from composer3d.planning.hardware.cluster import Hardware, Link
@@ -43,6 +44,12 @@ class Group:
 
 def group_of(ranks: Sequence[int], devices_per_node: int) -> Group:
     """Return how ranks lie on nodes when each node holds consecutive ones."""
+    return _group_of(tuple(ranks), devices_per_node)
+
+
+# A plan asks for the times of the same groups a thousand times, and the largest have all ranks of the world.
+@lru_cache(maxsize=64)
+def _group_of(ranks: tuple[int, ...], devices_per_node: int) -> Group:
     return Group(num_ranks=len(ranks), num_nodes=len({rank // devices_per_node for rank in ranks}))
 
 

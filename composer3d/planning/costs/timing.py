@@ -131,11 +131,12 @@ def estimate(
     """
     if not traces:
         raise ComposerError("there is no traced rank to time")
-    times = [_rank_time(trace.segments, hardware) for trace in traces]
+    segments = _SegmentTimes(hardware)
+    times = [_rank_time(trace.segments, segments) for trace in traces]
     slowest = max(range(len(traces)), key=lambda index: times[index].total_s)
     pipeline, chosen, bubble_s = None, times[slowest], 0.0
     if orders is not None:
-        pipeline, chosen, bubble_s = _pipelined(traces, hardware, orders)
+        pipeline, chosen, bubble_s = _pipelined(traces, segments, orders)
     step_s = chosen.total_s + bubble_s
     known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
     is_routed = any(map(_routes, traces))
@@ -143,7 +144,6 @@ def estimate(
     step = Figure.within(step_s, band, known)
     peak = peak_of(dtype, hardware.device)
     rate = step.inverse(float(tokens))
-    executed = _mean_flops(traces, times)
     return Estimate(
         step_s=step,
         compute_s=Figure.within(chosen.compute_s, band, known),
@@ -153,7 +153,7 @@ def estimate(
         tokens_per_s=rate,
         tokens_per_s_per_device=rate.scaled(1 / world_size),
         mfu=None if model_flops is None else rate.scaled(model_flops / world_size / peak),
-        hfu=step.inverse(executed / peak),
+        hfu=step.inverse(_mean_flops(traces, times) / peak),
         convention=convention,
         peak_flops=peak,
         pipeline=pipeline,
@@ -172,8 +172,22 @@ def _routes(trace: RankTrace) -> bool:
     return "aten.topk" in calls
 
 
-def _rank_time(segments: Sequence[Segment], hardware: Hardware) -> _RankTime:
-    pairs = [(segment, segment_time(segment, hardware)) for segment in segments]
+class _SegmentTimes:
+    """Times of segments on a cluster, each computed once: an estimate asks for those of a pipeline's stages again."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._found: dict[int, SegmentTime] = {}  # by identity: traces keep their segments
+
+    def of(self, segment: Segment) -> SegmentTime:
+        found = self._found.get(id(segment))
+        if found is None:
+            found = self._found[id(segment)] = segment_time(segment, self.hardware)
+        return found
+
+
+def _rank_time(segments: Sequence[Segment], known: _SegmentTimes) -> _RankTime:
+    pairs = [(segment, known.of(segment)) for segment in segments]
     return _RankTime(
         compute_s=math.fsum(time.compute_s * segment.count for segment, time in pairs),
         exposed_s=math.fsum(time.exposed_s * segment.count for segment, time in pairs),
@@ -189,18 +203,18 @@ def _mean_flops(traces: Sequence[RankTrace], times: Sequence[_RankTime]) -> floa
 
 
 def _pipelined(
-    traces: Sequence[RankTrace], hardware: Hardware, orders: Sequence[Sequence[Action]]
+    traces: Sequence[RankTrace], known: _SegmentTimes, orders: Sequence[Sequence[Action]]
 ) -> tuple[PipelineTime, _RankTime, float]:
     """Simulate the forwards and backwards; add what every rank does after them."""
     num_stages = 1 + max(action.stage for order in orders for action in order)
-    stages = {stage: _stage_times(stage, num_stages, traces, hardware) for stage in range(num_stages)}
+    stages = _times_by_stage(num_stages, traces, known)
     kinds = {action.kind for order in orders for action in order}
     costs: dict[tuple[int, str], float] = {
         (stage, kind): _action_time(kind, times).total_s for stage, times in stages.items() for kind in kinds
     }
-    result = simulate(orders, StageCosts(stages=costs, transfer=_message_s(traces, hardware)))
+    result = simulate(orders, StageCosts(stages=costs, transfer=_message_s(traces, known.hardware)))
     after = max(
-        (_rank_time([s for s in trace.segments if s.kind in ("gradients", "optimizer")], hardware) for trace in traces),
+        (_rank_time([s for s in trace.segments if s.kind in ("gradients", "optimizer")], known) for trace in traces),
         key=lambda time: time.total_s,
     )
     busy = max(range(len(orders)), key=lambda rank: result.busy[rank])
@@ -230,18 +244,23 @@ def _points(value: float) -> Figure:
     return Figure(value=value, known="modelled", low=max(0.0, value - 0.02), high=value + 0.02)
 
 
-def _stage_times(
-    stage: int, num_stages: int, traces: Sequence[RankTrace], hardware: Hardware
-) -> Mapping[str, SegmentTime]:
-    """Return the times of a stage's segments by kind; one that was not traced is as the nearest inner one."""
+def _times_by_stage(
+    num_stages: int, traces: Sequence[RankTrace], known: _SegmentTimes
+) -> dict[int, Mapping[str, SegmentTime]]:
+    """Return the times of every stage's segments by kind; one that was not traced is as the nearest inner one."""
     held = sorted({segment.stage for trace in traces for segment in trace.segments if segment.kind == "forward"})
     inner = [other for other in held if 0 < other < num_stages - 1]
-    near = stage if stage in held else min(inner or held, key=lambda other: abs(other - stage))
+    times = {stage: _stage_times(stage, traces, known) for stage in held}
+    near = {stage: min(inner or held, key=lambda other: abs(other - stage)) for stage in range(num_stages)}
+    return {stage: times[stage if stage in held else near[stage]] for stage in range(num_stages)}
+
+
+def _stage_times(stage: int, traces: Sequence[RankTrace], known: _SegmentTimes) -> Mapping[str, SegmentTime]:
     found: dict[str, list[tuple[int, SegmentTime]]] = {}
     for trace in traces:
         for segment in trace.segments:
-            if segment.stage == near and segment.kind in _KINDS.values():
-                found.setdefault(segment.kind, []).append((segment.count, segment_time(segment, hardware)))
+            if segment.stage == stage and segment.kind in _KINDS.values():
+                found.setdefault(segment.kind, []).append((segment.count, known.of(segment)))
     return {kind: _mean(times) for kind, times in found.items()}
 
 

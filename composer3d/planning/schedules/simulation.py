@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from composer3d.errors import ComposerError
@@ -104,7 +105,7 @@ class Simulation:
     stages_per_rank: int
     total: float
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """The time every rank computes: the ideal step, without waiting, of the busiest one."""
         return tuple(math.fsum(cell.end - cell.start for cell in cells) for cells in self.ranks)
