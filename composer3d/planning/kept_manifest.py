@@ -2,9 +2,9 @@
 
 An entry is found by the manifest's tables, what was asked, the files and folders that the manifest names, what is
 installed, and the environment of torch and of Hugging Face; and it is used where the code has the state that the entry
-notes, of composer3d, of plugins, and of the model's package. Nothing is kept where code runs that belongs to no such
-package, as a model in a file beside the manifest: it may read what nobody knows of. Its traces are kept by another key,
-for which the model is built (`trace_cache`).
+notes, of composer3d, of plugins, and of the model's package. Nothing is kept where code runs that is not installed, as
+a model in a file or a package beside the manifest: it may read what nobody knows of. Its traces are kept by another
+key, for which the model is built (`trace_cache`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.planning.traced_manifest import TracedManifest
-from composer3d.planning.tracing.code_state import folder_state, installed_state, own_modules, package_folders, state_of
+from composer3d.planning.tracing.code_state import (
+    OWN,
+    folder_state,
+    installed_state,
+    library_environment,
+    own_modules,
+    package_folders,
+    state_of,
+)
 from composer3d.planning.tracing.kept_entries import VARIABLE, Entries
 
 if TYPE_CHECKING:
@@ -28,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["kept_manifest"]
 
 _FORMAT = 1
-_ENVIRONMENTS = ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "COMPOSER3D_", "XDG_", "CUDA_", "HIP_", "ROCR_")
 # Of NVIDIA's and of AMD's driver: a machine that gets a device runs `device = "auto"` there.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _MOST_FILES = 10_000
@@ -59,7 +66,7 @@ def kept_manifest(
         return found.traced
     traced, modules = trace()
     folders = package_folders({"composer3d", *modules})
-    if key is not None and next(own_modules(folders), None) is None:
+    if key is not None and next(own_modules(package_folders(OWN)), None) is None:
         code = [(folder, folder_state(folder, suffix=".py") or "") for folder in folders]
         entries.write(key, _Entry(code=tuple(code), traced=traced))
     return traced
@@ -75,9 +82,7 @@ def _key(document: Document, asked: Mapping[str, Any]) -> str | None:
         "python": sys.version,
         "path": sys.path,
         "installed": installed_state(),
-        "environment": sorted(
-            (name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENTS) and name != VARIABLE
-        ),
+        "environment": library_environment(but=VARIABLE),
         "drivers": [path for path in _DRIVERS if os.path.exists(path)],
         "tables": document.tables,
         "folder": str(document.folder),

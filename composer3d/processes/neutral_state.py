@@ -23,7 +23,7 @@ def neutral_state() -> Iterator[None]:
     Memory: the three states, 10 kB. Collectives: none.
     """
     with ExitStack() as stack:
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             _enter_torch(stack)
         stack.callback(random.setstate, random.getstate())
         drawn: Any = sys.modules.get("numpy.random")

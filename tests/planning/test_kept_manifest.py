@@ -55,9 +55,10 @@ Path("site-packages/other-1.0.dist-info").mkdir(); found["installed"] = ask()
 os.environ["HF_HOME"] = "elsewhere"; found["environment"] = ask()
 found["still"] = ask()
 sys.path.insert(0, os.getcwd())
-import own
+import own, beside.part
 found["own"] = [ask(["train.seed=1"], ("own",)), ask(["train.seed=1"], ("own",))]
 found["torch"] = "torch" in sys.modules
+found["beside"] = [ask(["train.seed=2"], ("beside.part",)), ask(["train.seed=2"], ("beside.part",))]
 print(json.dumps(found))
 """
 
@@ -73,6 +74,8 @@ def test_a_trace_is_made_anew_where_anything_that_it_depends_on_has_changed(tmp_
     (tmp_path / "run.toml").write_text(MANIFEST.replace('"synthetic"', '"data.bin"'))
     (tmp_path / "data.bin").write_bytes(b"data")
     (tmp_path / "own.py").write_text("def __getattr__(name):\n    raise ValueError(name)\n")  # it may raise anything
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "part.py").touch()
     package = tmp_path / "site-packages" / "package"
     package.mkdir(parents=True)
     for name in ("__init__.py", "part.py"):
@@ -90,6 +93,7 @@ def test_a_trace_is_made_anew_where_anything_that_it_depends_on_has_changed(tmp_
         "environment": 1,
         "still": 0,
         "own": [1, 1],
+        "beside": [1, 1],
     }
 
 

@@ -8,14 +8,30 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from composer3d.processes import own_attribute
 
-__all__ = ["folder_state", "installed_state", "own_modules", "package_folders", "state_of"]
+__all__ = [
+    "OWN",
+    "folder_state",
+    "installed_state",
+    "is_installed",
+    "is_own",
+    "library_environment",
+    "own_modules",
+    "package_folders",
+    "state_of",
+]
+
+OWN = ("composer3d", "composer3d_plugins")  # packages that change with their files alone, wherever these are
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of packages that do not change while they are used
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
+# Not `data`: that is the prefix, below which a user may work, as in /usr/src.
+_SCHEME = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+_ENVIRONMENTS = ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "COMPOSER3D_", "XDG_", "CUDA_", "HIP_", "ROCR_")
 
 
 def package_folders(modules: Iterable[str]) -> list[str]:
@@ -31,11 +47,38 @@ def own_modules(folders: Iterable[str]) -> Iterator[tuple[str, Path]]:
     Args:
         folders: Of packages that are digested as wholes.
     """
-    known = tuple(os.path.join(folder, "") for folder in (*folders, *sysconfig.get_paths().values()))
+    known = tuple(os.path.join(folder, "") for folder in folders)
     for name, module in list(sys.modules.items()):
         file = None if name.startswith("torch.") else own_attribute(module, "__file__")  # torch.ops has none that is
-        if isinstance(file, str) and not file.startswith(known) and _INSTALLED.isdisjoint(Path(file).parts):
+        if isinstance(file, str) and not file.startswith(known) and not is_installed(file):
             yield name, Path(file)
+
+
+def is_own(module: str | None) -> bool:
+    """Return whether a module of this name is the user's own: not installed, of Python, of torch, or of composer3d."""
+    name = module or ""
+    top = name.partition(".")[0]
+    if top in ("torch", *OWN):
+        return False
+    file = own_attribute(sys.modules.get(name), "__file__")
+    return not is_installed(file) if isinstance(file, str) else top not in sys.stdlib_module_names
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Return whether a file belongs to Python, or to a package that is installed."""
+    paths = sysconfig.get_paths()
+    known = tuple(os.path.join(paths[name], "") for name in _SCHEME)
+    return file.startswith(known) or not _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def library_environment(*, but: str) -> list[tuple[str, str]]:
+    """Return what torch, Hugging Face and composer3d read of the environment.
+
+    Args:
+        but: Name of a variable that is left out.
+    """
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENTS) and name != but)
 
 
 def folder_state(folder: str | Path, *, suffix: str = "", most: int | None = None) -> str | None:

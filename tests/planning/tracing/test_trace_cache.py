@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from composer3d import plan
-from composer3d.planning.tracing import kept_entries
+from composer3d.planning.tracing import kept_entries, trace_cache
 from composer3d.planning.tracing.rank_tracer import Tracer
 
 MODEL = """
@@ -78,6 +81,91 @@ def test_what_a_trace_depends_on_is_in_its_key(asked, tmp_path):
     source.write_text(MODEL + "# the code of the model, or anything that it may call\n")
     plan(path)
     assert len(traced) == len(entries(tmp_path)) == 6
+
+
+READING = """
+import json, os, pathlib
+import torch
+from torch import nn
+
+TIMES = int(os.environ.get("OWN_TIMES", "1"))
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 16)
+        self.mix = nn.Linear(16, 16)
+        self.head = nn.Linear(16, vocab_size)
+        self.options = json.loads(pathlib.Path("options.json").read_text())
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for _ in range(TIMES * self.options["times"]):
+            x = self.mix(x)
+        return self.head(x)
+
+
+def loss(output, targets):
+    times = json.loads(pathlib.Path("options.json").read_text())["times"]
+    return nn.functional.cross_entropy(times * output.flatten(0, 1), targets.flatten())
+"""
+# Prints how often it traced, and the operators of a rank.
+ASKED = """
+import json, sys
+from composer3d import plan
+from composer3d.planning.tracing.rank_tracer import Tracer
+traced, original = [], Tracer.trace_all
+def counted(self, chosen):
+    traced.append(chosen)
+    return original(self, chosen)
+Tracer.trace_all = counted
+found = plan("run.toml").plan
+print(json.dumps([len(traced), sum(o.flops * o.count for s in found.ranks[0].trace.segments for o in s.operators)]))
+"""
+
+
+def test_a_model_that_was_built_otherwise_is_traced_anew(asked, tmp_path):
+    path, traced, source = asked
+    source.write_text(READING)
+    numbers = []
+    for times in (1, 1, 3, 3, 1):
+        (tmp_path / "options.json").write_text(json.dumps({"times": times}))
+        plan(path)
+        numbers.append(len(traced))
+    assert numbers == [1, 1, 2, 2, 2]
+
+
+def test_a_model_that_was_built_otherwise_is_traced_anew_in_any_process(asked, tmp_path):
+    _, _, source = asked
+    source.write_text(READING)
+
+    def ask(times, **environment):
+        (tmp_path / "options.json").write_text(json.dumps({"times": times}))
+        printed = subprocess.run(
+            [sys.executable, "-c", ASKED], env=os.environ | environment, stdout=subprocess.PIPE, check=True
+        ).stdout
+        traced, flops = json.loads(printed)
+        return traced, flops
+
+    first, again = ask(1), ask(1)
+    assert (first[0], again) == (1, (0, first[1]))
+    longer = ask(3)
+    assert longer[0] == 1 and longer[1] > first[1]
+    assert ask(1, OWN_TIMES="3") == (1, longer[1])
+    assert ask(3) == (0, longer[1])
+    assert len(entries(tmp_path)) == 3
+
+
+def test_nothing_is_kept_where_a_step_may_read_files(asked, tmp_path, caplog):
+    path, traced, source = asked
+    source.write_text(READING)
+    (tmp_path / "options.json").write_text('{"times": 1}')
+    with caplog.at_level("INFO", logger=trace_cache.__name__):
+        for _ in range(2):
+            plan(path, overrides=[f'train.loss="{source.stem}:loss"'])
+    assert len(traced) == 2 and entries(tmp_path) == []
+    assert f"traces are not kept: {source.stem}.loss may read files, by read_text" in caplog.text
 
 
 def test_what_is_not_what_was_written_is_made_anew(asked, tmp_path, caplog):
