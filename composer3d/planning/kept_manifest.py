@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.planning.traced_manifest import TracedManifest
 from composer3d.planning.tracing.code_state import (
-    OWN,
     folder_state,
     installed_state,
     library_environment,
     own_modules,
     package_folders,
+    plugin_packages,
     state_of,
 )
 from composer3d.planning.tracing.kept_entries import VARIABLE, Entries
@@ -66,7 +66,7 @@ def kept_manifest(
         return found.traced
     traced, modules = trace()
     folders = package_folders({"composer3d", *modules})
-    if key is not None and next(own_modules(package_folders(OWN)), None) is None:
+    if key is not None and next(own_modules(package_folders(plugin_packages())), None) is None:
         code = [(folder, folder_state(folder, suffix=".py") or "") for folder in folders]
         entries.write(key, _Entry(code=tuple(code), traced=traced))
     return traced

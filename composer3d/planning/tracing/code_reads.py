@@ -41,7 +41,7 @@ _MAKING = frozenset(("__class__", "__init__", "type"))
 
 @dataclass(frozen=True, kw_only=True)
 class _Scan:
-    """What stands in a function's instructions, and in those of functions inside of it.
+    """Names in a function's instructions, and in those of functions inside of it.
 
     Args:
         chains: Globals, each with the attributes that are read of it at once.

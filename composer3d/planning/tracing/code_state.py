@@ -14,7 +14,6 @@ from pathlib import Path
 from composer3d.processes import own_attribute
 
 __all__ = [
-    "OWN",
     "folder_state",
     "installed_state",
     "is_installed",
@@ -22,10 +21,10 @@ __all__ = [
     "library_environment",
     "own_modules",
     "package_folders",
+    "plugin_packages",
     "state_of",
 ]
 
-OWN = ("composer3d", "composer3d_plugins")  # packages that change with their files alone, wherever these are
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of packages that do not change while they are used
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -55,10 +54,10 @@ def own_modules(folders: Iterable[str]) -> Iterator[tuple[str, Path]]:
 
 
 def is_own(module: str | None) -> bool:
-    """Return whether a module of this name is the user's own: not installed, of Python, of torch, or of composer3d."""
+    """Return whether a module of this name is the user's own: not installed, of Python, of torch, or of plugins."""
     name = module or ""
     top = name.partition(".")[0]
-    if top in ("torch", *OWN):
+    if top == "torch" or top in plugin_packages():
         return False
     file = own_attribute(sys.modules.get(name), "__file__")
     return not is_installed(file) if isinstance(file, str) else top not in sys.stdlib_module_names
@@ -79,6 +78,13 @@ def library_environment(*, but: str) -> list[tuple[str, str]]:
         but: Name of a variable that is left out.
     """
     return sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENTS) and name != but)
+
+
+def plugin_packages() -> tuple[str, ...]:
+    """Return the names of composer3d and of packages with plugins that are installed, wherever their files are."""
+    from composer3d.registry import Catalogue
+
+    return ("composer3d", *Catalogue.installed().packages())
 
 
 def folder_state(folder: str | Path, *, suffix: str = "", most: int | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""How objects hold what they hold: slots, content of containers, state that only `pickle` sees, values of tensors."""
+"""State of objects beside their `__dict__`: slots, content of containers, what only `pickle` sees, tensors' values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_BYTES = 2**28  # of a tensor's or an array's values
 
 
 class UnreadableStateError(Exception):
-    """What cannot be read by value: an open file, a generator, an object of a library without `pickle`."""
+    """State that cannot be read by value: an open file, a generator, an object of a library without `pickle`."""
 
 
 class Form(NamedTuple):
-    """How objects of a class hold what they hold, beside a `__dict__`.
+    """Places in which objects of a class hold what they hold, beside a `__dict__`.
 
     Args:
         slots: Names with their descriptors.

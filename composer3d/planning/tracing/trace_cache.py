@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.planning.tracing.built_state import BuiltState, UnreadableStateError
 from composer3d.planning.tracing.code_state import (
-    OWN,
     folder_state,
     installed_state,
+    is_own,
     library_environment,
     own_modules,
     package_folders,
@@ -90,7 +90,7 @@ def trace_key(job: Job, chosen: Mapping[int, int], *, extrapolate: bool) -> str 
 
 
 def _built(job: Job) -> str:
-    """Return the digest of a batch, and of the objects whose code a step runs: a manifest decides composer3d's own."""
+    """Return the digest of a batch, and of the objects whose code a step runs; a manifest decides installed plugins."""
     import torch
     from torch.nn.modules import module
 
@@ -102,7 +102,7 @@ def _built(job: Job) -> str:
     for value in (job.model, job.loss_fn, job.count_fn, _loaded(optimizer), job.example, job.target, hooks):
         state.add(value)
     for plugin in job.manifest.plugins:
-        if type(plugin.instance).__module__.partition(".")[0] not in OWN:
+        if is_own(type(plugin.instance).__module__):
             state.add(plugin.instance)
     return state.digest()
 
