@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from composer3d.cli.options import (
@@ -19,7 +21,7 @@ from composer3d.cli.options import (
     seconds,
 )
 from composer3d.cli.output import PAGE, coloured, print_problems, refuse_unwritable, say, say_json, write_output
-from composer3d.errors import ComposerError, ManifestError
+from composer3d.errors import ComposerError, ManifestError, Problem
 from composer3d.processes import end_without_collecting
 
 if TYPE_CHECKING:
@@ -118,23 +120,72 @@ def _rank(text: str) -> str | int:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, and print; 1 if it does not fit, 2 if the manifest is wrong."""
+    from composer3d.checking import apart
+
     end_without_collecting()
-    if len(arguments.manifests) > 1:
-        return _table(arguments)
-    source = arguments.manifests[0]
-    refuse_unwritable(arguments.html, begins=PAGE)
-    found = _plan(arguments, source)
-    if found is None:
+    sources = list(arguments.manifests)
+    _refuse_of_several(arguments, sources)
+    if len(sources) == 1:
+        refuse_unwritable(arguments.html, begins=PAGE)
+    read = [*sources, *([] if arguments.diff is None else [arguments.diff])]
+    made = apart(lambda: _made(arguments), read, arguments.overrides)
+    for problems in made.problems:
+        print_problems(problems)
+    if made.problems:
         return WRONG
+    if len(sources) > 1:
+        return _table(arguments, made.plans)
     if arguments.diff is not None:
-        return _diff(arguments, found)
+        return _diff(arguments, made.plans[sources[0]], made.other)
+    return _alone(arguments, sources[0], made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """Plans of manifests, and the problems of those that have none, each with its own.
+
+    Args:
+        plans: By manifest.
+        problems: Of a manifest, one entry each.
+        worlds: Of one manifest that states several worlds, by what the reader calls them.
+        other: Of the one that `--diff` names.
+    """
+
+    plans: Mapping[str, Plan]
+    problems: Sequence[Sequence[Problem]] = ()
+    worlds: Mapping[str, Plan] = field(default_factory=dict)
+    other: Plan | None = None
+
+
+def _made(arguments: argparse.Namespace) -> _Made:
+    """Return the plans that the command shows, of manifests whose models are built in this process."""
+    plans, problems = {}, []
+    for source in arguments.manifests:
+        try:
+            plans[source] = _plan(arguments, source)
+        except ManifestError as error:
+            problems.append(error.problems)
+    worlds: Mapping[str, Plan] = {}
+    other = None
+    if len(plans) == len(arguments.manifests) == 1:
+        source, first = next(iter(plans.items()))
+        try:
+            if arguments.diff is not None:
+                other = _plan(arguments, arguments.diff)
+            else:
+                worlds = _worlds(arguments, source, first)
+        except ManifestError as error:
+            problems.append(error.problems)
+    return _Made(plans=plans, problems=problems, worlds=worlds, other=other)
+
+
+def _alone(arguments: argparse.Namespace, source: str, made: _Made) -> int:
+    """Show the plan of one manifest, and those of the worlds that it states."""
+    found, worlds = made.plans[source], made.worlds
     if arguments.html is not None:
         from composer3d.planning.reports import plan_to_html
 
         write_output(arguments.html, plan_to_html(found, title=source))
-    worlds = _worlds(arguments, source, found)
-    if worlds is None:
-        return WRONG
     if arguments.json:
         from composer3d.planning.reports import plan_to_json, plans_to_json
 
@@ -148,10 +199,10 @@ def execute(arguments: argparse.Namespace) -> int:
     return DOES_NOT_FIT if any(each.verdict == "does not fit" for each in (found, *worlds.values())) else 0
 
 
-def _worlds(arguments: argparse.Namespace, source: str, largest: Plan) -> dict[str, Plan] | None:
+def _worlds(arguments: argparse.Namespace, source: str, largest: Plan) -> dict[str, Plan]:
     """Return the plans of the world sizes that a manifest states, where it states several and none was asked for.
 
-    Of a range, its ends and those with a layout of their own; None after printing the problems of one.
+    Of a range, its ends and those with a layout of their own.
     """
     from composer3d.manifest import inspect_manifest, read
 
@@ -167,8 +218,7 @@ def _worlds(arguments: argparse.Namespace, source: str, largest: Plan) -> dict[s
         return {}
     chosen = [size for size in sizes if size in (sizes[0], sizes[-1]) or str(size) in manifest.mesh.layouts]
     plans = {f"on {size} ranks": _plan(arguments, source, world_size=size) for size in chosen[:-1]}
-    found = {name: plan for name, plan in plans.items() if plan is not None}
-    return {**found, f"on {sizes[-1]} ranks": largest} if len(found) == len(plans) else None
+    return {**plans, f"on {sizes[-1]} ranks": largest}
 
 
 def _coloured(line: str) -> str:
@@ -193,20 +243,21 @@ def _failures(arguments: argparse.Namespace) -> Failures | None:
     return Failures(hours=hours, storage=storage, restart_s=arguments.restart)
 
 
-def _table(arguments: argparse.Namespace) -> int:
-    """Plan several manifests and print a row for each, or the problems of all of them."""
+def _refuse_of_several(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse what is of one manifest where several are given, and one that is given twice."""
+    if len(names) == 1:
+        return
     alone = {"--diff": arguments.diff, "--html": arguments.html}
     refused = [option for option, value in alone.items() if value is not None]
     if refused:
-        raise ComposerError(f"{refused[0]} is of one manifest, and {len(arguments.manifests)} are given")
-    names = arguments.manifests
+        raise ComposerError(f"{refused[0]} is of one manifest, and {len(names)} are given")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ComposerError(f"{twice} is given twice")
-    plans = {source: _plan(arguments, source) for source in names}
-    found = {source: plan for source, plan in plans.items() if plan is not None}
-    if len(found) < len(plans):
-        return WRONG
+
+
+def _table(arguments: argparse.Namespace, found: Mapping[str, Plan]) -> int:
+    """Print a row for each of several plans."""
     if arguments.json:
         from composer3d.planning.reports import plans_to_json
 
@@ -218,12 +269,10 @@ def _table(arguments: argparse.Namespace) -> int:
     return DOES_NOT_FIT if any(plan.verdict == "does not fit" for plan in found.values()) else 0
 
 
-def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
+def _diff(arguments: argparse.Namespace, plan: Plan, other: Plan | None) -> int:
     from composer3d.planning.reports import difference_to_json, show_difference
 
-    other = _plan(arguments, arguments.diff)
-    if other is None:
-        return WRONG
+    assert other is not None, "planned without problems"
     if arguments.json:
         say_json(difference_to_json(plan, other))
     else:
@@ -231,29 +280,29 @@ def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
     return DOES_NOT_FIT if other.verdict == "does not fit" else 0
 
 
-def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None = None) -> Plan | None:
-    """Return the plan of a manifest; None after printing its problems."""
+def _plan(arguments: argparse.Namespace, source: str, *, world_size: int | None = None) -> Plan:
+    """Return the plan of a manifest.
+
+    Raises:
+        ManifestError: It has problems.
+    """
     from composer3d import plan
     from composer3d.planning.hardware import parse_factors
 
     money, currency = arguments.price or (None, "$")
-    try:
-        return plan(
-            source,
-            world_size=world_size or arguments.world_size,
-            rank=arguments.rank,
-            memory_bytes=arguments.memory_bytes,
-            hardware=arguments.hardware,
-            tokens=arguments.tokens,
-            samples=arguments.samples,
-            price=money,
-            currency=currency,
-            failures=_failures(arguments),
-            what_if=parse_factors(arguments.what_if),
-            overrides=arguments.overrides,
-            full=arguments.full,
-            routing_skew=arguments.routing_skew,
-        ).plan
-    except ManifestError as error:
-        print_problems(error.problems)
-        return None
+    return plan(
+        source,
+        world_size=world_size or arguments.world_size,
+        rank=arguments.rank,
+        memory_bytes=arguments.memory_bytes,
+        hardware=arguments.hardware,
+        tokens=arguments.tokens,
+        samples=arguments.samples,
+        price=money,
+        currency=currency,
+        failures=_failures(arguments),
+        what_if=parse_factors(arguments.what_if),
+        overrides=arguments.overrides,
+        full=arguments.full,
+        routing_skew=arguments.routing_skew,
+    ).plan

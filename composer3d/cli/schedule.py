@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, path, positive
 from composer3d.cli.output import DRAWING, refuse_unwritable, say, say_json, write_output
@@ -44,16 +45,19 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Simulate and draw; 2 if the manifest is wrong or has no pipeline."""
+    from composer3d.checking import apart
     from composer3d.planning import Costs, schedule
 
     refuse_unwritable(arguments.svg, begins=DRAWING)
-    found = schedule(
+    simulated = partial(
+        schedule,
         arguments.manifest,
         world_size=arguments.world_size,
         overrides=arguments.overrides,
         num_microbatches=arguments.microbatches,
         costs=Costs(**{name: getattr(arguments, f"{name}_cost") for name in COSTS}),
     )
+    found = apart(simulated, [arguments.manifest], arguments.overrides)
     if arguments.svg is not None:
         write_output(arguments.svg, found.to_svg())
     if arguments.json:

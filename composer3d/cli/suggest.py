@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, path, positive
-from composer3d.cli.output import print_problems, refuse_unwritable_folder, say, say_json
-from composer3d.errors import ComposerError, ManifestError
+from composer3d.cli.output import refuse_unwritable_folder, say, say_json
+from composer3d.errors import ComposerError
 from composer3d.processes import end_without_collecting
 
 __all__ = ["add", "execute"]
@@ -49,30 +52,55 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
-    from composer3d import suggest
+    from composer3d.checking import apart
 
     end_without_collecting()
     refuse_unwritable_folder(arguments.write)
     _refuse_suggestions_of_another(arguments.manifest, arguments.write)
-    try:
-        found = suggest(
-            arguments.manifest,
-            world_size=arguments.world_size,
-            hardware=arguments.hardware,
-            memory_bytes=arguments.memory_bytes,
-            keep=arguments.keep,
-            overrides=arguments.overrides,
-        )
-    except ManifestError as error:
-        print_problems(error.problems)
-        return 2
-    if arguments.json:
-        say_json(found.to_json())
+    found = apart(lambda: _found(arguments), [arguments.manifest], arguments.overrides)
+    if isinstance(found.answer, str):
+        say(found.answer)
     else:
-        say(str(found))
-    if arguments.write is not None:  # files of an earlier search for this manifest that differ are refused
-        found.write(arguments.write)
+        say_json(found.answer)
+    if found.unwritten is not None:
+        raise ComposerError(found.unwritten)
     return 0 if found.ok else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Answer of a search, as the command shows it.
+
+    Args:
+        ok: Whether a layout fits.
+        answer: As text, or for JSON.
+        unwritten: Why the layouts are not written; None where they are, or nobody asked.
+    """
+
+    ok: bool
+    answer: str | Mapping[str, Any]
+    unwritten: str | None = None
+
+
+def _found(arguments: argparse.Namespace) -> _Found:
+    """Search, in this process, and write the layouts where that is asked for."""
+    from composer3d import suggest
+
+    found = suggest(
+        arguments.manifest,
+        world_size=arguments.world_size,
+        hardware=arguments.hardware,
+        memory_bytes=arguments.memory_bytes,
+        keep=arguments.keep,
+        overrides=arguments.overrides,
+    )
+    made = _Found(ok=found.ok, answer=found.to_json() if arguments.json else str(found))
+    if arguments.write is not None:  # files of an earlier search for this manifest that differ are refused
+        try:
+            found.write(arguments.write)
+        except ComposerError as error:
+            return replace(made, unwritten=str(error))
+    return made
 
 
 def _refuse_suggestions_of_another(manifest: str, folder: Path | None) -> None:

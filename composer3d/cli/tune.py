@@ -52,12 +52,14 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if no layout could be measured, 2 if the manifest is wrong."""
+    from composer3d.checking import build_apart
     from composer3d.planning import tune_on_machine
 
     if arguments.output is not None and arguments.output.exists():
         raise ComposerError(f"{arguments.output} is there, and would be replaced; name another file")
     refuse_unwritable(arguments.output)
     try:
+        build_apart(arguments.manifest, arguments.overrides)
         result = tune_on_machine(
             arguments.manifest,
             num_ranks=arguments.nproc_per_node,

@@ -7,8 +7,9 @@ import sys
 import traceback
 from collections.abc import Container
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["beside", "caller", "line_of"]
+__all__ = ["beside", "caller", "line_of", "raised_in"]
 
 
 def caller(modules: Container[int]) -> tuple[int | None, str]:
@@ -45,9 +46,20 @@ def line_of(error: BaseException) -> str:
     """Return file and line of the innermost of the user's code in an error's traceback; empty where none is."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__"))):
+        if _is_users_frame(frame):
             place = f"{Path(frame.f_code.co_filename).name}:{line}"
     return place
+
+
+def raised_in(error: BaseException) -> str | None:
+    """Return file and line of the user's code that raised an error, or called what did; None where composer3d did."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_own = str(frame.f_globals.get("__name__")).partition(".")[0].startswith("composer3d")
+    return None if is_own and not _is_users_frame(frame) else line_of(error) or None
+
+
+def _is_users_frame(frame: FrameType) -> bool:
+    return _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
 
 
 @functools.cache
@@ -57,4 +69,6 @@ def _is_users(filename: str, module: str) -> bool:
     package, _, rest = module.partition(".")
     if package.startswith("composer3d"):  # a plugin's
         return package == "composer3d" and rest.startswith("models.")
+    if package in sys.stdlib_module_names or package == "pluggy":  # which call on behalf of others
+        return package == "__main__"
     return Path(torch.__file__).parent not in Path(filename).parents and not filename.startswith("<")

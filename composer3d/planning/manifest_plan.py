@@ -226,17 +226,19 @@ def _traced(
 ) -> tuple[TracedManifest, frozenset[str]]:
     """Trace a manifest that was inspected, and without errors; return the modules of what runs, too."""
     from composer3d.planning.manifest_tracer import trace_manifest
+    from composer3d.planning.tracing.model_errors import tracing_model
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
     job = inspected_job(inspected, found)
-    traced = trace_manifest(
-        job,
-        found.layout,
-        orders_of=found.preparation.actions,
-        schedule=_schedule_name(found),
-        choice=choice,
-        extrapolate=extrapolate,
-    )
+    with tracing_model(job.manifest, found, in_full=not extrapolate):
+        traced = trace_manifest(
+            job,
+            found.layout,
+            orders_of=found.preparation.actions,
+            schedule=_schedule_name(found),
+            choice=choice,
+            extrapolate=extrapolate,
+        )
     callables = [job.loss_fn, job.count_fn, *(type(plugin.instance) for plugin in job.manifest.plugins)]
     classes = {type(module) for module in job.model.modules()}
     modules = frozenset(getattr(each, "__module__", None) or "" for each in (*classes, *callables)) - {""}

@@ -137,6 +137,64 @@ def test_other_commands_name_it_too(verb, dangerous, edited, command):
     assert code == 2 and err.startswith(f"run.toml:{CASES['model that ends the process'][1]}"), err
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model that hangs", ("plan", "run.toml")),
+        ("model that ends the process", ("plan", "run.toml", "--diff", "quickstart")),
+        ("model that ends the process", ("plan", "quickstart", "run.toml")),
+        ("model that ends the process", ("suggest", "run.toml", "--world-size", "2")),
+        ("model that ends the process", ("schedule", "run.toml")),
+        ("model that ends the process", ("tune", "run.toml", "--nproc-per-node", "2", "--hardware", "h100")),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else None,
+)
+def test_commands_that_build_the_model_name_it_too(name, words, dangerous, edited, command):
+    (old, new), message = CASES[name]
+    edited(old, new)
+    assert command(*words) == (2, "", f"run.toml:{message}\n1 problem\n")
+
+
+RAISING = """
+import torch
+import cli_models
+
+class Model(cli_models.Model):
+    def forward(self, x):
+        return self.embedding(x) @ torch.ones(3)
+
+class Traced(cli_models.Model):
+    def forward(self, x):
+        if type(x) is not torch.Tensor:
+            raise KeyError("a tensor of another kind")
+        return super().forward(x)
+
+def build(*, vocab_size):
+    return Model(8, 3, vocab_size)
+
+def traced(*, vocab_size):
+    return Traced(8, 3, vocab_size)
+"""
+
+
+def test_a_forward_that_raises_is_told_as_check_tells_it(folder, edited, command):
+    (folder / "raising.py").write_text(RAISING)
+    edited(MODEL, 'use = "raising:build"')
+    told = command("check", "run.toml")
+    assert told[0] == 2 and told[2].startswith("run.toml:7:1: [model] its forward fails on the first samples: Runtime")
+    assert command("plan", "run.toml") == told
+
+
+@pytest.mark.parametrize("words", [("plan", "run.toml"), ("suggest", "run.toml", "--world-size", "2")])
+def test_what_a_model_raises_in_a_trace_alone_is_told_with_its_line(folder, edited, command, words):
+    (folder / "raising.py").write_text(RAISING)
+    edited(MODEL, 'use = "raising:traced"')
+    assert command("check", "run.toml")[0] == 0
+    code, out, err = command(*words)
+    message = "a step of it cannot be traced: KeyError: 'a tensor of another kind', at raising.py:12; a step is traced"
+    assert (code, out) == (2, "") and f"run.toml:7:1: [model] {message}" in err and "Traceback" not in err, err
+
+
 def test_what_a_module_prints_is_no_part_of_the_answer(folder, edited, capfd):
     (folder / "loud.py").write_text("print('imported')\nfrom cli_models import *\nprint('again')\n")
     edited(MODEL, 'use = "loud:build"')

@@ -178,16 +178,20 @@ class GivenManifest:
     def _trace(self, setup: Setup) -> TracedCosts:
         from composer3d.planning.manifest_plan import inspected_job
         from composer3d.planning.suggesting.traced_costs import traced_costs
+        from composer3d.planning.tracing.model_errors import tracing_model
         from composer3d.planning.tracing.rank_tracer import Tracer
 
         parameters = list(self.preparation.model.parameters())
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        return traced_costs(
-            Tracer(replace(inspected_job(*self._inspected(setup)), num_microbatches=1)),
-            self.hardware,
-            microbatch=setup.microbatch,
-            parameter_size=size / self.num_parameters,
-        )
+        inspected, found = self._inspected(setup)
+        job = replace(inspected_job(inspected, found), num_microbatches=1)
+        with tracing_model(job.manifest, found, in_full=False):
+            return traced_costs(
+                Tracer(job),
+                self.hardware,
+                microbatch=setup.microbatch,
+                parameter_size=size / self.num_parameters,
+            )
 
     @cached_property
     def as_given(self) -> Planned | str:
