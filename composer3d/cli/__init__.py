@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from composer3d.cli import (
@@ -34,7 +35,7 @@ from composer3d.cli import (
     verify,
 )
 from composer3d.cli.output import complain, print_problems, say
-from composer3d.cli.standard_streams import OutputError, discard, flush, open_missing_streams
+from composer3d.cli.standard_streams import OutputError, discard, flush, open_missing_streams, reserved_output
 from composer3d.errors import ArgumentError, ComposerError, ForkError, ManifestError, did_you_mean
 from composer3d.processes import ChildError, machine_error
 
@@ -184,7 +185,8 @@ def _run(words: Sequence[str]) -> int:
     except SystemExit as leaving:  # argparse leaves by itself: 0 after --help, 2 for a wrong command line
         return leaving.code if isinstance(leaving.code, int) else WRONG
     try:
-        code: int = arguments.execute(arguments)
+        with reserved_output() if getattr(arguments, "json", False) else nullcontext():
+            code: int = arguments.execute(arguments)
         return code
     except OutputError:
         raise

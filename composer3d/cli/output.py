@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
 
-from composer3d.cli.standard_streams import discard, flush, writing_output
+from composer3d.cli.standard_streams import discard, flush, output, writing_output
 from composer3d.errors import ComposerError, Problem
 from composer3d.processes import file_objection, folder_objection
 
@@ -43,7 +43,7 @@ def say(text: str) -> None:
         OutputError: It cannot be written to.
     """
     with writing_output():
-        sys.stdout.write(f"{text}\n")
+        output().write(f"{text}\n")
 
 
 def pasted(path: Path | str) -> str:

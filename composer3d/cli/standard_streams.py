@@ -6,12 +6,14 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
-__all__ = ["OutputError", "discard", "flush", "open_missing_streams", "writing_output"]
+__all__ = ["OutputError", "discard", "flush", "open_missing_streams", "output", "reserved_output", "writing_output"]
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by their descriptors
+_OUTPUT, _ERRORS = 1, 2
+_reserved: TextIO | None = None
 
 
 class OutputError(Exception):
@@ -25,7 +27,7 @@ class OutputError(Exception):
 
     def __init__(self, error: OSError) -> None:
         self.is_read_no_more = isinstance(error, BrokenPipeError)
-        place = _place(sys.stdout)
+        place = _place(output())
         text = f"standard output{place} cannot be written to: {(error.strerror or str(error)).lower()}"
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         super().__init__(text + ("\ntry: free space there, or write to another file" if is_full else ""))
@@ -50,6 +52,57 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
+def output() -> TextIO:
+    """Return the stream that what a command prints is written to."""
+    return sys.stdout if _reserved is None else _reserved
+
+
+@contextmanager
+def reserved_output() -> Iterator[None]:
+    """Keep standard output for what the command itself prints: what others write to it goes to standard error.
+
+    Others are a model's code, libraries, also those in C, and processes that are started inside.
+    """
+    global _reserved
+    before = sys.stdout
+    with ExitStack() as stack:
+        _flush_all(before)
+        kept = os.dup(_OUTPUT)
+        stack.callback(os.close, kept)
+        os.dup2(_ERRORS, _OUTPUT)
+        stack.callback(os.dup2, kept, _OUTPUT)
+        stack.callback(_flush_all, before)  # into standard error
+        stack.enter_context(redirect_stdout(sys.stderr))
+        is_own = _descriptor(before) == _OUTPUT
+        _reserved = open(kept, "w", encoding=before.encoding, closefd=False) if is_own else before
+        try:
+            yield
+        finally:
+            try:
+                flush()
+            except OutputError:
+                discard(_reserved)
+                raise
+            finally:
+                _reserved = None
+
+
+def _flush_all(stream: TextIO) -> None:
+    """Write what Python and C hold for standard output."""
+    import ctypes
+
+    with suppress(OSError, ValueError):  # of a stream that a model has closed
+        stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
 @contextmanager
 def writing_output() -> Iterator[None]:
     """Raise an OutputError where what is written to standard output meets an error of the system."""
@@ -66,7 +119,7 @@ def flush() -> None:
         OutputError: It cannot be written to.
     """
     with writing_output():
-        sys.stdout.flush()
+        output().flush()
 
 
 def discard(stream: TextIO) -> None:
