@@ -77,3 +77,5 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ComposerError(f"--beside {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError as error:
+        raise ComposerError(f"--beside {path} is not UTF-8: byte 0x{error.object[error.start]:02x}") from None

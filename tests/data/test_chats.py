@@ -228,10 +228,12 @@ def test_rows_of_one_chat_are_padded_to_the_longest_of_the_global_batch(tmp_path
         ),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no chat has a turn of the assistant"),
         ('{"prompt": "a", "completion": ""}', 'chats.jsonl:1 has an empty "completion"'),
+        ("\udcff", "chats.jsonl:1 is no JSON: 'utf-8' codec can't decode byte 0xff in position 0"),
+        ('{"messages": [], "tools": "[x"}', 'chats.jsonl:1 has tools that begin with "[" and are no JSON: Expecting'),
     ],
 )
 def test_records_that_cannot_be_used_are_named(tmp_path, line, expected):
-    (tmp_path / "chats.jsonl").write_text(line + "\n")
+    (tmp_path / "chats.jsonl").write_bytes(f"{line}\n".encode(errors="surrogateescape"))
     table = DataTable(use="chats.jsonl", padding="longest", chat=ChatTable(template="chatml"))
     with pytest.raises(DataError) as caught:
         open_source(table, seed=0, folder=tmp_path, cache=tmp_path / "cache")

@@ -93,8 +93,10 @@ def _read(path: Path) -> dict[str, Any]:
             return tomli.load(file)
     except OSError as error:
         raise ComposerError(f"{path}: cannot be read: {error.strerror}") from error
-    except tomli.TOMLDecodeError as error:
-        raise ComposerError(f"{path}: is not TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ComposerError(f"{path}: is not UTF-8: byte 0x{error.object[error.start]:02x}") from error
+    except (ValueError, RecursionError) as error:  # also of nesting, and of numbers of too many digits
+        raise ComposerError(f"{path}: is not TOML: {str(error) or 'nested too deeply'}") from error
 
 
 def _network(name: str) -> Any:

@@ -95,7 +95,7 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `metrics.jsonl`, up to one that a kill left half written."""
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -75,7 +75,7 @@ def _values(file: Path, use: str) -> Iterator[tuple[int, Any]]:
         return
     if file.suffix != ".jsonl":
         raise DataError(f'[data] use = "{use}": {file.name} is no .jsonl or .json, in which chats are')
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:  # of which one that is no UTF-8 is no JSON either
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -88,7 +88,10 @@ def _record(value: Any, table: ChatTable, place: str) -> ChatRecord:
     if not isinstance(value, Mapping):
         raise _Wrong(f"is of type {type(value).__name__}, and a record is an object with {_FORMS}")
     tools = value.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools.startswith("[") else tools
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.startswith("[") else tools
+    except ValueError as error:
+        raise _Wrong(f'has tools that begin with "[" and are no JSON: {error}') from None
     name = table.messages or next((name for name in _CHATS if name in value), None)
     if name is not None:
         return ChatRecord(place=place, messages=_messages(value.get(name), table, name), tools=tools)

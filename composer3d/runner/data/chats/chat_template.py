@@ -151,7 +151,10 @@ def read_template(stated: str | None, *, folder: Path, tokenizer: Path | None) -
     if tokenizer is None:
         return None
     beside = tokenizer.with_name("chat_template.jinja")
-    text = beside.read_text(encoding="utf-8") if beside.is_file() else _default_of(config.get("chat_template"))
+    try:
+        text = beside.read_text(encoding="utf-8") if beside.is_file() else _default_of(config.get("chat_template"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f'[data] tokenizer = "{tokenizer}": {beside.name} beside it cannot be read: {error}') from None
     return ChatTemplate(text=text, special=special, name="the tokenizer's template")
 
 
