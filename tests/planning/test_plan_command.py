@@ -6,12 +6,14 @@ import io
 import json
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 
 from composer3d import plan
 from composer3d.cli import main
-from composer3d.planning.reports import size
+from composer3d.planning.reports import difference_to_json, show_difference, size
+from composer3d.planning.reports.plan_difference import moved_terms
 
 MANIFEST = """composer3d = 1
 [mesh]
@@ -165,6 +167,17 @@ def test_a_difference_says_which_terms_moved(manifest, tmp_path, capsys):
     assert code == 0
     assert terms["memory", "activations at peak"]["change"] < 0 < terms["compute", "FLOPs"]["change"]
     assert not any(group == "memory" and name in ("parameters", "optimizer") for group, name in terms)
+
+
+def test_a_difference_has_the_terms_of_time_where_hardware_is_given(manifest):
+    before, after = (plan(manifest, hardware=hardware).plan for hardware in ("v100-32", "h100"))
+    terms = {t["name"]: t for t in difference_to_json(before, after)["terms"] if t["group"] == "time"}
+    for name in ("step", "compute"):
+        assert terms[name]["before"] == before.time[f"{name}_s"]["value"] != terms[name]["after"]
+        assert terms[name]["after"] == after.time[f"{name}_s"]["value"]
+    assert terms.keys() >= {"communication over dp_shard beside compute", "communication over world waited for"}
+    assert re.search(r"\ntime +step +\S+ s -> +\S+ s  -\S+ s\n", show_difference(before, after))
+    assert "time" not in {term.group for term in moved_terms(before, replace(after, time=None))}
 
 
 def test_a_wrong_manifest_is_told_as_check_tells_it(manifest, capsys):

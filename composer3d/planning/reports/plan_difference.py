@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer3d.planning.plan import Plan
@@ -20,7 +21,7 @@ class Term:
     """One figure in two plans.
 
     Args:
-        group: `memory`, `wire`, `compute` or `pipeline`.
+        group: `memory`, `wire`, `compute`, `pipeline`, or `time` where both plans have it.
         name: Of the figure.
         before: In the first plan, of its fullest rank.
         after: In the second one.
@@ -40,7 +41,10 @@ class Term:
 def moved_terms(before: Plan, after: Plan) -> list[Term]:
     """Return the terms that differ between the fullest ranks of two plans, by group and the size of the change."""
     found: list[Term] = []
-    for group, one, other in zip(("memory", "wire", "compute", "pipeline"), _terms(before), _terms(after), strict=True):
+    groups = ("memory", "wire", "compute", "pipeline", "time")
+    if before.time is None or after.time is None:
+        before, after = replace(before, time=None), replace(after, time=None)
+    for group, one, other in zip(groups, _terms(before), _terms(after), strict=True):
         names = [*one, *(name for name in other if name not in one)]
         terms = [Term(group=group, name=n, before=one.get(n, 0.0), after=other.get(n, 0.0)) for n in names]
         found += sorted((term for term in terms if term.change), key=lambda term: -abs(term.change))
@@ -57,7 +61,20 @@ def _terms(plan: Plan) -> tuple[dict[str, float], ...]:
         wire[name] = wire.get(name, 0.0) + row["wire_bytes"]
     compute: dict[str, float] = {"FLOPs": flops_of(rank.trace.segments)}
     pipeline = {} if plan.bubble is None else {"bubble": plan.bubble.share}
-    return memory, wire, compute, pipeline
+    return memory, wire, compute, pipeline, {} if plan.time is None else _times(plan.time)
+
+
+def _times(time: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by what they are spent on, and those of each axis's communication."""
+    shown = {"step": "step_s", "compute": "compute_s", "exposed communication": "exposed_s", "bubble": "bubble_s"}
+    found = {name: time[key]["value"] for name, key in shown.items()}
+    by_axis: dict[str, float] = {}
+    for row in time["communication"]:
+        parts = {"waited for": row["blocking_s"], "beside compute": row["seconds"] - row["blocking_s"]}
+        for part, seconds in parts.items():
+            name = f"communication over {row['axis']} {part}"
+            by_axis[name] = by_axis.get(name, 0.0) + seconds
+    return found | by_axis
 
 
 def difference_to_json(before: Plan, after: Plan) -> dict[str, Any]:
@@ -66,6 +83,7 @@ def difference_to_json(before: Plan, after: Plan) -> dict[str, Any]:
     return {
         "ranks": [plan.ranks[0].trace.rank for plan in (before, after)],
         "world_sizes": [plan.layout.world_size for plan in (before, after)],
+        "hardware": None if before.time is None else before.time["hardware"],
         "terms": [
             {"group": t.group, "name": t.name, "before": t.before, "after": t.after, "change": t.change} for t in terms
         ],
@@ -90,4 +108,6 @@ def show_difference(before: Plan, after: Plan) -> str:
 def _value(term: Term, value: float) -> str:
     if term.group == "pipeline":
         return f"{value:.1%}"
+    if term.group == "time":
+        return f"{value:.4g} s"
     return f"{value:.3g}" if term.group == "compute" else size(value)
