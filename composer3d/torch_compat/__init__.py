@@ -133,7 +133,6 @@ from composer3d.torch_compat.modes import (
     no_torch_function,
     on_state_dict,
     run_backward,
-    selective_contexts,
     start_autograd,
     traceable,
     without_torch_functions,
@@ -156,6 +155,7 @@ from composer3d.torch_compat.pipelines import (
     without_own_messages,
 )
 from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor, watched_checkpoints
+from composer3d.torch_compat.selective_checkpoints import selective_contexts
 from composer3d.torch_compat.sharded_operators import (
     drawing_operators,
     handle_operators,

@@ -29,7 +29,6 @@ __all__ = [
     "no_torch_function",
     "on_state_dict",
     "run_backward",
-    "selective_contexts",
     "start_autograd",
     "traceable",
     "without_torch_functions",
@@ -263,23 +262,6 @@ def start_autograd() -> None:
         torch.ones((), requires_grad=True).backward()
 
 
-def selective_contexts(policy: Any) -> tuple[Any, Any]:
-    """Return torch's contexts of a selective checkpoint, which let ranges of the profiler and sizes on meta pass.
-
-    torch counts every operator of the forward, and the recomputation may have no further ones. A unit of FSDP2 inside
-    the checkpoint opens a range in every backward that it did not open in the forward, and ranges are operators here.
-    What torch lets pass is a private set for all checkpoints of the process (torch 2.11-2.15), so the two contexts get
-    a class of their own.
-    """
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    contexts = create_selective_checkpoint_contexts(policy)
-    for context in contexts:
-        kind: Any = type(context)
-        context.__class__ = _without_ranges(kind)
-    return contexts
-
-
 def works_on_meta(args: tuple[Any, ...]) -> bool:
     """Return whether an operator is given tensors on meta, whose sizes a propagation compares with those of shards.
 
@@ -304,17 +286,6 @@ def _tensor_kinds() -> tuple[type, type, type]:
     from torch._subclasses import FakeTensor
 
     return FakeTensor, torch.Tensor, torch.nn.Parameter
-
-
-@functools.cache
-def _without_ranges(kind: Any) -> Any:
-    class WithoutRanges(kind):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "profiler" or works_on_meta(args):
-                return func(*args, **(kwargs or {}))
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    return WithoutRanges
 
 
 def traceable(func: Any) -> Any:

@@ -47,6 +47,14 @@ def test_what_a_block_changes_in_place_is_not_kept():
         assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
+def test_what_a_selective_checkpoint_keeps_and_its_block_writes_into_is_kept_as_it_was():
+    selective = AC + 'units = ["*"]\nmode = "selective"\n'
+    texts = (selective, selective + 'save = ["aten.topk", "aten.sigmoid"]\n')
+    (plain,), *others = in_one_world(routed, 1, ("",), *((text,) for text in texts))
+    for (found,) in others:
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
 class Counted(nn.Module):
     """A block with running statistics."""
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import subprocess
 import sys
@@ -270,25 +269,6 @@ def test_a_backward_under_a_mode_is_that_of_torch():
     torch_compat.run_backward(loss, retain_graph=True, inputs=[x])
     torch_compat.run_backward(loss, torch.tensor(0.5))
     assert x.grad.tolist() == [5.0, 5.0]
-
-
-def test_ranges_of_the_profiler_are_no_operators_of_a_selective_checkpoint():
-    from torch.utils.checkpoint import checkpoint
-
-    seen = []
-
-    def block(x):
-        seen.append(torch_compat.in_backward())
-        for _ in seen:  # once more in the backward
-            with torch.profiler.record_function("range"):
-                pass
-        return x.sin().cos()
-
-    x = torch.full((3,), 0.5, requires_grad=True)
-    contexts = functools.partial(torch_compat.selective_contexts, [torch.ops.aten.sin.default])
-    checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
-    assert seen == [False, True]
-    torch.testing.assert_close(x.grad, -x.detach().sin().sin() * x.detach().cos())
 
 
 def sharded_groups():

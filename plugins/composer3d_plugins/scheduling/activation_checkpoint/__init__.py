@@ -81,7 +81,8 @@ class ActivationCheckpoint:
     took, and keeps what saves most time a byte until the budget is used: single results of a block, or the block as it
     is. FQNs stay: the block's forward is replaced, not the block. A recomputation reads buffers, and calls hooks of the
     block's modules, as the forward found them, and leaves them as they are.
-    Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
+    Memory: of a recomputed block its inputs (and saved results, of which those that it writes into are copied before
+        the write), and one block's activations while it is recomputed;
         "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
     Collectives: those of the forward once more, unless saved; FSDP2's are not repeated. "budget": one broadcast along
         tp, in the first forward, and those of the forward once more to measure it.
