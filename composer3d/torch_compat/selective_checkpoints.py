@@ -33,7 +33,8 @@ def selective_contexts(policy: Any) -> tuple[Any, Any]:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     keeping, kept = create_selective_checkpoint_contexts(policy)
-    keeping.__class__, kept.__class__ = _keeping(type(keeping)), _kept(type(kept))
+    kinds: tuple[Any, Any] = type(keeping), type(kept)
+    keeping.__class__, kept.__class__ = _keeping(kinds[0]), _kept(kinds[1])
     return keeping, kept
 
 
