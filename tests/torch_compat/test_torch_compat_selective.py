@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from composer3d.torch_compat import dispatch_mode, in_backward, selective_contexts
+from composer3d import torch_compat
 
 
 def test_ranges_of_the_profiler_are_no_operators_of_a_selective_checkpoint():
     seen = []
 
     def block(x):
-        seen.append(in_backward())
+        seen.append(torch_compat.in_backward())
         for _ in seen:  # once more in the backward
             with torch.profiler.record_function("range"):
                 pass
         return x.sin().cos()
 
     x = torch.full((3,), 0.5, requires_grad=True)
-    contexts = functools.partial(selective_contexts, [torch.ops.aten.sin.default])
+    contexts = functools.partial(torch_compat.selective_contexts, [torch.ops.aten.sin.default])
     checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
     assert seen == [False, True]
     torch.testing.assert_close(x.grad, -x.detach().sin().sin() * x.detach().cos())
@@ -46,7 +46,7 @@ def _written_outside(x, weight):
 def test_results_that_are_written_in_place_are_kept_as_they_were(block):
     torch.manual_seed(0)
     kept = [torch.ops.aten.mm.default, torch.ops.aten.topk.default]
-    contexts = functools.partial(selective_contexts, kept)
+    contexts = functools.partial(torch_compat.selective_contexts, kept)
     inputs = [torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)]
     found = []
     for is_recomputed in (False, True):
@@ -70,12 +70,12 @@ def test_a_copy_is_kept_of_what_is_written_and_of_nothing_else():
         return x.cos() + y
 
     copies, x = [], torch.ones(3, requires_grad=True)
-    contexts = functools.partial(selective_contexts, [torch.ops.aten.sin.default])
+    contexts = functools.partial(torch_compat.selective_contexts, [torch.ops.aten.sin.default])
 
     def count(func, types, args, kwargs):
         copies.extend([func] if func is torch.ops.aten.clone.default else [])
         return func(*args, **kwargs)
 
-    with dispatch_mode(count):
+    with torch_compat.dispatch_mode(count):
         checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
     assert len(copies) == 1
