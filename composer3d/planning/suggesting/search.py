@@ -147,12 +147,14 @@ class Found:
         num_tried: Layouts whose memory was computed.
         num_fitting: Of those the ones that fit.
         smallest: The one with the least memory: where nothing fits, what is closest to it.
+        tight: As `best`, of those that nearly fill the device, where nothing leaves room.
     """
 
     best: tuple[Candidate, ...]
     num_tried: int
     num_fitting: int
     smallest: Candidate | None
+    tight: tuple[Candidate, ...] = ()
 
 
 def search(
@@ -184,6 +186,7 @@ def search(
     limit = memory_bytes or hardware.device.memory_bytes
     choices = choices or Choices()
     fitting: list[Candidate] = []
+    tight: list[Candidate] = []
     smallest: Candidate | None = None
     num_tried, before = 0, math.inf
     families = _families(costs.num_blocks, base, hardware, world_size, choices)
@@ -194,16 +197,24 @@ def search(
             num_tried += len(tried)
             smallest = min(filter(None, (smallest, *tried)), key=lambda one: one.peak_bytes, default=None)
             found += [one for one in tried if one.verdict(limit) == "fits"]
+            tight += [one for one in tried if one.verdict(limit) == "tight"]
         fitting += [replace(one, step_s=costs.step_s(one.setup)) for one in found]
         least = min((one.step_s for one in fitting[len(fitting) - len(found) :]), default=math.inf)
         if least > before:
             break
         before = least
-    fitting.sort(key=lambda candidate: candidate.step_s)
-    near = [one for one in fitting if one.step_s <= _NEAR * fitting[0].step_s]
+    nearly = [] if fitting else [replace(one, step_s=costs.step_s(one.setup)) for one in tight]
+    return Found(
+        best=_best(fitting), num_tried=num_tried, num_fitting=len(fitting), smallest=smallest, tight=_best(nearly)
+    )
+
+
+def _best(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the fastest, and of those that are nearly as fast one of every tensor- and pipeline-parallel degree."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.step_s)
+    near = [one for one in ordered if one.step_s <= _NEAR * ordered[0].step_s]
     firsts = {(one.setup.tp, one.setup.pp): one for one in reversed(near)}
-    best = (*near[:_KEPT], *(one for one in firsts.values() if one not in near[:_KEPT]))
-    return Found(best=best, num_tried=num_tried, num_fitting=len(fitting), smallest=smallest)
+    return (*near[:_KEPT], *(one for one in firsts.values() if one not in near[:_KEPT]))
 
 
 def _tried(

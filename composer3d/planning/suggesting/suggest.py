@@ -78,7 +78,7 @@ def suggest(
             if any(one.num_fitting for one in tried):
                 break
         found = _together(tried)
-        if not trials.hear(different(found.best, trials.chosen)):
+        if not trials.hear(different(found.best or found.tight, trials.chosen)):
             break
     trials.ask_microbatches(keep)
     trials.ask_sequences(keep, tuple(sequence_degrees(own, world_size, offered)), searched)
@@ -95,6 +95,7 @@ def suggest(
 def _together(searched: Sequence[Found]) -> Found:
     return Found(
         best=tuple(candidate for one in searched for candidate in one.best),
+        tight=tuple(candidate for one in searched for candidate in one.tight),
         num_tried=sum(one.num_tried for one in searched),
         num_fitting=sum(one.num_fitting for one in searched),
         smallest=min((one.smallest for one in searched if one.smallest), key=lambda c: c.peak_bytes, default=None),
@@ -130,7 +131,8 @@ def _key(candidate: Candidate) -> tuple[object, ...]:
 def against(candidate: Candidate, own: Candidate | None, memory_bytes: float) -> Iterable[str]:
     """Yield why a layout wins: its own figures, and what moved against the given manifest's."""
     part = candidate.reserved_bytes / memory_bytes
-    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%}), by the plan"
+    tight = "; a longer batch, or fragmentation, may not fit" if candidate.verdict(memory_bytes) == "tight" else ""
+    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%}), by the plan{tight}"
     if own is None:
         return
     if own.verdict(memory_bytes) == "does not fit":
