@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import EvaluatedWeights, Evaluation
     from composer3d.step.gradients import average_whole, averaging_action, reducing_point
+    from composer3d.step.host_storages import HostMemory
     from composer3d.step.losses.inside_values import InsideValues
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.optimizers.unit_steps import SteppedUnit, SteppedUnits
@@ -177,6 +178,7 @@ _MODULES = {
     "step.optimizers.unit_steps": ("SteppedUnit", "SteppedUnits"),
     "step.losses.inside_values": ("InsideValues",),
     "step.rank_numbers": ("RankNumbers",),
+    "step.host_storages": ("HostMemory",),
     "step.received_values": ("ReceivedValues",),
     "step.units.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole", "averaging_action", "reducing_point"),
@@ -261,6 +263,7 @@ __all__ = [
     "ForkError",
     "GradScaler",
     "GroupOptions",
+    "HostMemory",
     "ImportResult",
     "InPlaceCodec",
     "InitialisationError",

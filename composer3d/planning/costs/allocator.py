@@ -28,7 +28,7 @@ _TIGHT = 0.92
 # reserved memory nine of ten published runs are nearer (benchmarks/plan_accuracy.py). Contexts are 0.5 to 1 GiB.
 _TRACED_BAND, _RESERVED_BAND, _ASSUMED_BAND = 0.03, 0.08, 0.5
 _COUNTED = ("parameters", "gradients", "optimizer", "buffers")
-_MOMENTS = ("activations", "peak", "transient", "activations_at_peak", "gradients_at_peak")
+_MOMENTS = ("activations", "peak", "transient", "activations_at_peak", "gradients_at_peak", "host")
 
 
 @dataclass(frozen=True, kw_only=True)

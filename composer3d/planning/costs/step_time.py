@@ -10,11 +10,10 @@ from composer3d.planning.costs.collective_time import group_of, transfer_s
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.timed import fresh_s
 from composer3d.planning.hardware.cluster import Device, Hardware
-from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
+from composer3d.planning.tracing.traced import DISPATCH, HOST_COPY, Operators, Segment, Transfer
 
 __all__ = [
     "AFTER",
-    "HOST_COPY",
     "Communication",
     "SegmentTime",
     "beside_compute",
@@ -25,7 +24,6 @@ __all__ = [
     "segment_time",
 ]
 
-HOST_COPY = "host_copy"  # the name of copies between a device and its host
 _MESSAGES = ("send", "receive")
 AFTER = ("gradients", "optimizer")  # segments that are not the model's
 _TENSORS = "tp"
@@ -161,13 +159,18 @@ def compute_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: b
 
 
 def kernels_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
-    """Return the seconds of operators without what the host does for them."""
+    """Return the seconds of operators without what the host does for them.
+
+    Copies between the device and its host run on streams of their own, beside the others.
+    """
     fused = hardware.software.pointwise if is_model else 1.0
+    copies = math.fsum(call.bytes_moved * call.count for call in operators if call.name == HOST_COPY)
     work = math.fsum(
-        _operator_s(call, hardware) * call.count * (1.0 if call.flops or call.name == HOST_COPY else fused)
+        operator_s(call, hardware.device) * call.count * (1.0 if call.flops else fused)
         for call in operators
+        if call.name != HOST_COPY
     )
-    return work + fresh_s(operators, hardware.device)
+    return max(work + fresh_s(operators, hardware.device), copies / hardware.host.reached)
 
 
 def launches_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
@@ -180,12 +183,6 @@ def _host_s(operators: Operators, device: Device) -> float:
     """Return what a call takes of the host: its launch, and what is known of hooks and dispatch around it."""
     launch = 0.0 if operators.name == DISPATCH else device.launch_s
     return launch + device.overheads.get(operators.name.split(".")[0], 0.0)
-
-
-def _operator_s(operators: Operators, hardware: Hardware) -> float:
-    if operators.name == HOST_COPY:
-        return operators.bytes_moved / hardware.host.reached
-    return operator_s(operators, hardware.device)
 
 
 def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[Communication, ...]:

@@ -169,6 +169,8 @@ def _moments(plan: Plan) -> list[Any]:
         lines.append(Text(f"{name}: peak in {memory.moment}{module} [traced]; {flops:.3g} FLOPs a step [exact]"))
         lines.append(Text(f"  peak {band(rank, 'peak')} [traced], device {band(rank, 'total')} [modelled]"))
         lines.append(Text(f"  gradients after the last backward {size(memory.gradients)} [exact]"))
+        if memory.host:
+            lines.append(Text(f"  in host memory {size(memory.host)} at most [traced]"))
     return lines
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from composer3d.planning.tracing.step_recorder import Calls, Recording, Stretch
+from composer3d.planning.tracing.calls import Calls
+from composer3d.planning.tracing.step_recorder import Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
 __all__ = ["Message", "Place", "Sketch", "Stage", "extend", "hold_more", "repeat", "run_alike", "sketch_of"]
@@ -50,6 +51,7 @@ class Sketch:
     gradients: int
     activations: int
     prepared: int
+    host: int
 
     @property
     def peak(self) -> tuple[Stage, Place, tuple[int, int, int, int]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import HostMemory, torch_compat
+from composer3d.planning.tracing.calls import Calls, calls_of, flat, form_of, host_copy
 from composer3d.planning.tracing.running_module import Place, watch_modules
 from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
 from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.observation import Collective
 
-__all__ = ["Calls", "Recording", "Stretch", "record_step"]
+__all__ = ["Recording", "Stretch", "record_step"]
 
 _ACTIONS: Mapping[str, SegmentKind] = {
     "forward": "forward",
@@ -31,8 +32,6 @@ _MESSAGES = frozenset({"send", "recv"})
 
 # Of a message: "forward" or "backward", stage and micro-batch of the action that it is for, or from.
 _Purpose = tuple[str, int, int]
-# Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
-Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
 # Host work for an operator on DTensors, besides the operators that it decomposes into.
 _DISPATCH: Calls = (DISPATCH, "", (), 0, 0)
 
@@ -74,6 +73,7 @@ class Recording:
         gradients: Bytes of gradients at the end of the last backward.
         activations: Most bytes made in forwards that were alive at the end of one.
         prepared: Bytes that the first step allocated for all micro-batches before it ran them, and kept.
+        host: Most bytes in host memory.
         peak: Most bytes alive at any moment.
     """
 
@@ -85,6 +85,7 @@ class Recording:
     gradients: int = 0
     activations: int = 0
     prepared: int = 0
+    host: int = 0
     peak: int = 0
 
 
@@ -96,7 +97,8 @@ class _Observer:
 
         self.run, self.result, self.place = run, Recording(), Place()
         self._optimizer = optimizer
-        self.storages = StorageCounter(self._note_peak)
+        self._host = run.context.stash(HostMemory) if run.context.run_device.type != "cpu" else None
+        self.storages = StorageCounter(self._note_peak, self._host)
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
         # By their numbers, since their hash is Python's; they are kept, so that no other one gets the number.
@@ -246,6 +248,10 @@ class _Observer:
                 self.storages.see(result)
         if self._is_quiet or is_silent or self.storages.is_paused:
             return result
+        if self._host is not None and self._host.copies is not None:
+            if self._host.copies:
+                self.stretch.operators[host_copy(args, result)] += 1
+            return result
         calls = None if make is None else self._made_by.get(make)
         if calls is not None:
             self.stretch.operators[calls] += 1
@@ -285,7 +291,7 @@ class _Observer:
         self.collectives.observe(operator, args)
         waits = operator.namespace == "c10d"
         rows = self.collectives.rows[before:]
-        purposes = [self._purposes.pop(id(leaf), None) for leaf in _flat(args) if hasattr(leaf, "untyped_storage")]
+        purposes = [self._purposes.pop(id(leaf), None) for leaf in flat(args) if hasattr(leaf, "untyped_storage")]
         for row, purpose in zip(rows, purposes if len(purposes) == len(rows) else [None] * len(rows), strict=True):
             if row.op in _MESSAGES and self._is_forward_backward and not self._open:
                 if row.op == "recv":
@@ -303,12 +309,12 @@ class _Observer:
     def _calls_of(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> Calls:
         """Return what is counted of a call, which depends on the form of its tensors and on its other arguments."""
         try:
-            form = (operator, _form(args), _form(kwargs.values()) if kwargs else (), _form((result,)))
+            form = (operator, form_of(args), form_of(kwargs.values()) if kwargs else (), form_of((result,)))
             known = self._calls.get(form)
         except TypeError:  # an argument without a hash
-            return _calls(name, operator, args, kwargs, result)
+            return calls_of(name, operator, args, kwargs, result)
         if known is None:
-            known = self._calls[form] = _calls(name, operator, args, kwargs, result)
+            known = self._calls[form] = calls_of(name, operator, args, kwargs, result)
         return known
 
 
@@ -317,37 +323,6 @@ def _purpose_of(stretch: Stretch) -> _Purpose | None:
     if stretch.microbatch is None:
         return None
     return "backward" if stretch.kind == "input_backward" else stretch.kind, stretch.stage, stretch.microbatch
-
-
-def _form(values: Iterable[Any]) -> tuple[Any, ...]:
-    forms: list[Any] = []
-    for value in values:
-        if hasattr(value, "untyped_storage"):
-            forms += (value.shape, value.dtype)
-        elif isinstance(value, list | tuple):
-            forms.append(_form(value))
-        else:
-            forms.append(value)
-    return tuple(forms)
-
-
-def _calls(name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> Calls:
-    tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
-    made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
-    floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-    written = torch_compat.written_tensors(operator, args, kwargs) if torch_compat.is_in_place(operator) else made
-    sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
-    dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
-    flops = int(torch_compat.num_flops(operator, args, kwargs, result))
-    return name, dtype, tuple(tuple(t.shape) for t in tensors), flops, sizes
-
-
-def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(tuple(value))
-        else:
-            yield value
 
 
 @contextlib.contextmanager
@@ -369,6 +344,8 @@ def record_step(
     buffers = [b for module in modules for b in module.buffers()]
     storages.track([*parameters, *buffers])
     result.parameters, result.buffers = storages.bytes_of(parameters), storages.bytes_of(buffers)
+    for tensor in _host_state(optimizer, run.context.stash(HostMemory)):
+        run.context.stash(HostMemory).keep(tensor)
     storages.track(_state_tensors(optimizer))
     storages.track(torch_compat.tree_leaves(batch))
     result.batch = storages.bytes_of(torch_compat.tree_leaves(batch))
@@ -382,12 +359,19 @@ def record_step(
         torch_compat.dispatch_mode(observer.handle, compiles=False, knows_devices=True),
     ):
         yield observer
-    result.optimizer = storages.bytes_of(_state_tensors(optimizer))
+    result.optimizer, result.host = storages.bytes_of(_state_tensors(optimizer)), storages.host_peak
     observer.finish()
 
 
 def _state_tensors(optimizer: Any) -> list[Any]:
+    return [leaf for state in optimizer.state.values() for leaf in _tensors(state)]
+
+
+def _host_state(optimizer: Any, host: HostMemory) -> list[Any]:
+    return [leaf for parameter in host.stepped for leaf in _tensors(optimizer.state.get(parameter, {}))]
+
+
+def _tensors(state: Any) -> list[Any]:
     import torch
 
-    leaves = (leaf for state in optimizer.state.values() for leaf in torch_compat.tree_leaves(state))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch_compat.tree_leaves(state) if isinstance(leaf, torch.Tensor)]

@@ -13,10 +13,13 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LASTING", "MADE_FORWARD", "MADE_LATER", "StorageCounter"]
+    from composer3d import HostMemory
 
-# Kinds of storages by their creation: before the step, in a forward, or anywhere else in the step.
-LASTING, MADE_FORWARD, MADE_LATER = 0, 1, 2
+__all__ = ["IN_HOST", "LASTING", "MADE_FORWARD", "MADE_LATER", "StorageCounter"]
+
+# Kinds of storages by their creation: before the step, in a forward, or anywhere else in the step; and those that lie
+# in host memory, whenever they were made, which are no bytes of the device.
+LASTING, MADE_FORWARD, MADE_LATER, IN_HOST = 0, 1, 2, 3
 
 
 class StorageCounter:
@@ -30,18 +33,20 @@ class StorageCounter:
 
     Args:
         at_growth: Called whenever live bytes grow.
+        host: What plugins keep in host memory; None where the device's is the host's.
 
     Attributes:
-        live: Bytes now.
+        live: Bytes now, without those in host memory.
         peak: Most live bytes since `restart`.
-        kinds: Of `live`, by `LASTING`, `MADE_FORWARD` and `MADE_LATER`.
+        kinds: Bytes by `LASTING`, `MADE_FORWARD` and `MADE_LATER`, which are `live`, and `IN_HOST`.
+        host_peak: Most bytes in host memory.
         kind: Kind of storages made from now on.
         clock: Number of storages seen so far.
         is_paused: Whether DTensor is computing global shapes.
     """
 
-    def __init__(self, at_growth: Callable[[], None] | None = None) -> None:
-        self._at_growth = at_growth or (lambda: None)
+    def __init__(self, at_growth: Callable[[], None] | None = None, host: HostMemory | None = None) -> None:
+        self._at_growth, self._host = at_growth or (lambda: None), host
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
         self._births: dict[int, int] = {}
@@ -50,8 +55,8 @@ class StorageCounter:
         self.is_paused = False
         self._mode: Any = None
         self._is_mode_known = False
-        self.live = self.peak = 0
-        self.kinds = [0, 0, 0]
+        self.live = self.peak = self.host_peak = self._num_in_host = 0
+        self.kinds = [0, 0, 0, 0]
         self.kind = LASTING
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
@@ -95,7 +100,9 @@ class StorageCounter:
             if is_known:
                 return
             self.clock += 1
-            self._kinds[key], self._births[key] = self.kind, self.clock
+            kind = IN_HOST if self._host is not None and self._host.has(storage) else self.kind
+            self._kinds[key], self._births[key] = kind, self.clock
+            self._num_in_host += kind == IN_HOST
             self._references[key] = weakref.ref(storage, partial(self._forget, key))
             self._change(key, 0, size)
         elif known != size:
@@ -103,8 +110,12 @@ class StorageCounter:
 
     def _change(self, key: int, before: int, after: int) -> None:
         self._sizes[key] = after
+        kind = self._kinds[key]
+        self.kinds[kind] += after - before
+        if kind == IN_HOST:
+            self.host_peak = max(self.host_peak, self.kinds[IN_HOST])
+            return
         self.live += after - before
-        self.kinds[self._kinds[key]] += after - before
         if after > before:
             self._at_growth()
             if self.live > self.peak:
@@ -114,14 +125,16 @@ class StorageCounter:
         size = self._sizes.pop(key, None)
         if size is None:
             return
-        self.live -= size
-        self.kinds[self._kinds.pop(key)] -= size
+        kind = self._kinds.pop(key)
+        self.kinds[kind] -= size
+        self.live -= 0 if kind == IN_HOST else size
+        self._num_in_host -= kind == IN_HOST
         del self._births[key], self._references[key]
 
     @property
     def num_live(self) -> int:
-        """Number of live storages."""
-        return len(self._sizes)
+        """Number of live storages, without those in host memory."""
+        return len(self._sizes) - self._num_in_host
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -131,17 +144,19 @@ class StorageCounter:
 
     def settle(self) -> None:
         """Count all live storages as lasting."""
-        self._kinds = dict.fromkeys(self._kinds, LASTING)
-        self.kinds = [self.live, 0, 0]
+        self._kinds = {key: kind if kind == IN_HOST else LASTING for key, kind in self._kinds.items()}
+        self.kinds = [self.live, 0, 0, self.kinds[IN_HOST]]
+        self.host_peak = self.kinds[IN_HOST]
 
     def bytes_of(self, tensors: Iterable[Any]) -> int:
-        """Return the bytes of the storages of some tensors, each once; plain, or wrappers."""
+        """Return the bytes of the storages of some tensors, each once; plain, or wrappers; none in host memory."""
         return sum(size for _, size in self.births_of(tensors))
 
     def births_of(self, tensors: Iterable[Any]) -> list[tuple[int, int]]:
         """Return (clock at its creation, bytes) of the storages of some tensors."""
         keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
-        return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
+        mine = [key for key in keys if self._kinds.get(key, IN_HOST) != IN_HOST]
+        return [(self._births[key], self._sizes[key]) for key in mine]
 
     def recount(self, tensors: Iterable[Any]) -> None:
         """Count storages of some tensors that forwards made as made elsewhere."""
@@ -157,16 +172,31 @@ class StorageCounter:
         """Subscribe to changes of storage sizes, and to DTensor's computations of global shapes."""
         self._watch = torch_compat.watch_storages(self._resized, self._pause)
         self._watch.__enter__()
+        if self._host is not None:
+            self._host.left = self._leave
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Unsubscribe."""
         self._watch.__exit__(kind, error, tb)
+        if self._host is not None:
+            self._host.left = lambda storage: None
 
     def _resized(self, storage: Any) -> None:
         key = storage._cdata
         if key in self._sizes:
             self._change(key, self._sizes[key], storage.nbytes())
+
+    def _leave(self, storage: Any) -> None:
+        """Count a storage as of host memory from now on."""
+        key = storage._cdata
+        kind = self._kinds.get(key, IN_HOST)
+        if kind != IN_HOST:
+            size = self._sizes[key]
+            self._change(key, size, 0)
+            self._kinds[key] = IN_HOST
+            self._num_in_host += 1
+            self._change(key, 0, size)
 
     def _pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused

@@ -78,6 +78,7 @@ def _memory(sketch: Sketch, blocks: Sequence[Sequence[str]], *, several: bool) -
         activations_at_peak=activations,
         gradients_at_peak=gradients,
         num_storages=number,
+        host=sketch.host,
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DISPATCH", "Memory", "Operators", "RankTrace", "Segment", "SegmentKind", "Transfer"]
+__all__ = ["DISPATCH", "HOST_COPY", "Memory", "Operators", "RankTrace", "Segment", "SegmentKind", "Transfer"]
 
 DISPATCH = "dtensor.dispatch"  # the name of what the host does for an operator on DTensors
+HOST_COPY = "host_copy"  # the name of copies between a device and its host
 SegmentKind = Literal["forward", "backward", "input_backward", "weight_backward", "gradients", "optimizer"]
 
 
@@ -103,6 +104,7 @@ class Memory:
         gradients_at_peak: Of the peak, gradients. With these two, parameters, optimizer, buffers and transient add up
             to the peak.
         num_storages: Live storages at the peak.
+        host: Most bytes that plugins keep in host memory, of an accelerator's; none of them is in the others.
     """
 
     parameters: int
@@ -117,6 +119,7 @@ class Memory:
     activations_at_peak: int = 0
     gradients_at_peak: int = 0
     num_storages: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

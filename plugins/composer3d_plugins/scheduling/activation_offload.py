@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from composer3d import Metric, Phase, RunContext, Transform, hookimpl, plugin, select_fqns, torch_compat
+from composer3d import HostMemory, Metric, Phase, RunContext, Transform, hookimpl, plugin, select_fqns, torch_compat
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +65,13 @@ class ActivationOffload:
         return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)]
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        transfers: Transfers = HostTransfers()
+        transfers: Transfers = HostTransfers(context.stash(HostMemory))
         if context.device.type == "cuda":
             transfers = StreamTransfers(context.device, ahead=self.prefetch)
         # Logged once for all ranks, of the run: verify may have made the model smaller.
         is_told = context.rank == 0 and context.purpose == "run"
         made = Traffic(transfers, min_bytes=int(self.min_mib * MIB), is_told=is_told)
         traffic: Traffic = context.state.setdefault(self, made)
-        # A forward of the model begins: what it saves is not needed right before what an earlier one saved.
         model.register_forward_pre_hook(lambda *_: traffic.begin())
         for fqn in fqns:
             unit: Any = model.get_submodule(fqn)
@@ -107,8 +106,7 @@ class Traffic:
     def __init__(self, transfers: Transfers, *, min_bytes: int, is_told: bool) -> None:
         self.transfers, self.min_bytes = transfers, min_bytes
         self.last: Run | None = None
-        self._largest_left = 0
-        self._is_known = not is_told
+        self._largest_left, self._is_known = 0, not is_told
         self.host_bytes = self._out = self._back = self._peak = 0
 
     def begin(self) -> None:
@@ -132,8 +130,7 @@ class Traffic:
 
     def went(self, num_bytes: int) -> None:
         """Count bytes to the host."""
-        self._is_known = True
-        self._out += num_bytes
+        self._is_known, self._out = True, self._out + num_bytes
         self.host_bytes += num_bytes
         self._peak = max(self._peak, self.host_bytes)
 
@@ -162,8 +159,7 @@ class Run:
 
     def __init__(self, fqn: str, before: Run | None) -> None:
         self.fqn, self.before = fqn, before
-        # Not kept alive: with the graph that needs them they go.
-        self.storages: list[weakref.ref[Away]] = []
+        self.storages: list[weakref.ref[Away]] = []  # which go with the graph that needs them
 
     def fetch(self, ahead: int) -> None:
         """Start copying saved storages back, of this run and of `ahead` runs before it."""
@@ -241,11 +237,11 @@ def _offloading(
                 return sent(tensor)
 
         def sent(tensor: Tensor) -> Any:
-            if type(tensor) not in (torch.Tensor, DTensor) or tensor.is_sparse:
+            if type(tensor) is not DTensor and not _is_plain(tensor) or tensor.is_sparse:
                 return tensor
             local = torch_compat.local_of(tensor.detach())
             storage = local.untyped_storage()
-            if type(local) is not torch.Tensor or (traffic.transfers.is_device and local.device.type == "cpu"):
+            if not _is_plain(local) or (traffic.transfers.is_device and local.device.type == "cpu"):
                 return tensor
             key = torch_compat.storage_key(local), tensor._version
             if key[0] in stay or not traffic.travels(storage.nbytes()):
@@ -301,18 +297,21 @@ class HostTransfers:
 
     is_device = False
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
         self.log: deque[tuple[str, str]] = deque(maxlen=1000)
 
     def store(self, unit: str, storage: Tensor) -> Tensor:
         """Copy a storage to the host."""
         self.log.append(("store", unit))
-        return storage.clone()
+        with self._host.allocating(), self._host.copying():
+            return storage.clone()
 
     def fetch(self, unit: str, host: Tensor) -> Tensor:
         """Copy it back."""
         self.log.append(("fetch", unit))
-        return host.clone()
+        with self._host.copying():
+            return host.clone()
 
     def wait(self, unit: str, here: Tensor) -> None:
         """Nothing is under way."""
@@ -323,8 +322,8 @@ class StreamTransfers:
     """Pinned host memory, and a stream for each direction beside the one that computes.
 
     The host runs ahead of the device. So what goes out is kept until the computing stream, which will use its memory
-    again, waits for the copy; and a copy back waits for the computation under way when it is requested, which no longer
-    uses the memory that it takes. So both are bounded in the order of the streams.
+    again, waits for the copy; a copy back waits for the computation under way when it is requested, which no longer
+    uses the memory that it takes. Both are bounded in the order of the streams.
 
     Args:
         device: Of all streams.
@@ -387,6 +386,12 @@ class StreamTransfers:
 
 
 Transfers = HostTransfers | StreamTransfers
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) is torch.Tensor or hasattr(tensor, "fake_mode")  # those of a plan
 
 
 def _as_bytes(local: Tensor) -> Tensor:

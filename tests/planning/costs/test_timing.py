@@ -12,14 +12,14 @@ from composer3d.errors import ComposerError
 from composer3d.planning.costs.collective_time import Group, collective_s, group_of, message_s
 from composer3d.planning.costs.figure import Figure
 from composer3d.planning.costs.roofline import gemm_dims, gemm_efficiency, operator_s
-from composer3d.planning.costs.step_time import HOST_COPY, communication_of, compute_s, segment_time
+from composer3d.planning.costs.step_time import communication_of, compute_s, segment_time
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import estimate
 from composer3d.planning.hardware.cluster import Gemm
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import StageCosts, simulate
-from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Segment, Transfer
+from composer3d.planning.tracing.traced import HOST_COPY, Memory, Operators, RankTrace, Segment, Transfer
 
 H100 = load_hardware("h100")
 MEMORY = Memory(

@@ -14,7 +14,7 @@ from composer3d.planning.hardware.cluster import BROADCAST, SHORT_ROW
 from composer3d.planning.hardware.cpu_operators import REFERENCES, bytes_of, calls_of, time_references
 from composer3d.planning.hardware.kernels import attention_flops, gemm_shapes
 from composer3d.planning.hardware.timed_calls import seconds_of
-from composer3d.planning.tracing.step_recorder import _calls
+from composer3d.planning.tracing.calls import calls_of as recorded_calls_of
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda reference: reference.name)
@@ -26,7 +26,7 @@ def test_a_reference_is_traced_by_its_name_with_its_bytes(reference, dtype):
         result = operator(*args, **kwargs)
         if not torch_compat.is_view(operator):
             name = ".".join(operator.name().replace("::", ".").split(".")[:2])
-            seen.append(_calls(name, operator, args, kwargs, result))
+            seen.append(recorded_calls_of(name, operator, args, kwargs, result))
         return result
 
     call, moved = calls_of(reference, 4096, dtype)

@@ -98,7 +98,7 @@ CASES = {
     "mxfp8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mxfp8]\nemulate = true\nexclude = ["output"]\n'),
     "int8": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.int8]\n"),
     "low_bit": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 256\n"),
-    "activation_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_offload]\n"),
+    "activation_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_offload]\nmin_mib = 0\n"),
     "huggingface": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="llama"),
     "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="llama"),
     # Experts are multiplied in groups, in float32.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    Decisions,
+    HostMemory,
     LayoutOffer,
     LayoutTraits,
     Phase,
@@ -152,7 +154,7 @@ class CPUOffload:
         if context.purpose == "check":  # nothing is sharded there, and no backward comes
             mine = {}
         refuse_foreign(context, mine)
-        gradients = HostGradients(mine.values(), transfers_for(context.device, ahead_bytes=self._piece_bytes))
+        gradients = HostGradients(mine.values(), transfers_for(context, ahead_bytes=self._piece_bytes))
         context.state[self] = gradients
         return (
             StepAction(name="cpu_offload.away", point=StepPoint.AFTER_MICROBATCH, run=gradients.sweep),
@@ -164,6 +166,8 @@ class CPUOffload:
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer | None:
         """Make the optimizer, a subclass of the requested class."""
+        if context.purpose == "plan" and self.mode in ("parameters", "all"):
+            self._plan_parameters(context)
         if self.mode in ("gradients", "all"):
             return None
         if any(group.get("differentiable") for group in groups):
@@ -172,11 +176,23 @@ class CPUOffload:
             )
         chosen = self._chosen(context)
         kept = {p for fqn, p in context.named_parameters() if fqn in chosen}
-        transfers = transfers_for(context.device)
+        transfers = transfers_for(context, stores_beside=True)
         context.state[self] = transfers
         make = offloaded if self.mode == "optimizer" else visiting
         made: Optimizer = make(cls, kept=kept, piece_bytes=self._piece_bytes, transfers=transfers)(groups)
         return made
+
+    def _plan_parameters(self, context: RunContext) -> None:
+        """Tell a plan that shards of parameters lie in host memory, and gradients once they are there."""
+        host, chosen = context.stash(HostMemory), self._chosen(context)
+        not_timed = "copies of parameters to the device" + (" and the host's steps" if self.mode == "all" else "")
+        context.stash(Decisions).notes.append(f"{not_timed} are not in the plan's time")
+        for fqn, parameter in context.named_parameters():
+            if fqn in chosen:
+                host.keep(parameter)
+                host.stepped.update([parameter] if self.mode == "all" else [])
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: host.keep(parameter.grad))
 
     @property
     def _piece_bytes(self) -> int:

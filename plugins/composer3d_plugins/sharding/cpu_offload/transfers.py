@@ -7,18 +7,28 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import HostMemory, torch_compat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from composer3d import RunContext
+
 __all__ = ["HostTransfers", "StreamTransfers", "Transfers", "transfers_for"]
 
 
-def transfers_for(device: torch.device, *, ahead_bytes: int = 0) -> Transfers:
-    """Return the transfers of a device; see `StreamTransfers`."""
-    return StreamTransfers(device, ahead_bytes) if device.type == "cuda" else HostTransfers()
+def transfers_for(context: RunContext, *, ahead_bytes: int = 0, stores_beside: bool = False) -> Transfers:
+    """Return the transfers of a run's device.
+
+    Args:
+        context: Of the run, or of a plan.
+        ahead_bytes: See `StreamTransfers`.
+        stores_beside: See `HostTransfers`.
+    """
+    if context.device.type == "cuda":
+        return StreamTransfers(context.device, ahead_bytes)
+    return HostTransfers(context.stash(HostMemory), stores_beside=stores_beside)
 
 
 class Transfers(ABC):
@@ -57,12 +67,17 @@ class Transfers(ABC):
 class HostTransfers(Transfers):
     """Transfers without an accelerator: every copy is made at once, so that tests can check their order.
 
+    Args:
+        host: What a plan is told of host memory.
+        stores_beside: Whether as much is fetched while a piece is stored.
+
     Attributes:
         log: (what, piece) of the last step.
         largest_bytes: Most bytes on the device at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory, *, stores_beside: bool) -> None:
+        self._host, self._stores_beside = host, stores_beside
         self.log: list[tuple[str, int]] = []
         self.largest_bytes = 0
         self._here: dict[int, int] = {}
@@ -79,21 +94,26 @@ class HostTransfers(Transfers):
         if index == 0:
             self.log.clear()
         self.log.append(("fetch", index))
-        moved = [torch_compat.local_of(tensor).clone() for tensor in tensors]
+        with self._host.copying():
+            moved = [torch_compat.local_of(tensor).clone() for tensor in tensors]
         self._here[index] = sum(each.numel() * each.element_size() for each in moved)
         self.largest_bytes = max(self.largest_bytes, sum(self._here.values()))
         return moved
 
     def _store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.log.append(("store", index))
-        for host, local in pairs:
-            host.copy_(local)
+        with self._host.copying(beside=self._stores_beside):
+            for host, local in pairs:
+                host.copy_(local)
         self._here.pop(index, None)
 
     def _allocate(self, local: Tensor) -> Tensor:
         import torch
 
-        return torch.empty_like(local)
+        with self._host.allocating():
+            made = torch.empty_like(local)
+        self._host.keep(made)
+        return made
 
 
 class StreamTransfers(Transfers):
