@@ -115,7 +115,10 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _rank(text: str) -> str | int:
-    return text if text in ("worst", "all") else natural(text)
+    try:
+        return text if text in ("worst", "all") else natural(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor worst or all") from None
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -193,6 +193,11 @@ def test_a_rank_of_a_later_stage_is_planned_alone(manifest, capsys):
     assert {(row["op"], row["axis"]) for row in rank["collectives"]} >= {("receive", "pp"), ("send", "pp")}
 
 
+def test_a_rank_that_is_no_number_is_refused_with_what_there_is(manifest, capsys):
+    assert main(["plan", str(manifest), "--rank", "best"]) == 2
+    assert '"best" is not a whole number of at least 0, nor worst or all' in capsys.readouterr().err
+
+
 def test_a_rank_that_there_is_not_is_refused(manifest, capsys):
     assert main(["plan", str(manifest), "--rank", "9"]) == 2
     assert "--rank 9: it is not in a world of 4 ranks" in capsys.readouterr().err

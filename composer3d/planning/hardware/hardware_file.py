@@ -59,7 +59,7 @@ def load_hardware(name: str) -> Hardware:
             raise ComposerError(f'there is no hardware "{stem}"; {known_words(stem, known)}')
     content = _read(path)
     if network or isinstance(content.get("inter"), str):
-        content["inter"] = _network(network or content["inter"])
+        content["inter"] = _network(network or content["inter"], place="" if network else f"{path}: inter: ")
     problems = problems_of(content)
     if problems:
         raise ComposerError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -99,10 +99,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ComposerError(f"{path}: is not TOML: {str(error) or 'nested too deeply'}") from error
 
 
-def _network(name: str) -> Any:
+def _network(name: str, *, place: str) -> Any:
     networks = _read(_FOLDER / "networks.toml")["network"]
     if name not in networks:
-        raise ComposerError(f'there is no network "{name}"; {did_you_mean(name, sorted(networks))}')
+        raise ComposerError(f'{place}there is no network "{name}"; {did_you_mean(name, sorted(networks))}')
     return networks[name]
 
 

@@ -72,7 +72,7 @@ def _folder() -> Path | None:
     from composer3d.processes import private_folder_in
 
     parent = os.environ.get(VARIABLE) or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if parent == _OFF:
+    if parent.lower() == _OFF:
         return None
     try:
         os.makedirs(parent, exist_ok=True)

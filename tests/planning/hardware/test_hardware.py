@@ -155,6 +155,11 @@ def test_a_file_of_ones_own(tmp_path):
     path.write_text(dump(file))
     with pytest.raises(ComposerError, match=r"mine\.toml: inter\.bandwidth has no direction"):
         load_hardware(str(path))
+    path.write_text(dump(file | {"inter": "ib-ndr-40"}))
+    with pytest.raises(
+        ComposerError, match=r'mine\.toml: inter: there is no network "ib-ndr-40"; did you mean "ib-ndr-4'
+    ):
+        load_hardware(str(path))
 
 
 @pytest.mark.parametrize(

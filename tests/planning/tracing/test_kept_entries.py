@@ -20,6 +20,13 @@ def kept(tmp_path, monkeypatch):
     return entries, folder
 
 
+@pytest.mark.parametrize("word", ["off", "OFF"])
+def test_a_word_switches_them_off_however_it_is_written(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPOSER3D_TRACES", word)
+    assert not Entries(list[int]).are_kept and not [*tmp_path.iterdir()]
+
+
 def used_at(folder, key, seconds):
     os.utime(folder / f"{key}.json", (seconds, seconds))
 
