@@ -97,6 +97,22 @@ def test_nothing_fits(manifest, capsys):
     assert "of which the device's context has" in out
 
 
+def test_why_every_layout_is_refused_is_said(manifest, tmp_path, monkeypatch, capsys):
+    # No list of equal blocks to recompute.
+    (tmp_path / "bare.py").write_text(
+        "from torch import nn\n\n\ndef build(*, vocab_size):\n"
+        "    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, 12), nn.Linear(12, vocab_size))\n"
+    )
+    text = (tmp_path / manifest).read_text().replace(MODEL, 'use = "bare:build"\n').replace("512", "16")
+    (tmp_path / manifest).write_text(text.replace("[scheduling.activation_checkpoint]\n", ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    keep = ["--keep", "recompute=full", "--keep", "tp=1", "--keep", "microbatch", "--keep", "precision"]
+    assert main(["suggest", manifest, "--world-size", "2", *keep]) == 1
+    out = capsys.readouterr().out
+    told = "every layout that the search found is refused by check, or does not fit by the plan: --set scheduling.act"
+    assert told in out and "the model has no single list of equal blocks; name the repeated blocks" in out
+
+
 def test_what_is_proposed_of_sharded_stages_fits_by_the_plan(manifest, capsys):
     keep = ["--keep", "pp=2", "--keep", "dp_shard=2", "--keep", "tp=1", "--keep", "schedule=1F1B"]
     code = main(["suggest", manifest, "--world-size", "4", "--memory", "8GiB", *keep, "--json"])

@@ -237,7 +237,10 @@ def _nothing_fits(result: SuggestResult) -> str:
         told = "no layout of so many ranks keeps what is pinned: the batch, the heads or the layers do not divide so"
         return told + _instead(worlds)
     if found.num_fitting:
-        return "every layout that the search found is refused by check, or does not fit by the plan; --json says why"
+        told = "every layout that the search found is refused by check, or does not fit by the plan"
+        first, *others = result.refused or ("",)
+        more = f" (--json has {len(others)} more reasons)" if others else ""
+        return f"{told}: {first}{more}" if first else told
     return (
         f"no layout fits {memory / GIB:.3g} GiB; the least memory that was found is "
         f"{least.reserved_bytes / GIB:.3g} GiB, of which the device's context has {result.context_bytes / GIB:.3g}, "
