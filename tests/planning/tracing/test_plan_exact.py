@@ -103,7 +103,13 @@ CASES = {
     "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="llama"),
     # Experts are multiplied in groups, in float32.
     "huggingface_experts": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="mixtral"),
+    # Its router divides in place what the checkpoint keeps.
+    "huggingface_experts_selective": Case(
+        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\nmode = "selective"\n',
+        source="mixtral",
+    ),
     "unused": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="unused"),
+    "unused_ddp": Case("mesh.dp_replicate = 2\n[sharding.ddp]\n", source="unused"),
     "unused_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="unused", num_microbatches=4),
     "tied_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="tied", num_microbatches=4),
     "stranger": Case(
