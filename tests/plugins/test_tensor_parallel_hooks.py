@@ -32,9 +32,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.hooks: Callable[[Tensor], Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        if self.hooks is not None and x.grad_fn is not None:
+            self.hooks(x)
+        return x
 
 
 class Model(nn.Module):
@@ -67,6 +71,11 @@ def centred(g: Tensor) -> Tensor:
     return (g - g.mean(1, keepdim=True)) * g.shape[1]
 
 
+def in_blocks(model: Model, hooks: Callable[[Tensor], Any]) -> None:
+    for layer in model.layers:
+        layer.hooks = hooks
+
+
 REGISTERED: dict[str, Callable[[Model], Any]] = {
     "of a block, backward": lambda m: m.layers[0].register_full_backward_hook(lambda _, gi, go: (centred(gi[0]),)),
     "of a module inside, backward": lambda m: m.layers[1].up.register_full_backward_pre_hook(
@@ -76,6 +85,7 @@ REGISTERED: dict[str, Callable[[Model], Any]] = {
     "of a norm": lambda m: m.layers[1].norm.register_forward_hook(lambda _, a, o: o - o.mean(1, keepdim=True)),
     "between blocks": lambda m: None,
     "kept by the root": lambda m: None,
+    "on what blocks return, in their forward": lambda m: in_blocks(m, lambda x: x.register_hook(centred)),
 }
 
 
@@ -198,3 +208,18 @@ def of_inputs(text: str, *, is_late: bool) -> float:
 def test_hooks_on_what_projections_are_given_see_its_whole_gradient(is_late: bool):
     text = SEQUENCE.replace("true", "false")
     assert max(run_ranks(partial(of_inputs, is_late=is_late), 2, text)) < TIGHT
+
+
+def refused_on_nodes(text: str) -> str:
+    x, _ = given(padded=False)
+    model = built("")
+    in_blocks(model, lambda x: x.grad_fn.register_prehook(lambda gradients: (centred(gradients[0]),)))
+    with pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.compose(model, write_manifest(text), loss_fn=entropy, example=((x,), {}))
+    return str(caught.value)
+
+
+def test_hooks_that_blocks_register_on_nodes_are_refused():
+    for message in run_ranks(refused_on_nodes, 2, SEQUENCE):
+        assert '"layers.0" registers a hook on a node of the graph (test_tensor_parallel_hooks.py:' in message
+        assert message.endswith("register it on the tensor instead, as in t.register_hook")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.errors import PluginError
-from composer3d.observation.call_sites import line_of
+from composer3d.observation.call_sites import beside, line_of
 from composer3d.propagation.dry_run.block_flow import Flow
 from composer3d.propagation.dry_run.meta_forward import device_of, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
@@ -48,7 +48,10 @@ class Traced:
         outputs: What the first blocks returned.
         read: Modules whose parameters are read by code outside of them; of equal blocks those in the first.
         outer: Modules of blocks that code outside of all blocks calls.
-        hooked: Blocks with hooks, on them or on modules of them, that the forward itself registers.
+        hooked: Blocks with hooks that the forward itself registers, on them, on modules of them, or inside of them on
+            gradients of tensors.
+        nodes: Blocks inside of which it registers hooks on nodes of the graph, with the lines.
+        at: The blocks that are called, the innermost last.
     """
 
     forms: dict[str, list[str]]
@@ -61,6 +64,8 @@ class Traced:
     read: frozenset[str] = frozenset()
     outer: set[nn.Module] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
+    nodes: dict[str, str] = field(default_factory=dict)
+    at: list[str] = field(default_factory=list)
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
@@ -152,7 +157,7 @@ def _traced(model: nn.Module, blocks: Sequence[str], call: Call) -> tuple[Traced
         traced.flow.look_at_left(model)
         return output
 
-    with patched({**forwards, model: searched}):
+    with patched({**forwards, model: searched}), _registrations(traced):
         traced.output = on_meta(model, call, seen=reads.watch, notes=[reads.note, traced.flow.note])
     return traced, reads
 
@@ -242,9 +247,13 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
 
         def called(*args: Any, fqn: str, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
             look_at(model.get_submodule(fqn), [fqn])
-            with traced.flow.inside(fqn, args, kwargs):
-                output = outputs[0] if outputs and fqn != firsts[fqn] else run(*args, **kwargs)
-                return traced.flow.given(output) if fqn else output
+            traced.at.append(fqn)
+            try:
+                with traced.flow.inside(fqn, args, kwargs):
+                    output = outputs[0] if outputs and fqn != firsts[fqn] else run(*args, **kwargs)
+                    return traced.flow.given(output) if fqn else output
+            finally:
+                traced.at.pop()
 
         forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
     noted = dict(forwards)  # a block may be such a module itself, as a bare layer
@@ -263,6 +272,26 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
 
             forwards[module] = keep
     return forwards
+
+
+def _registrations(traced: Traced) -> torch_compat.backward_hooks.WatchedRegistrations:
+    """Return the context that notes what blocks register on gradients."""
+
+    def note() -> None:
+        if traced.at:
+            traced.hooked.update(next(group for group in traced.forms.values() if traced.at[-1] in group))
+
+    def hooked(_: Tensor, hook: Any) -> Any:
+        note()
+        return hook
+
+    def of_node(hook: Any) -> Any:
+        of_module = isinstance(hook, functools.partial) and any(isinstance(each, nn.Module) for each in hook.args)
+        if traced.at and not of_module and not forward_hooks.home_of(hook).startswith(("torch.", "composer3d")):
+            traced.nodes.setdefault(traced.at[-1], beside())
+        return hook
+
+    return torch_compat.backward_hooks.WatchedRegistrations(hooked, lambda _: note(), of_node)
 
 
 def _placed(
