@@ -36,7 +36,7 @@ from composer3d.planning.tracing.object_forms import (
 )
 from composer3d.planning.tracing.value_text import ATOMS
 
-__all__ = ["BuiltState", "UnreadableStateError"]
+__all__ = ["OF_MODULES", "BuiltState", "UnreadableStateError"]
 
 _TEXTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, pathlib.PurePath)
 _NAMED = (
@@ -50,7 +50,7 @@ _NAMED = (
     types.ClassMethodDescriptorType,
 )
 _HASHES = frozenset(("_original_object_hash",))  # of transformers: another one in every process
-_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 class BuiltState(CodeText):
@@ -86,7 +86,11 @@ class BuiltState(CodeText):
         if unknown is not None:
             raise UnreadableStateError(unknown)
         environment = sorted(item for item in os.environ.items() if item[0] != "_") if reads_environment else []
-        return hashlib.sha256("\n".join((*self._out, repr(environment))).encode()).hexdigest()
+        return hashlib.sha256(f"{self.digest_here()} {environment}".encode()).hexdigest()
+
+    def digest_here(self) -> str:
+        """Return the digest of all that was added, for comparison in this process: what else code reads is the same."""
+        return hashlib.sha256("\n".join(self._out).encode()).hexdigest()
 
     def _add_tuple(self, value: tuple[Any, ...]) -> None:
         text = self._constant(value) if type(value) is tuple else None
@@ -174,12 +178,12 @@ class BuiltState(CodeText):
         self.add(type(module))
         self._add_slots(module, self._form_of(type(module)))
         held = vars(module)
-        hooks = {name: held[name] for name in _OF_MODULES & held.keys() if "_hooks" in name and held[name]}
+        hooks = {name: held[name] for name in OF_MODULES & held.keys() if "_hooks" in name and held[name]}
         numbers = sorted({key for each in hooks.values() for key in each})
         order = {key: number for number, key in enumerate(numbers)}  # torch counts hooks through all of a process
         self._out.append("{")
         for name, value in list(held.items()):
-            if name in _OF_MODULES and not value:
+            if name in OF_MODULES and not value:
                 continue
             self._out.append(name)
             try:

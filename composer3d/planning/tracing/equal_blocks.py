@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composer3d import patterns
 from composer3d.errors import TransformError
+from composer3d.planning.tracing.built_state import OF_MODULES, BuiltState, UnreadableStateError
+from composer3d.planning.tracing.code_state import plugin_packages
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +19,9 @@ if TYPE_CHECKING:
     from composer3d.composition import Preparation
     from composer3d.interfaces import Part
 
-__all__ = ["BlockTruncation", "form_of", "form_of_tensor", "kind_of", "prefixes", "treatments"]
+__all__ = ["BlockTruncation", "Known", "form_of", "form_of_tensor", "kind_of", "prefixes", "treatments"]
 
+Known = dict[int, tuple[Any, str]]
 # Attributes in which blocks keep their own number.
 _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
 
@@ -56,12 +60,13 @@ class BlockTruncation:
         for part in parts:
             have = {fqn for fqn, module in part.module.named_modules() if any(True for _ in module.parameters())}
             self.names.append([fqn for fqn in names if fqn in have])
+        known: Known = {}
         self.are_alike = (
             bool(names)
             and not _are_tied(names, context.ties)
             and all(_are_treated_alike(preparation, found[1:-1]) for found in self.names)
             and all(
-                len({form_of(part.module.get_submodule(fqn)) for fqn in found}) == 1
+                len({form_of(part.module.get_submodule(fqn), known) for fqn in found}) == 1
                 for part, found in zip(parts, self.names, strict=True)
             )
         )
@@ -156,9 +161,14 @@ def _empty(block: nn.Module, last: list[Any], *, like: str) -> None:
     block.composer3d_like = like  # type: ignore[assignment]
 
 
-def form_of(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks of equal structure."""
-    modules = tuple((fqn, *kind_of(module)) for fqn, module in block.named_modules())
+def form_of(block: nn.Module, known: Known) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks of equal structure.
+
+    Args:
+        block: One of them.
+        known: As for `kind_of`.
+    """
+    modules = tuple((fqn, *kind_of(module, known)) for fqn, module in block.named_modules())
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return modules, tuple((fqn, form_of_tensor(tensor)) for fqn, tensor in tensors)
 
@@ -168,10 +178,49 @@ def form_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, and its attributes that are numbers or strings, except its own layer number."""
-    values = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
-    return type(module).__qualname__, tuple((name, value) for name, value in values if name not in _NUMBERS)
+def kind_of(module: nn.Module, known: Known) -> tuple[Any, ...]:
+    """Return a module's class and its attributes by value, except its own layer number, modules, and what torch keeps.
+
+    Args:
+        module: On meta.
+        known: Digests of what was looked at before, which blocks share.
+    """
+    values = [
+        (name, _value_of(value, known))
+        for name, value in sorted(vars(module).items())
+        if name not in _NUMBERS and name not in OF_MODULES and not name.lstrip("_").startswith("composer3d_")
+    ]
+    return type(module).__qualname__, _digest_of(type(module), known), tuple(values)
+
+
+def _value_of(value: Any, known: Known) -> Any:
+    import torch
+
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return form_of_tensor(value)
+    if isinstance(value, torch.nn.Module):  # one that is not registered, as a stage has others'
+        return type(value).__qualname__
+    value = value.__func__ if isinstance(value, types.MethodType) else value
+    code = value.func if isinstance(value, partial) else value
+    library = str((code if isinstance(code, types.FunctionType | type) else type(code)).__module__)
+    # Functions of plugins name the block that they are on.
+    is_plugins = callable(value) and library.partition(".")[0] in plugin_packages()
+    return None if is_plugins else _digest_of(value, known)
+
+
+def _digest_of(value: Any, known: Known) -> str:
+    found = known.get(id(value))
+    if found is None:
+        state = BuiltState()
+        try:
+            state.add(value)
+            digest = state.digest_here()
+        except (UnreadableStateError, RecursionError):
+            digest = f"{id(value)}"  # equal to itself alone
+        found = known[id(value)] = (value, digest)
+    return found[1]
 
 
 def treatments(preparation: Preparation, names: Sequence[str]) -> list[tuple[frozenset[str], ...]]:

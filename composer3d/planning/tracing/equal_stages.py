@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from composer3d import patterns
 from composer3d.errors import TransformError
-from composer3d.planning.tracing.equal_blocks import form_of, form_of_tensor, kind_of, prefixes, treatments
+from composer3d.planning.tracing.equal_blocks import Known, form_of, form_of_tensor, kind_of, prefixes, treatments
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -104,7 +104,8 @@ def _looked_at(part: Part, preparation: Preparation) -> tuple[list[str], Hashabl
         return [], None
     modules = dict(module.named_modules())
     names = [fqn for fqn in blocks if fqn in modules and any(True for _ in modules[fqn].parameters())]
-    forms = {form_of(modules[fqn]) for fqn in names}
+    digests: Known = {}
+    forms = {form_of(modules[fqn], digests) for fqn in names}
     treated = treatments(preparation, names)
     if len(forms) != 1 or len({*treated[1:-1]}) > 1:
         return names, None
@@ -114,5 +115,5 @@ def _looked_at(part: Part, preparation: Preparation) -> tuple[list[str], Hashabl
     rest = [(fqn, form_of_tensor(tensor)) for fqn, tensor in tensors if known.isdisjoint(prefixes(fqn))]
     outside = frozenset(fqn for fqn, _ in (*others, *rest))
     selected = tuple(outside.intersection(fqns) for _, fqns in preparation.selected)
-    kinds = tuple((fqn, kind_of(inner)) for fqn, inner in others)
+    kinds = tuple((fqn, kind_of(inner, digests)) for fqn, inner in others)
     return names, (forms.pop(), *treated[:2], treated[-1], kinds, tuple(rest), selected)

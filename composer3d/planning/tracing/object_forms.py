@@ -104,9 +104,12 @@ def values_of_tensor(tensor: torch.Tensor) -> str:
     if is_wrapper_subclass(type(tensor)) or tensor.layout != torch.strided or tensor.is_quantized:
         raise UnreadableStateError(f"a {type(tensor).__qualname__} ({tensor.layout}) cannot be read by value")
     _refuse_large(tensor.numel() * tensor.element_size())
-    with torch.no_grad():
-        plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
-        return _digest(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
+    try:
+        with torch.no_grad():
+            plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+            return _digest(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
+    except RuntimeError as error:  # a fake tensor, or one of another kind without values
+        raise UnreadableStateError(f"a {type(tensor).__qualname__} cannot be read by value: {error}") from None
 
 
 def values_of_array(array: Any) -> str:

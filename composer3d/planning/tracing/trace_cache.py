@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.planning.tracing.built_state import BuiltState, UnreadableStateError
+from composer3d.planning.tracing.built_state import BuiltState
 from composer3d.planning.tracing.code_state import (
     folder_state,
     installed_state,
@@ -60,8 +60,8 @@ def trace_key(job: Job, chosen: Mapping[int, int], *, extrapolate: bool) -> str 
     classes = {type(module) for module in model.modules()}
     try:
         built = _built(job)
-    except (UnreadableStateError, RecursionError) as error:
-        logger.info("traces are not kept: %s", error)
+    except Exception as error:  # objects of any library are read
+        logger.info("traces are not kept: %s", error or type(error).__name__)
         return None
     found = {
         "format": _FORMAT,
