@@ -82,13 +82,9 @@ def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
         ManifestError: It cannot be read at all.
     """
     from composer3d.manifest import inspect_manifest, read
-    from composer3d.torch_compat import import_torch
-
-    document = read(source, overrides)
-    import_torch()
     from composer3d.runner import TABLES
 
-    return inspect_manifest(document, tables=TABLES)
+    return inspect_manifest(read(source, overrides), tables=TABLES)
 
 
 def device_of(manifest: Manifest, *, else_of: str | None = None) -> torch.device:

@@ -205,9 +205,6 @@ def _inspected(
 ) -> tuple[InspectedManifest, Inspection]:
     """Return a manifest without errors, inspected for its run's device, which this machine need not have."""
     from composer3d.manifest import inspect_manifest
-    from composer3d.torch_compat import import_torch
-
-    import_torch()
     from composer3d.runner import TABLES, world_sizes
 
     inspected = inspect_manifest(document, tables=TABLES)

@@ -14,9 +14,6 @@ def single_threaded() -> Iterator[None]:
 
     For code that computes little, before ranks or a second process are forked.
     """
-    from composer3d.torch_compat import import_torch
-
-    import_torch()
     import torch
 
     before = torch.get_num_threads()

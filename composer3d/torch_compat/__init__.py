@@ -68,7 +68,6 @@ from composer3d.torch_compat.compilers.compiling import compile_graph, compile_m
 from composer3d.torch_compat.compilers.micro_pipelines import FusedPairs, lacking_symmetric_memory, micro_pipeline
 from composer3d.torch_compat.copies import class_before_units, copy_modules, unchanged_versions
 from composer3d.torch_compat.default_generators import default_generators, watch_total_norm
-from composer3d.torch_compat.early_import import import_torch
 from composer3d.torch_compat.fakes.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
 from composer3d.torch_compat.fakes.fake_tensors import (
     active_fake_mode,
@@ -284,7 +283,6 @@ __all__ = [
     "hidden_from",
     "hide_compiler_warnings",
     "hide_profiler_warnings",
-    "import_torch",
     "import_torchao",
     "in_backward",
     "inferring_from_zeros",
