@@ -18,7 +18,7 @@ from pathlib import Path
 
 from composer3d import plan
 
-TARGET = 0.15  # the median of the errors
+TARGET = 0.10  # the median of the errors
 _SKIPPED = 3  # of a run's first steps
 _STEPS = 10
 _MINUTES = "0.6"  # of each calibration

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d import HostMemory, torch_compat
+from composer3d import torch_compat
 from composer3d.planning.tracing.calls import Calls, calls_of, flat, form_of, host_copy
 from composer3d.planning.tracing.running_module import Place, watch_modules
 from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
 from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 
 if TYPE_CHECKING:
-    from composer3d import Composition
+    from composer3d import Composition, HostMemory
     from composer3d.observation import Collective
 
 __all__ = ["Recording", "Stretch", "record_step"]
@@ -93,6 +93,7 @@ class _Observer:
     """Observes every operator and every span of a step."""
 
     def __init__(self, run: Composition, optimizer: Any, memory: torch_compat.ResultMemory | None) -> None:
+        from composer3d import HostMemory
         from composer3d.observation import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
@@ -337,6 +338,8 @@ def record_step(
         batch: This rank's tensors of the step.
         memory: Of the fake mode that is on, which is then asked for results directly.
     """
+    from composer3d import HostMemory
+
     observer = _Observer(run, optimizer, memory)
     result, storages = observer.result, observer.storages
     modules = [part.module for part in run.parts]
@@ -344,8 +347,9 @@ def record_step(
     buffers = [b for module in modules for b in module.buffers()]
     storages.track([*parameters, *buffers])
     result.parameters, result.buffers = storages.bytes_of(parameters), storages.bytes_of(buffers)
-    for tensor in _host_state(optimizer, run.context.stash(HostMemory)):
-        run.context.stash(HostMemory).keep(tensor)
+    host = run.context.stash(HostMemory)
+    for tensor in _host_state(optimizer, host):
+        host.keep(tensor)
     storages.track(_state_tensors(optimizer))
     storages.track(torch_compat.tree_leaves(batch))
     result.batch = storages.bytes_of(torch_compat.tree_leaves(batch))
