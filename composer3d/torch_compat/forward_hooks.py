@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "are_there",
     "before",
     "calling",
+    "hooks_form",
     "home_of",
     "leave_hooks",
     "newest",
@@ -54,6 +56,8 @@ def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+# What code can register.
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Of those that a forward asks, and of what they say of its hooks.
 FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -223,6 +227,44 @@ def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:
 def newest(tables: Iterable[MutableMapping[int, Any]]) -> int:
     """Return the number of the hook in tables that was registered last; numbers grow (torch 2.11-2.15)."""
     return max(map(max, filter(None, tables)), default=-1)
+
+
+def hooks_form(root: nn.Module) -> Hashable:
+    """Return what tells hooks of a module, and of those in it, that are no library's, from those of another one.
+
+    Likewise of functions that modules hold, which their code may register. Equal blocks have equal forms: a function is
+    told by its code, what it holds by its value, a module inside by its name, and other objects by their identity.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    found: list[Hashable] = []
+    for name, module in root.named_modules():
+        for table in TABLES:
+            found += ((name, table, _form(hook, names)) for _, _, hook in _users(getattr(module, table)))
+        for key, value in vars(module).items():
+            if isinstance(value, FUNCTIONS) and key != "forward":
+                found.append((name, key, _form(value, names)))
+    return tuple(found)
+
+
+def _form(value: Any, names: Mapping[int, str], within: tuple[int, ...] = ()) -> Hashable:
+    if isinstance(value, bool | int | float | str | None):
+        return (type(value), value)
+    if id(value) in names or id(value) in within:
+        return (type(value), names.get(id(value), id(value)))
+    within, held = (*within, id(value)), [type(value), id(value)]
+    if isinstance(value, functools.partial):
+        held = [value.func, *value.args, *itertools.chain.from_iterable(sorted(value.keywords.items()))]
+    elif isinstance(value, types.MethodType):
+        held = [value.__func__, value.__self__]
+    elif isinstance(value, types.FunctionType):
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+        return (value.__code__, *(_form(each, names, within) for each in held))
+    else:
+        return tuple(held)
+    return tuple(_form(each, names, within) for each in held)
 
 
 def num_registered() -> int:

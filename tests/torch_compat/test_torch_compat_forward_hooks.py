@@ -17,6 +17,7 @@ from composer3d.torch_compat.forward_hooks import (
     before,
     calling,
     home_of,
+    hooks_form,
     leave_hooks,
     newest,
     num_registered,
@@ -264,3 +265,41 @@ def test_hooks_that_are_registered_are_counted_on_modules_and_of_all_of_them():
     for handle in handles:
         handle.remove()
     assert num_registered() == before + 2
+
+
+class Block(nn.Module):
+    def __init__(self, number, scale=None):
+        super().__init__()
+        self.inner, self.number, self.keep = nn.Linear(2, 2), number, None
+        self.inner.register_forward_hook(self.note)
+        if scale is not None:
+            self.inner.register_forward_hook(lambda module, args, output: output * scale)
+
+    def note(self, module, args, output):
+        return output * self.number
+
+
+def times(module, args, output, factor):
+    return factor * output
+
+
+def test_forms_of_hooks_are_equal_for_equal_code_and_what_it_holds():
+    plain, scaled = Block(1), Block(2, 0.5)
+    assert hooks_form(plain) == hooks_form(Block(2)) != hooks_form(nn.Linear(2, 2))
+    assert hooks_form(scaled) == hooks_form(Block(3, 0.5)) != hooks_form(Block(3, 0.25))
+    assert hooks_form(scaled) != hooks_form(plain)
+    assert hash(hooks_form(scaled)) == hash(hooks_form(Block(3, 0.5)))
+
+
+def test_forms_of_hooks_tell_modules_tables_partial_functions_and_held_ones_apart():
+    twice = functools.partial(times, factor=2)
+    blocks = [Block(1) for _ in range(6)]
+    blocks[0].register_forward_hook(torch.mul)  # a library's function is no hook of a model's
+    blocks[1].register_forward_hook(twice)
+    blocks[2].inner.register_forward_hook(twice)
+    blocks[3].register_full_backward_hook(twice)
+    blocks[4].register_forward_hook(functools.partial(times, factor=3))
+    blocks[5].keep = twice
+    assert len({hooks_form(block) for block in (*blocks, Block(1))}) == 6
+    blocks[0].register_forward_hook(functools.partial(times, factor=2))
+    assert hooks_form(blocks[0]) == hooks_form(blocks[1])

@@ -69,7 +69,7 @@ class Traced:
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
-    """Group the blocks by the names and shapes of their parameters, and by what is on or off in them."""
+    """Group the blocks by the names and shapes of their parameters, what is on or off in them, and their hooks."""
     groups: dict[Any, list[str]] = {}
     for fqn in blocks or [""]:
         block = model.get_submodule(fqn)
@@ -81,7 +81,7 @@ def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
             for key, value in vars(inner).items()
             if isinstance(value, bool)
         ]
-        form = (type(block), shapes, tuple(switches))
+        form = (type(block), shapes, tuple(switches), forward_hooks.hooks_form(block))
         groups.setdefault(form, []).append(fqn)
     return {group[0]: group for group in groups.values()}
 
