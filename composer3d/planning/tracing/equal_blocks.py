@@ -36,6 +36,7 @@ class BlockTruncation:
 
     Args:
         keep: Most blocks per stage; None keeps all.
+        whole: Blocks of the longest stages that are not truncated, where that is more.
 
     Attributes:
         names: FQNs of every stage's blocks, in order, omitted ones included.
@@ -44,8 +45,8 @@ class BlockTruncation:
             and the last the same.
     """
 
-    def __init__(self, keep: int | None) -> None:
-        self._keep = keep
+    def __init__(self, keep: int | None, *, whole: int = 0) -> None:
+        self._keep, self._whole = keep, whole
         self.names: list[list[str]] = []
         self.kept: list[list[str]] = []
         self.are_alike = False
@@ -89,7 +90,7 @@ class BlockTruncation:
             ]
 
     def _kept(self, preparation: Preparation, names: list[str]) -> list[str]:
-        if self._keep is None or len(names) <= self._keep:
+        if self._keep is None or len(names) <= max(self._keep, self._whole):
             return names
         if _are_treated_alike(preparation, names[-2:]):
             return names[: self._keep]

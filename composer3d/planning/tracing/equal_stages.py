@@ -63,7 +63,7 @@ class Twin:
 
 
 def twins_of(
-    preparation: Preparation, ranks: Sequence[int], step_of: Callable[[int], ShortStep], *, least: int
+    preparation: Preparation, ranks: Sequence[int], step_of: Callable[[int], ShortStep], *, whole: int
 ) -> dict[int, Twin]:
     """Return the ranks that are each like an earlier one: both have one stage, of equal blocks that are treated alike.
 
@@ -71,7 +71,8 @@ def twins_of(
         preparation: Of the job.
         ranks: At the origin of positions between the first and the last one.
         step_of: Gives what of a rank's step is traced.
-        least: Blocks that both stages have at least.
+        whole: Blocks of a stage that is traced whole. Those with fewer are like none, those with so many like others
+            with so many.
 
     Memory: none; stages of a model on meta. Collectives: none.
     """
@@ -87,9 +88,10 @@ def twins_of(
             parts = () if split is None else split.parts
             names, form = _looked_at(parts[0], preparation) if len(parts) == 1 else ([], None)
         # Of other schedules it is not known that two positions run the same.
-        if form is not None and len(names) >= least and step.most_in_flight is not None:
+        if form is not None and len(names) >= whole and step.most_in_flight is not None:
             stage = parts[0].index
-            like = firsts.setdefault((step.num_microbatches, step.most_in_flight, form), (rank, stage))
+            key = (step.num_microbatches, step.most_in_flight, len(names) > whole, form)
+            like = firsts.setdefault(key, (rank, stage))
             if like[0] != rank:
                 found[rank] = Twin(rank=rank, stage=stage, names=names, like=like[0], stage_of_like=like[1])
     return found

@@ -44,6 +44,7 @@ __all__ = ["Depths", "Tracer"]
 # Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
 # before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
 _SHORT = 3
+_LONG = _SHORT + 1  # of the longer one; a stage of so many is traced whole
 # A trace of a rank with that many blocks of each stage.
 _Short = tuple[int, int]
 # Takes a position in the pipeline, and whether the schedule can hold fewer micro-batches than it says.
@@ -129,30 +130,30 @@ class Tracer:
         if not self._cuts:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
         middle = [rank for rank in chosen if rank in self._positions[1:-1]]
-        twins = twins_of(self._preparation, middle, self._step, least=_SHORT + 1)
-        own, lengths = [rank for rank in chosen if rank not in twins], (_SHORT, _SHORT + 1)
+        twins = twins_of(self._preparation, middle, self._step, whole=_LONG)
+        own, lengths = [rank for rank in chosen if rank not in twins], (_SHORT, _LONG)
         # Head and loss of the last position take about as long as a block.
         blocks = {rank: int(len(self._positions) > 1 and rank == self._positions[-1]) for rank in own}
         costs = {key: (blocks[key[0]] + key[1]) * self._step(key[0]).num_microbatches for key in product(own, lengths)}
         # Both begin with the first rank, whose stage determines the shapes that the others receive.
-        here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
+        here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _LONG)))
         with Beside(lambda: self._run_all(there)) as beside:
             traced = self._run_all(here)
             traced |= beside.result() or self._run_all(there)
-        pairs = {rank: (traced[rank, _SHORT], traced[rank, _SHORT + 1]) for rank in own}
+        pairs = {rank: (traced[rank, _SHORT], traced[rank, _LONG]) for rank in own}
         pairs |= {rank: self._of_twin(twin, *pairs[twin.like]) for rank, twin in twins.items()}
         return [self._joined(rank, *pairs[rank], stands_for=number) for rank, number in chosen.items()]
 
     def _of_twin(self, twin: Twin, short: _Traced, longer: _Traced) -> tuple[_Traced, _Traced]:
         """Return a rank's traces by those of the one that it is like; its own, where these are not to be extended."""
         one, other = twin.of(short.sketch), twin.of(longer.sketch)
-        if one is None or other is None or not short.are_alike:
-            return self._run(twin.rank, _SHORT), self._longer(twin.rank)
+        if one is None or (other is None and len(twin.names) > _LONG) or not short.are_alike:
+            return self._run(twin.rank, _SHORT, whole=_LONG), self._longer(twin.rank)
         mine = replace(short, sketch=one, names=[list(twin.names)], step=self._step(twin.rank))
         return mine, replace(mine, sketch=other, notes=longer.notes)
 
     def _run_all(self, traces: Sequence[_Short]) -> dict[_Short, _Traced]:
-        return {(rank, length): self._run(rank, length, if_longer=length > _SHORT) for rank, length in traces}
+        return {key: self._run(*key, whole=_LONG, if_longer=key[1] > _SHORT) for key in traces}
 
     def depths(self, rank: int = 0) -> Depths:
         """Trace a rank of one stage at two depths, one of them in a forked process, and extrapolate nothing.
@@ -190,24 +191,23 @@ class Tracer:
             rank: Global.
             stands_for: Number of ranks of the world that it represents.
         """
-        short = self._run(rank, _SHORT if self._cuts else None)
+        short = self._run(rank, _SHORT if self._cuts else None, whole=_LONG)
         return self._joined(rank, short, None, stands_for=stands_for)
 
     def _longer(self, rank: int) -> _Traced:
-        return self._run(rank, _SHORT + 1, if_longer=True)
+        return self._run(rank, _LONG, if_longer=True)
 
     def _joined(self, rank: int, short: _Traced, longer: _Traced | None, *, stands_for: int) -> RankTrace:
         """Return the trace of a rank from its short one and, if there is one, a longer one."""
         counts = {len(names) for names in short.names}
-        if not self._cuts or not short.are_alike or max(counts, default=0) <= _SHORT:
+        if not self._cuts or not short.are_alike or max(counts, default=0) <= _LONG:
             return self._summary(rank, short, short.sketch, stands_for=stands_for, is_extrapolated=False)
         if len(counts) == 1:
             longer = longer or self._longer(rank)
-            long = max(counts) - _SHORT - 1
             assert short.sketch is not None and longer.sketch is not None, "stages of that many blocks"
-            sketch = longer.sketch if not long else extend(short.sketch, longer.sketch, by=long)
+            sketch = extend(short.sketch, longer.sketch, by=max(counts) - _LONG)
             if sketch is not None:
-                return self._summary(rank, longer, sketch, stands_for=stands_for, is_extrapolated=long > 0)
+                return self._summary(rank, longer, sketch, stands_for=stands_for, is_extrapolated=True)
         whole = self._run(rank, None)
         return self._summary(rank, whole, whole.sketch, stands_for=stands_for, is_extrapolated=False)
 
@@ -296,10 +296,17 @@ class Tracer:
             if all(layout.coordinates(first)[name] == own[name] for name in stages)
         )
 
-    def _run(self, rank: int, keep: int | None, *, if_longer: bool = False) -> _Traced:
-        """Trace a rank with at most `keep` blocks per stage; with `if_longer`, no sketch if those are all blocks."""
+    def _run(self, rank: int, keep: int | None, *, whole: int = 0, if_longer: bool = False) -> _Traced:
+        """Trace a rank with at most `keep` blocks per stage, or all of a stage that has at most `whole`.
+
+        Args:
+            rank: Global.
+            keep: Blocks; None for all.
+            whole: Blocks.
+            if_longer: Make no sketch where a shorter trace has all blocks.
+        """
         self._hear(rank)
-        job, truncation, step = self._job, BlockTruncation(keep), self._step(rank)
+        job, truncation, step = self._job, BlockTruncation(keep, whole=whole), self._step(rank)
         collect_new_objects()  # what lies in reference cycles is freed at the same moments in every run
         was_enabled = gc.isenabled()
         gc.disable()
@@ -311,7 +318,7 @@ class Tracer:
                 self._memory.shardings(),
                 composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
-                if _is_idle(truncation, keep, if_longer=if_longer):
+                if _is_idle(truncation, keep, whole=whole, if_longer=if_longer):
                     return _Traced(sketch=None, names=truncation.names, are_alike=truncation.are_alike, step=step)
                 if self._fuses:
                     keep_as_compiled(run, self._preparation)
@@ -385,9 +392,9 @@ class Tracer:
         return next(iter(self._sent.values()))
 
 
-def _is_idle(truncation: BlockTruncation, keep: int | None, *, if_longer: bool) -> bool:
+def _is_idle(truncation: BlockTruncation, keep: int | None, *, whole: int, if_longer: bool) -> bool:
     """Return whether a trace of truncated stages would say nothing: those of unequal lengths are traced whole."""
     lengths = {len(names) for names in truncation.names}
     if if_longer:
-        return not truncation.are_alike or min(lengths, default=-1) < (keep or 0)
-    return keep == _SHORT and truncation.are_alike and len(lengths) > 1 and max(lengths) > _SHORT
+        return not truncation.are_alike or len(lengths) > 1 or max(lengths) < max(keep or 0, whole + 1)
+    return keep == _SHORT and truncation.are_alike and len(lengths) > 1 and max(lengths) > max(_SHORT, whole)

@@ -6,6 +6,7 @@ import pytest
 from support.planned_runs import Case, one_f_one_b, tracer_of
 
 from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tracing import rank_tracer
 from composer3d.planning.tracing.enough_microbatches import short_step
 from composer3d.planning.tracing.rank_roles import chosen_ranks
 from composer3d.planning.tracing.rank_tracer import Tracer
@@ -44,13 +45,28 @@ def traced(monkeypatch):
 
 
 def test_a_stage_like_another_has_the_trace_of_its_own(traced, tmp_path):
-    case = case_of(2, 6, 11, 16, num_layers=18)
+    case = case_of(2, 7, 13, 19, num_layers=21)
     found = tracer_of(case, tmp_path, enough=enough).trace_all(dict.fromkeys(MIDDLE, 2))
     assert {*traced} == {0, 2}, "the first rank for the shapes that it sends"
     assert [trace.rank for trace in found] == [*MIDDLE]
-    assert len({trace.memory.parameters for trace in found}) == 2, "of four blocks, of five, and of five"
+    assert len({trace.memory.parameters for trace in found}) == 2, "of five blocks, of six, and of six"
     for trace in found[1:]:
         assert trace == tracer_of(case, tmp_path, enough=enough).trace(trace.rank, stands_for=2)
+
+
+def test_a_stage_of_as_many_blocks_as_the_longer_trace_is_traced_once(monkeypatch, tmp_path):
+    recorded = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    sketch_of = rank_tracer.sketch_of
+    monkeypatch.setattr(rank_tracer, "sketch_of", lambda *args: recorded.append(args) or sketch_of(*args))
+    case = case_of(4, 8, 12, 16, num_layers=20)
+    found = tracer_of(case, tmp_path, enough=enough).trace_all(dict.fromkeys((0, *MIDDLE), 2))
+    # Before the last position three stages of four blocks hold as many micro-batches in what is traced.
+    assert len(recorded) == 2, "the first stage, and one between"
+    for trace in found:
+        whole = tracer_of(case, tmp_path, enough=enough)
+        monkeypatch.setattr(whole, "_cuts", False)
+        assert trace == whole.trace(trace.rank, stands_for=2)
 
 
 @pytest.mark.parametrize(

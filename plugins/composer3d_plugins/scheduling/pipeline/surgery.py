@@ -217,9 +217,13 @@ class _Named(_Container):
 
 
 def become(module: nn.Module, mixin: type, slot: str, value: Any) -> None:
-    """Set a module's class to a subclass of its own that adds `mixin`; its name and its parameters' names stay."""
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    """Set a module's class to a subclass of its own that adds `mixin`; its name and its parameters' names stay.
+
+    Modules of one class share the subclass: what is kept by class, as units of FSDP2 are, is kept once.
+    """
+    cls, bases = type(module), (mixin, type(module))
+    made = (each for each in cls.__subclasses__() if each.__bases__ == bases)
+    module.__class__ = next(made, None) or type(cls.__name__, bases, {"__module__": cls.__module__})
     vars(module)[slot] = value
 
 
