@@ -20,6 +20,7 @@ from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mo
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
 from composer3d.propagation.dry_run.outside_state import OutsideState
+from composer3d.propagation.dry_run.registered_hooks import RegisteredHooks
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.functions.contractions import Products
 from composer3d.propagation.functions.dropping_attention import attend_drawing
@@ -89,6 +90,7 @@ __all__ = [
     "Ranges",
     "Reach",
     "Record",
+    "RegisteredHooks",
     "Relation",
     "SEQUENCE",
     "SMALL",

@@ -8,6 +8,8 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from composer3d.torch_compat.forward_hooks import LIBRARIES, home_of
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import BackwardHook
@@ -18,7 +20,9 @@ __all__ = [
     "accumulated_leaf",
     "follow_gradients",
     "is_operator_module",
+    "is_users",
     "legacy_gradient_hooks",
+    "node_hooks",
     "num_legacy_registrations",
     "own_function",
     "shared_hook",
@@ -147,6 +151,29 @@ def accumulated_leaf() -> Tensor | None:
 def is_operator_module(name: str) -> bool:
     """Return whether a module of torch holds functions on tensors, as `torch.sgn` is; some are in private ones."""
     return name in ("torch", "torch.functional", "torch.nn.functional") or name.startswith("torch._C._")
+
+
+def is_users(hook: Any) -> bool:
+    """Return whether a hook on a gradient is no library's, and none that torch makes of a module's.
+
+    Operators and functions of torch (`torch.sgn`, `functional.normalize`) are what a model does with its gradient.
+    """
+    if (shared := shared_hook(hook)) is not None:
+        hook = shared.function
+    if isinstance(hook, functools.partial) and any(hasattr(each, "_is_full_backward_hook") for each in hook.args):
+        return False
+    home = home_of(hook)
+    return is_operator_module(home) or not f"{home}.".startswith(LIBRARIES)
+
+
+def node_hooks(node: Any) -> tuple[list[Any], list[Any]]:
+    """Return the hooks before a node of a graph, and those behind it; torch has no public name (torch 2.11-2.15)."""
+    handles = [register(_nothing) for register in (node.register_prehook, node.register_hook)]
+    tables = [list(handle.hooks_dict_ref().values()) for handle in handles]
+    for handle in handles:
+        handle.remove()
+    ahead, behind = ([hook for hook in table if hook is not _nothing] for table in tables)
+    return ahead, behind
 
 
 def own_function(node: Any) -> type | None:

@@ -6,7 +6,6 @@ Shapes: B samples, S positions, D features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,12 +28,17 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.act, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, D)
         self.hook: Callable[[Tensor], Any] | None = None
+        self.what = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.up(self.norm(x)))
-        if self.hook is not None and y.requires_grad:
-            y.register_hook(self.hook)
-        return x + self.down(y)
+        y = self.noted("inside", self.act(self.up(self.norm(x))))
+        y = self.noted("result", self.down(y))
+        return self.noted("sum", x + y)
+
+    def noted(self, what: str, x: Tensor) -> Tensor:
+        if self.hook is not None and self.what == what and x.requires_grad:
+            self.hook(x)
+        return x
 
 
 class Model(nn.Module):
@@ -71,7 +75,28 @@ def on_output(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         output.register_hook(centred)
 
 
+def ahead_of(x: Tensor) -> None:
+    x.grad_fn.register_prehook(lambda gradients: (centred(gradients[0]),))
+
+
+def behind(x: Tensor) -> None:
+    x.grad_fn.register_hook(lambda given, _: tuple(centred(each) for each in given))
+
+
+def further(x: Tensor) -> None:
+    x.grad_fn.next_functions[0][0].register_hook(lambda given, _: tuple(map(centred, given)))
+
+
 Registered = Callable[[Block], Any]
+
+
+def in_code(hook: Callable[[Tensor], Any], what: str) -> Registered:
+    def register(block: Block) -> None:
+        block.hook, block.what = hook, what
+
+    return register
+
+
 # Of a block.
 FORWARD: dict[str, Registered] = {
     "output of an expanding layer": lambda block: block.up.register_forward_hook(of_output),
@@ -80,23 +105,35 @@ FORWARD: dict[str, Registered] = {
     "input of an activation": lambda block: block.act.register_forward_pre_hook(of_input),
     "both of an activation": lambda block: block.act.register_forward_hook(with_input),
     "input of a contracting layer": lambda block: block.down.register_forward_pre_hook(of_input),
-    "its gradient, in code": lambda block: setattr(block, "hook", centred),
+    "its gradient, in code": in_code(lambda y: y.register_hook(centred), "inside"),
+    "its node, in code": in_code(ahead_of, "inside"),
+    "behind its node, in code": in_code(behind, "inside"),
+}
+# On nodes of what is whole but along the sequence, and of what may be.
+WHOLE: dict[str, Registered] = {
+    "node of a sum": in_code(ahead_of, "sum"),
+    "behind the node of a sum": in_code(behind, "sum"),
+    "node of a contracting layer": in_code(ahead_of, "result"),
+}
+UNKNOWN: dict[str, Registered] = {
+    "behind the node of a contracting layer": in_code(behind, "result"),
+    "node that is reached from another": in_code(further, "result"),
 }
 
 
-def built(register: Registered | None, at: int) -> Model:
+def built(register: Registered, at: int | None) -> Model:
     torch.manual_seed(0)
     model = Model()
-    if register is not None:
-        register(model.layers[at])
+    for layer in model.layers if at is None else [model.layers[at]]:
+        register(layer)
     return model
 
 
-def errors(text: str, *, at: int) -> dict[str, float]:
-    """Return how far values and gradients are from one device's, with hooks on one block that is not the first."""
+def errors(text: str, cases: dict[str, Registered], at: int | None) -> dict[str, float]:
+    """Return how far values and gradients are from one device's, with hooks on one block, or on all."""
     torch.set_default_dtype(torch.float64)
     (x, y), found = given(padded=False), {}
-    for name, register in FORWARD.items():
+    for name, register in cases.items():
         reference, model = built(register, at), built(register, at)
         wanted = entropy(reference(x), y)
         wanted.backward()
@@ -114,20 +151,42 @@ def errors(text: str, *, at: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("text", [FEATURES, SEQUENCE])
 def test_hooks_that_one_later_block_has_are_seen_by_the_plan(text: str):
-    for found in run_ranks(partial(errors, at=2), 2, text):
+    for found in run_ranks(errors, 2, text, FORWARD, 2):
         assert not {name: error for name, error in found.items() if not error < TIGHT}
 
 
-def refusals(text: str) -> list[str]:
+@pytest.mark.parametrize("at", [None, 1])
+@pytest.mark.parametrize("text", [FEATURES, SEQUENCE])
+def test_hooks_on_nodes_of_the_graph_are_given_whole_gradients(text: str, at: int | None):
+    for found in run_ranks(errors, 2, text, WHOLE, at):
+        assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
+@pytest.mark.parametrize("text", [FEATURES, SEQUENCE])
+def test_blocks_with_hooks_on_nodes_that_are_others_over_tp_stay_whole(text: str):
+    for found in run_ranks(errors, 2, text, UNKNOWN, 1):
+        assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
+def refusals(text: str, cases: dict[str, Registered], at: int | None) -> list[str]:
     torch.set_default_dtype(torch.float64)
     (x, _), found = given(padded=False), []
-    for register in FORWARD.values():
+    for register in cases.values():
         with pytest.raises(composer3d.ManifestError) as caught:
-            composer3d.compose(built(register, 1), write_manifest(text), loss_fn=entropy, example=((x,), {}))
+            composer3d.compose(built(register, at), write_manifest(text), loss_fn=entropy, example=((x,), {}))
         found.append(str(caught.value))
     return found
 
 
 def test_a_stated_plan_that_shards_what_they_relate_is_refused():
-    for found in run_ranks(refusals, 2, STATED):
+    for found in run_ranks(refusals, 2, STATED, FORWARD, 1):
         assert all("the plan does not fit the model's code" in message for message in found)
+
+
+def test_hooks_on_nodes_that_are_others_over_tp_are_refused_where_nothing_else_is_sharded():
+    for found in run_ranks(refusals, 2, FEATURES, UNKNOWN, None):
+        assert '"layers.0": a hook is behind a node of the graph that is another one over tp (test_' in found[0]
+        assert '"layers.0": a hook is on a node of the graph that no tensor was asked for (test_' in found[1]
+        assert all(
+            "register it on the tensor, as in t.register_hook, or before the node, as in" in each for each in found
+        )

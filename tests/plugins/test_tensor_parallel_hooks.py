@@ -64,6 +64,8 @@ class Model(nn.Module):
                 self.between.append(x)
             if self.name == "between blocks" and x.requires_grad:
                 x.register_hook(centred)
+            if self.name == "on nodes between blocks" and x.requires_grad:
+                x.grad_fn.register_prehook(lambda g: (centred(g[0]),))
         return self.head(x)
 
 
@@ -86,6 +88,9 @@ REGISTERED: dict[str, Callable[[Model], Any]] = {
     "between blocks": lambda m: None,
     "kept by the root": lambda m: None,
     "on what blocks return, in their forward": lambda m: in_blocks(m, lambda x: x.register_hook(centred)),
+    "on its node": lambda m: in_blocks(m, lambda x: x.grad_fn.register_prehook(lambda g: (centred(g[0]),))),
+    "behind it": lambda m: in_blocks(m, lambda x: x.grad_fn.register_hook(lambda g, _: tuple(map(centred, g)))),
+    "on nodes between blocks": lambda m: None,
 }
 
 
@@ -210,16 +215,21 @@ def test_hooks_on_what_projections_are_given_see_its_whole_gradient(is_late: boo
     assert max(run_ranks(partial(of_inputs, is_late=is_late), 2, text)) < TIGHT
 
 
-def refused_on_nodes(text: str) -> str:
-    x, _ = given(padded=False)
-    model = built("")
-    in_blocks(model, lambda x: x.grad_fn.register_prehook(lambda gradients: (centred(gradients[0]),)))
-    with pytest.raises(composer3d.ManifestError) as caught:
-        composer3d.compose(model, write_manifest(text), loss_fn=entropy, example=((x,), {}))
-    return str(caught.value)
+def refusals(text: str) -> list[str]:
+    x, found = given(padded=False)[0], []
+    on_tensor = REGISTERED["on what blocks return, in their forward"]
+    for register in (lambda m: in_blocks(m, lambda x: x.grad_fn.register_prehook(centred)), on_tensor, None):
+        model = built("" if register is not None else "of a norm, in the forward")
+        if register is not None:
+            register(model)
+        with pytest.raises(composer3d.ManifestError) as caught:
+            composer3d.compose(model, write_manifest(text), loss_fn=entropy, example=((x,), {}))
+        found.append(str(caught.value))
+    return found
 
 
-def test_hooks_that_blocks_register_on_nodes_are_refused():
-    for message in run_ranks(refused_on_nodes, 2, SEQUENCE):
-        assert '"layers.0" registers a hook on a node of the graph (test_tensor_parallel_hooks.py:' in message
-        assert message.endswith("register it on the tensor instead, as in t.register_hook")
+def test_a_stated_plan_that_shards_a_sequence_where_a_forward_registers_hooks_is_refused():
+    for messages in run_ranks(refusals, 2, SEQUENCE + PLAN):
+        for message, block in zip(messages, ("layers.0", "layers.0", "layers.1"), strict=True):
+            assert f'the forward of "{block}", or the model\'s around it, registers hooks, which would be' in message
+            assert 'write plan = "auto", which leaves the sequence of such a block whole' in message

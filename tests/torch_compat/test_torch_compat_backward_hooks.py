@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import torch
@@ -215,3 +216,26 @@ def test_hooks_on_what_stands_for_a_tensor_are_registered_on_it_where_they_are_w
     other.register_hook(lambda gradient: seen.append(gradient.tolist()))
     (other.sum() + y.sum()).backward()
     assert seen == [[1, 1], [6, 6]]
+
+
+def test_hooks_before_a_node_and_behind_it_are_known():
+    y = torch.ones(2, requires_grad=True) * 2
+    assert torch_compat.backward_hooks.node_hooks(y.grad_fn) == ([], [])
+    first, second = (lambda gradients: None), (lambda given, gradients: None)
+    y.grad_fn.register_prehook(first)
+    handle = y.grad_fn.register_hook(second)
+    assert torch_compat.backward_hooks.node_hooks(y.grad_fn) == ([first], [second])
+    handle.remove()
+    assert torch_compat.backward_hooks.node_hooks(y.grad_fn) == ([first], [])
+    y.sum().backward()
+
+
+def test_hooks_of_torchs_modules_are_no_users_and_its_operators_are():
+    is_users = torch_compat.backward_hooks.is_users
+    assert is_users(lambda gradient: None) and is_users(torch.sgn) and is_users(torch.nn.functional.normalize)
+    assert not is_users(functools.partial(lambda module, gradient: None, torch.nn.Linear(2, 2)))
+    assert not is_users(torch.nn.utils.clip_grad_norm_)
+    x, found = torch.ones(2, requires_grad=True), []
+    with torch_compat.backward_hooks.WatchedRegistrations(lambda _, hook: found.append(hook) or hook, lambda _: None):
+        torch.autograd.graph.register_multi_grad_hook([x, x * 2], lambda gradients: None)
+    assert len(found) == 2 and all(map(is_users, found))

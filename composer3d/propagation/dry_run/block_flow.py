@@ -26,8 +26,8 @@ from composer3d.propagation.module_kinds import kind_of
 
 __all__ = ["Flow", "blocks_beside", "blocks_of"]
 
-# Questions whose answers are other ones for a share, and hooks that are given its gradient.
-ASKED = SIZES | {"register_hook", "retain_grad"}
+# Questions whose answers are other ones for a share, and hooks that are given its gradient, also on its node.
+ASKED = SIZES | {"register_hook", "retain_grad", "grad_fn"}
 
 
 def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[str]:

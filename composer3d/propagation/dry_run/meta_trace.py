@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.context import RunContext
 from composer3d.errors import PluginError
-from composer3d.observation.call_sites import beside, line_of
+from composer3d.observation.call_sites import line_of
 from composer3d.propagation.dry_run.block_flow import Flow
 from composer3d.propagation.dry_run.meta_forward import device_of, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
@@ -49,8 +49,7 @@ class Traced:
         read: Modules whose parameters are read by code outside of them; of equal blocks those in the first.
         outer: Modules of blocks that code outside of all blocks calls.
         hooked: Blocks with hooks that the forward itself registers, on them, on modules of them, or inside of them on
-            gradients of tensors.
-        nodes: Blocks inside of which it registers hooks on nodes of the graph, with the lines.
+            gradients.
         at: The blocks that are called, the innermost last.
     """
 
@@ -64,7 +63,6 @@ class Traced:
     read: frozenset[str] = frozenset()
     outer: set[nn.Module] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
-    nodes: dict[str, str] = field(default_factory=dict)
     at: list[str] = field(default_factory=list)
 
 
@@ -281,17 +279,12 @@ def _registrations(traced: Traced) -> torch_compat.backward_hooks.WatchedRegistr
         if traced.at:
             traced.hooked.update(next(group for group in traced.forms.values() if traced.at[-1] in group))
 
-    def hooked(_: Tensor, hook: Any) -> Any:
-        note()
+    def hooked(hook: Any) -> Any:
+        if torch_compat.backward_hooks.is_users(hook):
+            note()
         return hook
 
-    def of_node(hook: Any) -> Any:
-        of_module = isinstance(hook, functools.partial) and any(isinstance(each, nn.Module) for each in hook.args)
-        if traced.at and not of_module and not forward_hooks.home_of(hook).startswith(("torch.", "composer3d")):
-            traced.nodes.setdefault(traced.at[-1], beside())
-        return hook
-
-    return torch_compat.backward_hooks.WatchedRegistrations(hooked, lambda _: note(), of_node)
+    return torch_compat.backward_hooks.WatchedRegistrations(lambda _, hook: hooked(hook), lambda _: note(), hooked)
 
 
 def _placed(

@@ -89,7 +89,6 @@ def derive(
         if "stay whole" not in why or any(kind_of(module) != "other" for module in model.modules()):
             raise
         raise PluginError(f"no plan can be derived for this model: {why}", hint=advice) from None
-    _refuse_node_hooks(traced)
     derivations, reasons, whole = _derivations(model, context, traced)
     rules: Rules = {}
     for _, found, group in derivations:
@@ -119,16 +118,6 @@ def derive(
         unsharded=frozenset(unsharded),
         is_sharded=bool(sharded),
     )
-
-
-def _refuse_node_hooks(traced: Traced) -> None:
-    for fqn, place in traced.nodes.items():
-        owner = f'"{fqn}"' if fqn else "the model"
-        raise PluginError(
-            f"{owner} registers a hook on a node of the graph{place}, whose gradients would be of the features and "
-            "positions of a rank",
-            hint="register it on the tensor instead, as in t.register_hook",
-        )
 
 
 def _is_sharding(rules: Rules) -> bool:

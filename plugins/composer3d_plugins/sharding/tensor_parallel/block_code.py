@@ -52,6 +52,9 @@ class Codes:
         except PluginError:
             return self._all_propagated()
         self._refuse_read(traced)
+        if hooked := [block for block in self._sharded_blocks() if block in traced.hooked]:
+            text = "registers hooks, which would be given the positions of a rank"
+            raise PluginError(f'the forward of "{hooked[0]}", or the model\'s around it, {text}', hint=WHOLE)
         found: list[tuple[str, Code | None]] = []
         # Every form is looked at: what cannot be propagated is refused now, not in the first step.
         for first, group in traced.forms.items():

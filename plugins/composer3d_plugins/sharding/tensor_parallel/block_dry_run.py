@@ -20,6 +20,7 @@ from composer3d.propagation import (
     Propagation,
     PropagationError,
     Record,
+    RegisteredHooks,
     activation_of,
     first_of,
     in_mode,
@@ -84,9 +85,11 @@ class BlockDryRun:
         call = self._marked(call.fresh())
         self._propagation = Propagation(self.degree, where, record=self.record)
         self.products = self._propagation.products
+        hooks, mode = RegisteredHooks(), in_mode(self.block, training=self.training)
         try:
-            with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._propagation:
+            with mode, patched(self._answers(Code())), self._propagation, hooks:
                 output = on_meta(self.block, call)
+            hooks.settle()
         except PropagationError:
             raise
         except Exception as error:  # a model's own code may raise anything
