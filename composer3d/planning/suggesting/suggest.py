@@ -21,6 +21,8 @@ from composer3d.planning.suggesting.trials import GIB, Planned, Trials, differen
 
 __all__ = ["Suggestion", "against", "bases", "different", "suggest"]
 
+_AS_ASKED = 3  # layouts that are planned before faster ones of other runs, where check or the plan refuses the first
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
@@ -78,7 +80,7 @@ def suggest(
             if any(one.num_fitting for one in tried):
                 break
         found = _together(tried)
-        if not trials.hear(different(found.best or found.tight, trials.chosen)):
+        if not trials.hear(different(found.best or found.tight, trials.chosen, own)):
             break
     trials.ask_microbatches(keep)
     trials.ask_sequences(keep, tuple(sequence_degrees(own, world_size, offered)), searched)
@@ -109,9 +111,15 @@ def bases(own: Setup, hardware: Hardware) -> tuple[Setup, ...]:
     return (own,)
 
 
-def different(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> Iterable[Candidate]:
-    """Yield candidates by step time that differ from those chosen so far in degrees or precision; then by anything."""
+def different(candidates: Sequence[Candidate], chosen: Sequence[Candidate], own: Setup) -> Iterable[Candidate]:
+    """Yield the fastest few that compute what was asked for, until one is chosen; then others by step time.
+
+    Those come first that differ from all that were chosen in degrees or precision.
+    """
     ordered = sorted(candidates, key=lambda candidate: candidate.step_s)
+    for candidate in [one for one in ordered if not differences(one.setup, own)][:_AS_ASKED]:
+        if all(differences(other.setup, own) for other in chosen):
+            yield candidate
     left = []
     for candidate in ordered:
         if any(_key(candidate) == _key(other) for other in chosen):

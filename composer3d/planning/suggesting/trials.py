@@ -184,15 +184,25 @@ class Trials:
                 self.chosen = [one for one in self.chosen if one.setup != setup or one.step_s < best.step_s]
 
     def proposed(self, own: Setup) -> list[Candidate]:
-        """Return what to propose, the fastest first: of those that compute what was asked for, then of other runs."""
-        ordered = sorted(self.chosen, key=lambda one: one.step_s)
+        """Return what to propose, the fastest first: of those that compute what was asked for, then of other runs.
+
+        Of layouts that differ in their micro-batches alone the fastest is proposed, and the fastest with room left.
+        """
+        fastest: dict[tuple[Setup, str], Candidate] = {}
+        for one in self._ordered:
+            fastest.setdefault((replace(one.setup, microbatch=1), one.verdict(self.memory_bytes)), one)
+        ordered = list(fastest.values())
         others = [one for one in ordered if differences(one.setup, own)]
         as_asked = [one for one in ordered if one not in others]
         return [*as_asked[: max(1, NUM_SUGGESTIONS - len(others))], *others][:NUM_SUGGESTIONS]
 
     @property
+    def _ordered(self) -> list[Candidate]:
+        return sorted(self.chosen, key=lambda candidate: candidate.step_s)
+
+    @property
     def _fastest(self) -> Candidate | None:
-        return min(self.chosen, key=lambda candidate: candidate.step_s, default=None)
+        return next(iter(self._ordered), None)
 
     def _float8(self, best: Candidate) -> Iterator[Setup]:
         """Yield a layout with products in float8, where the device has them and they are faster by the search."""
