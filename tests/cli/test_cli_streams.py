@@ -54,7 +54,7 @@ def test_a_file_that_is_opened_later_gets_no_standard_descriptor(shell, tmp_path
     assert int((tmp_path / "n").read_text()) > 2
 
 
-@pytest.mark.parametrize("line", ["completion bash", "--help", "--version", "init --list"])
+@pytest.mark.parametrize("line", ["completion bash", "--help", "--version", "init --list", "plan quickstart"])
 def test_an_output_that_cannot_be_written_to_is_named(shell, line):
     assert shell(f"{line} > /dev/full") == (
         3,

@@ -7,7 +7,7 @@ from typing import Any
 
 from composer3d.planning.plan import Plan
 from composer3d.planning.reports.plan_json import plan_to_json
-from composer3d.planning.reports.plan_text import amount, size
+from composer3d.planning.reports.plan_text import amount, rendered, size
 
 __all__ = ["plans_to_json", "show_plans"]
 
@@ -27,10 +27,8 @@ def show_plans(plans: Mapping[str, Plan]) -> str:
     Args:
         plans: By the manifest's name.
     """
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=_WIDEST, highlight=False, emoji=False, force_jupyter=False)
     table = Table(box=None, pad_edge=False)
     rows = [{"manifest": name, **_row(plan)} for name, plan in plans.items()]
     columns = [column for column in rows[0] if any(row.get(column) for row in rows)]
@@ -40,9 +38,7 @@ def show_plans(plans: Mapping[str, Plan]) -> str:
         )
     for row in rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))
+    return "\n".join(line.rstrip() for line in rendered(table, width=_WIDEST).split("\n"))
 
 
 def _row(plan: Plan) -> dict[str, str]:

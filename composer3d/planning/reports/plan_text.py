@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.plan_json import collective_rows, flops_of
 
-__all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "show_plan", "size", "time_lines"]
+__all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "rendered", "show_plan", "size", "time_lines"]
 
 _MOST_ROWS = 12
 _BAR = 60
@@ -88,12 +90,24 @@ def show_plan(plan: Plan, *, width: int | None = None) -> str:
         plan: From `plan_of`.
         width: Columns; default: the terminal's.
     """
-    from rich.console import Console, Group
+    from rich.console import Group
 
-    console = Console(width=width, highlight=False, emoji=False, force_jupyter=False)
-    with console.capture() as captured:
-        console.print(Group(*_parts(plan)))
-    return captured.get().rstrip()
+    return rendered(Group(*_parts(plan)), width=width)
+
+
+def rendered(content: Any, *, width: int | None = None) -> str:
+    """Return what rich prints, in colours where standard output is a terminal, to which nothing is written.
+
+    Args:
+        content: That rich prints.
+        width: Columns; default: the terminal's.
+    """
+    from rich.console import Console
+
+    file, colours = StringIO(), True if sys.stdout.isatty() else None  # None: FORCE_COLOR may ask for them
+    console = Console(file=file, width=width, force_terminal=colours, highlight=False, emoji=False, force_jupyter=False)
+    console.print(content)
+    return file.getvalue().rstrip()
 
 
 def _parts(plan: Plan) -> list[Any]:
