@@ -66,9 +66,14 @@ def is_own(module: str | None) -> bool:
 @cache
 def is_installed(file: str) -> bool:
     """Return whether a file belongs to Python, or to a package that is installed."""
+    return file.startswith(_python_folders()) or not _INSTALLED.isdisjoint(file.split(os.sep))
+
+
+@cache
+def _python_folders() -> tuple[str, ...]:
+    """Return the folders of this Python's own files, and of what is installed in it."""
     paths = sysconfig.get_paths()
-    known = tuple(os.path.join(paths[name], "") for name in _SCHEME)
-    return file.startswith(known) or not _INSTALLED.isdisjoint(Path(file).parts)
+    return tuple(os.path.join(paths[name], "") for name in _SCHEME)
 
 
 def library_environment(*, but: str) -> list[tuple[str, str]]:
@@ -82,6 +87,12 @@ def library_environment(*, but: str) -> list[tuple[str, str]]:
 
 def plugin_packages() -> tuple[str, ...]:
     """Return the names of composer3d and of packages with plugins that are installed, wherever their files are."""
+    return _plugin_packages(tuple(sys.path))
+
+
+@cache
+def _plugin_packages(_: tuple[str, ...]) -> tuple[str, ...]:
+    """Return them for the folders that Python imports from; what is installed later is read as a user's own code is."""
     from composer3d.registry import Catalogue
 
     return ("composer3d", *Catalogue.installed().packages())
