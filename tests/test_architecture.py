@@ -65,6 +65,7 @@ PLANNING = (
     ("costing", "kept_manifest", "manifest_tracer"),
     ("plan",),
     ("reports",),
+    ("manifest_notes",),
     ("manifest_plan", "manifest_schedule"),
     ("suggesting",),
     ("tuning",),

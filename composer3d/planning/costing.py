@@ -99,13 +99,13 @@ def _sensitivity(
 
 
 def _checkpoint_bytes(traced: TracedManifest) -> int:
-    """Return the bytes of the whole model with its optimizer's state, each tensor once.
+    """Return the bytes of the whole model with its optimizer's state and averages, each tensor once.
 
     Ranks hold parameters and their states in the same number of replicas, so their ratio is that of the whole.
     """
     whole = traced.parameters_bytes
     held = sum(trace.stands_for * trace.memory.parameters for trace in traced.traces)
-    states = sum(trace.stands_for * trace.memory.optimizer for trace in traced.traces)
+    states = sum(trace.stands_for * (trace.memory.optimizer + trace.memory.averages) for trace in traced.traces)
     return round(whole * (1 + states / held)) if held else whole
 
 

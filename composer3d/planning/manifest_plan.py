@@ -222,6 +222,7 @@ def _traced(
     inspected: InspectedManifest, found: Inspection, *, choice: RankChoice, extrapolate: bool
 ) -> tuple[TracedManifest, frozenset[str]]:
     """Trace a manifest that was inspected, and without errors; return the modules of what runs, too."""
+    from composer3d.planning.manifest_notes import manifest_notes
     from composer3d.planning.manifest_tracer import trace_manifest
     from composer3d.planning.tracing.model_errors import tracing_model
 
@@ -239,24 +240,7 @@ def _traced(
     callables = [job.loss_fn, job.count_fn, *(type(plugin.instance) for plugin in job.manifest.plugins)]
     classes = {type(module) for module in job.model.modules()}
     modules = frozenset(getattr(each, "__module__", None) or "" for each in (*classes, *callables)) - {""}
-    return replace(traced, notes=tuple(_kept_in_memory(inspected, traced))), modules
-
-
-def _kept_in_memory(inspected: InspectedManifest, made: TracedManifest) -> list[str]:
-    """Return the cost of states that nodes keep in their memory, where the manifest asks for it."""
-    from composer3d.planning.reports.plan_text import size
-
-    table, per_node = inspected.manifest.tables["checkpoint"], made.gpus_per_node
-    if table.local_every is None:
-        return []
-    state = max(sum((m.parameters, m.optimizer, m.buffers)) for m in (trace.memory for trace in made.traces))
-    has_peers = per_node is not None and made.layout.world_size > per_node
-    files, where = (4 if has_peers else 2) * state, table.local_folder or "/dev/shm"
-    sent = f"{size(state)} is sent to the next node each time" if has_peers else "on one node nothing is sent"
-    return [
-        f"checkpoint.local_every = {table.local_every}: a rank keeps at most {size(files)} in {where}, and "
-        f"{size(2 * state)} more of host memory while it writes; {sent}"
-    ]
+    return replace(traced, notes=tuple(manifest_notes(inspected.manifest, traced))), modules
 
 
 def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
@@ -275,7 +259,7 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
 
     from composer3d.checking import find_factory
     from composer3d.planning.tracing.fake_composition import Job
-    from composer3d.runner import BatchSize, make_optimizer, with_tokenizer
+    from composer3d.runner import EMA, BatchSize, make_optimizer, with_tokenizer
     from composer3d.runner.data import foreseen_batch
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
@@ -296,6 +280,7 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
         model=found.preparation.model.to(torch.device("meta")),
         loss_fn=factory.loss_fn,
         make_optimizer=lambda run: make_optimizer(run, manifest),
+        make_averages=None if (decay := manifest.tables["ema"].decay) is None else partial(EMA, decay=decay),
         example=example,
         inputs=factory.inputs,
         count_fn=factory.loss.count,

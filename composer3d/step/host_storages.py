@@ -66,6 +66,10 @@ class HostMemory:
             self._storages[storage._cdata] = storage
             self.left(storage)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in host memory, or a part of it."""
+        return any(plain.untyped_storage()._cdata in self._storages for plain in torch_compat.plain_tensors(tensor))
+
     def has(self, storage: Any) -> bool:
         """Return whether a storage that is new to a plan lies in host memory."""
         return self.is_allocating or storage._cdata in self._storages

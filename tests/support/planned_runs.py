@@ -22,6 +22,7 @@ from composer3d.planning.tracing.fake_composition import Job, run_step
 from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import summarise
+from composer3d.runner import EMA
 from composer3d.step import gradients
 
 VOCAB, SEQ, MICROBATCH = 64, 16, 2
@@ -69,7 +70,7 @@ def loss_fn(output, target):
 class Case:
     """A manifest's tables beside a tiny Llama, micro-batches of a rank, and figures that are not compared.
 
-    The first `num_firsts` steps are unlike the others.
+    The first `num_firsts` steps are unlike the others. With `decay` moving averages are kept.
     """
 
     text: str
@@ -80,6 +81,7 @@ class Case:
     source: str = "composer3d"
     num_firsts: int = 1
     uncompared: tuple[str, ...] = ()
+    decay: float | None = None
 
     def manifest(self, folder):
         path = folder / f"{os.getpid()}.toml"
@@ -90,6 +92,9 @@ class Case:
     def optimizer(self, run: Composition):
         return run.optimizer(torch.optim.AdamW, lr=1e-3, fused=self.fused)
 
+    def averages(self, run: Composition):
+        return None if self.decay is None else EMA(run, decay=self.decay)
+
 
 def job_of(case, folder):
     manifest = case.manifest(folder)
@@ -98,6 +103,7 @@ def job_of(case, folder):
         model=record(factory(case.num_layers, case.source))[0],
         loss_fn=loss_fn,
         make_optimizer=case.optimizer,
+        make_averages=case.averages,
         example=((torch.empty(MICROBATCH, SEQ, dtype=torch.int64, device="meta"),), {}),
         inputs=lambda targets: {},
         grad_clip=1.0,
@@ -143,10 +149,12 @@ def measured(case, folder):
     try:
         with run:
             optimizer = case.optimizer(run)
-            with record_step(run, optimizer, (tokens, target)) as observer:
+            averages = case.averages(run)
+            with record_step(run, optimizer, (tokens, target), averages=averages) as observer:
                 for number in range(case.num_firsts + _STEPS):
                     observer.restart()
-                    run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=number)
+                    options = {"inputs": {}, "grad_clip": 1.0, "number": number, "averages": averages}
+                    run_step(run, optimizer, (tokens,), target, **options)
                     observer.finish()
                     sketches.append(sketch_of(observer.result, lambda module: [(module, "", 0)]))
             found = [

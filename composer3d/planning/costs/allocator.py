@@ -102,6 +102,7 @@ def memory_figures(trace: RankTrace, allocation: Allocation) -> dict[str, Figure
     """
     memory = trace.memory
     found = {name: Figure.exact(getattr(memory, name)) for name in _COUNTED}
+    found |= {"averages": Figure.exact(memory.averages)} if memory.averages else {}
     found |= {name: Figure.within(getattr(memory, name), _TRACED_BAND, "traced") for name in _MOMENTS}
     found["allocated"] = Figure.within(allocation.allocated, _TRACED_BAND, "modelled")
     found["reserved"] = Figure.within(allocation.reserved, _RESERVED_BAND, "modelled")

@@ -9,7 +9,7 @@ from typing import Any
 from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.plan_json import collective_rows
-from composer3d.planning.reports.plan_text import MEMORY_PARTS, band, memory_parts, size, time_lines
+from composer3d.planning.reports.plan_text import band, memory_parts, shown_parts, size, time_lines
 from composer3d.planning.schedules.drawing import draw_svg
 
 __all__ = ["plan_to_html"]
@@ -76,7 +76,7 @@ def _memory(plan: Plan) -> str:
     for row, rank in enumerate(plan.ranks):
         x, y = float(_LEFT), row * _ROW + 6
         parts.append(f'<text x="0" y="{y + 16}">rank {rank.trace.rank}, for {rank.trace.stands_for}</text>')
-        for name, _, color in MEMORY_PARTS:
+        for name, _, color in shown_parts(plan):
             value = memory_parts(rank)[name]
             width = max(value, 0) * scale
             told = f"<title>{name}: {size(value)}</title>"
@@ -87,7 +87,7 @@ def _memory(plan: Plan) -> str:
     if plan.memory_bytes is not None:
         x = _LEFT + plan.memory_bytes * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" stroke="#c00" stroke-width="2"/>')
-    for index, (name, _, color) in enumerate(MEMORY_PARTS):
+    for index, (name, _, color) in enumerate(shown_parts(plan)):
         x = float(_LEFT + index * 110)
         parts.append(f'<rect x="{x}" y="{bottom + 8}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 16}" y="{bottom + 19}">{name}</text>')

@@ -12,16 +12,17 @@ from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.plan_json import collective_rows, flops_of
 
-__all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "rendered", "show_plan", "size", "time_lines"]
+__all__ = ["amount", "band", "memory_parts", "rendered", "show_plan", "shown_parts", "size", "time_lines"]
 
 _MOST_ROWS = 12
 _BAR = 60
 # Of communication in the text: kinds that take at least this part of a step, and how many of them at most.
 _LEAST_SHARE, _MOST_KINDS = 0.002, 6
-# Of a bar, in this order: name, letter, color.
-MEMORY_PARTS = (
+# Of a bar, in this order: name, letter, color; of averages only where a run keeps them.
+_MEMORY_PARTS = (
     ("parameters", "P", "#4e79a7"),
     ("optimizer", "O", "#59a14f"),
+    ("averages", "E", "#edc948"),
     ("gradients", "G", "#f28e2b"),
     ("activations", "A", "#e15759"),
     ("transient", "T", "#b07aa1"),
@@ -76,11 +77,18 @@ def memory_parts(rank: RankPlan) -> dict[str, int]:
     return {
         "parameters": memory.parameters + memory.buffers,
         "optimizer": memory.optimizer,
+        "averages": memory.averages,
         "gradients": memory.gradients_at_peak,
         "activations": memory.activations_at_peak,
         "transient": memory.transient,
         "reserve": allocation.total - memory.peak,
     }
+
+
+def shown_parts(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the parts of a bar of memory: name, letter, color."""
+    has_averages = any(rank.trace.memory.averages for rank in plan.ranks)
+    return [part for part in _MEMORY_PARTS if part[0] != "averages" or has_averages]
 
 
 def show_plan(plan: Plan, *, width: int | None = None) -> str:
@@ -139,26 +147,30 @@ def _memory_table(plan: Plan) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    known = "params, optim [exact], grads, activ, transient, peak [traced], device [modelled]"
+    shown = shown_parts(plan)[:-1]
+    short = {"parameters": "params", "optimizer": "optim", "gradients": "grads", "activations": "activ"}
+    names = [short.get(name, name) for name, *_ in shown]
+    exact = names[: names.index("grads")]
+    known = f"{', '.join(exact)} [exact], grads, activ, transient, peak [traced], device [modelled]"
     title = Text(f"memory of a rank at its peak: {known}")
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("rank", no_wrap=True)
-    for name in ("ranks", "params", "optim", "grads", "activ", "transient", "peak", "device"):
+    for name in ("ranks", *names, "peak", "device"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
         parts, trace = memory_parts(rank), rank.trace
-        figures = [size(parts[name]) for name, *_ in MEMORY_PARTS[:-1]]
+        figures = [size(parts[name]) for name, *_ in shown]
         table.add_row(
             str(trace.rank), str(trace.stands_for), *figures, size(trace.memory.peak), size(rank.allocation.total)
         )
     return table
 
 
-def _bar(parts: dict[str, int], whole: int) -> Any:
+def _bar(parts: dict[str, int], shown: Sequence[tuple[str, str, str]], whole: int) -> Any:
     from rich.text import Text
 
     bar = Text()
-    for name, letter, color in MEMORY_PARTS:
+    for name, letter, color in shown:
         bar.append(letter * round(_BAR * parts[name] / whole), style=color)
     return bar.append(" " * max(0, _BAR - len(bar)) + "|")
 
@@ -166,12 +178,12 @@ def _bar(parts: dict[str, int], whole: int) -> Any:
 def _moments(plan: Plan) -> list[Any]:
     from rich.text import Text
 
-    largest = max(rank.allocation.total for rank in plan.ranks)
+    largest, shown = max(rank.allocation.total for rank in plan.ranks), shown_parts(plan)
     lines: list[Any] = []
     for rank in plan.ranks:
         memory, bar = rank.trace.memory, Text(f"rank {rank.trace.rank:<5} |")
-        lines.append(bar.append_text(_bar(memory_parts(rank), max(largest, plan.memory_bytes or 0))))
-    letters = ", ".join(f"{letter} {name}" for name, letter, _ in MEMORY_PARTS)
+        lines.append(bar.append_text(_bar(memory_parts(rank), shown, max(largest, plan.memory_bytes or 0))))
+    letters = ", ".join(f"{letter} {name}" for name, letter, _ in shown)
     room = "" if plan.memory_bytes is None else f"; the whole line is {size(plan.memory_bytes)}"
     lines.append(Text(f"{letters}{room}"))
     for rank in plan.ranks:

@@ -96,6 +96,18 @@ class BlockTruncation:
             return names[: self._keep]
         return [*names[: self._keep - 1], names[-1]]
 
+    def is_idle(self, *, short: int, if_longer: bool) -> bool:
+        """Return whether a trace of the stages would say nothing: those of unequal lengths are traced whole.
+
+        Args:
+            short: Blocks of the shorter one of two traces.
+            if_longer: A shorter trace has all blocks of stages that are no longer than this one's.
+        """
+        lengths = {len(names) for names in self.names}
+        if if_longer:
+            return not self.are_alike or len(lengths) > 1 or max(lengths) < max(self._keep or 0, self._whole + 1)
+        return self._keep == short and self.are_alike and len(lengths) > 1 and max(lengths) > max(short, self._whole)
+
     def places_of(self, module: str) -> list[tuple[str, str, int]]:
         """Return a module's name by stage, with its block's place in the stage instead of its number.
 

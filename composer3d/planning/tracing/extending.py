@@ -52,6 +52,7 @@ class Sketch:
     activations: int
     prepared: int
     host: int
+    averages: int
 
     @property
     def peak(self) -> tuple[Stage, Place, tuple[int, int, int, int]]:

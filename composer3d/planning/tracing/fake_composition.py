@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer3d import Composition, map_tensors, torch_compat
 from composer3d.composition import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
 
 __all__ = [
+    "Averages",
     "Job",
     "composed",
     "is_compiled",
@@ -46,6 +47,16 @@ __all__ = [
     "prime_optimizer",
     "run_step",
 ]
+
+
+class Averages(Protocol):
+    """Moving averages of the parameters, as a loop keeps them."""
+
+    def update(self, step: int) -> None:
+        """Update the averages by the parameters after a step."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return them by FQN, under `averages`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +79,8 @@ class Job:
         num_microbatches: Micro-batches per step and data-parallel rank.
         microbatch: Samples per micro-batch.
         preparation: Of this manifest and model, if the caller has made it already, for any purpose but `run`.
+        make_averages: Returns what a loop keeps of a composition's parameters and updates in every step; None where it
+            keeps nothing.
     """
 
     manifest: Manifest
@@ -84,6 +97,11 @@ class Job:
     target: Any = None
     has_targets: bool = True
     count_fn: Callable[[Any], int] | None = None
+    make_averages: Callable[[Composition], Averages] | None = None
+
+    def averages(self, run: Composition) -> Averages | None:
+        """Return the averages that the loop keeps."""
+        return None if self.make_averages is None else self.make_averages(run)
 
     def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Return positional and named inputs and targets of one rank's step, as fake tensors in a fake mode."""
@@ -234,8 +252,19 @@ def run_step(
     inputs: Mapping[str, Any],
     grad_clip: float,
     number: int = 1,
+    averages: Averages | None = None,
 ) -> None:
     """Run an optimizer step as the runner does.
+
+    Args:
+        run: The composition.
+        optimizer: Of the composition.
+        args: Of the batch of the step.
+        target: Of the same batch.
+        inputs: Of the same batch.
+        grad_clip: As in `[train]`.
+        number: Of the step.
+        averages: Of the composition's parameters, which the loop updates; None where it keeps none.
 
     Raises:
         StepError: Values decide what an operator returns, and nothing is known of them.
@@ -245,6 +274,8 @@ def run_step(
         float(run.clip_grad_norm_(grad_clip))
         del loss
         optimizer.step()
+        if averages is not None:
+            averages.update(number)
         optimizer.zero_grad()
 
 

@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -318,15 +319,19 @@ class Tracer:
                 self._memory.shardings(),
                 composed(job, self._preparation, rank, truncation=truncation, memory=self._memory) as run,
             ):
-                if _is_idle(truncation, keep, whole=whole, if_longer=if_longer):
+                if truncation.is_idle(short=_SHORT, if_longer=if_longer):
                     return _Traced(sketch=None, names=truncation.names, are_alike=truncation.are_alike, step=step)
                 if self._fuses:
                     keep_as_compiled(run, self._preparation)
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
+                averages = job.averages(run)
                 args, inputs, target = job.batch(step.num_microbatches)
+                step_once = partial(run_step, run, optimizer, args, target, averages=averages)
                 with (
-                    record_step(run, optimizer, (args, target, dict(inputs)), memory=self._memory) as observer,
+                    record_step(
+                        run, optimizer, (args, target, dict(inputs)), memory=self._memory, averages=averages
+                    ) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
                     torch_compat.lone_buckets() as buckets,
                 ):
@@ -335,7 +340,7 @@ class Tracer:
                     differs = bool(run.context.claimants("first_step"))
                     for attempt in (1, 2):
                         observer.restart()
-                        run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=attempt)
+                        step_once(inputs=inputs, grad_clip=job.grad_clip, number=attempt)
                         freed = observer.free_unused_state()
                         if not (buckets or differs or freed):
                             break
@@ -390,11 +395,3 @@ class Tracer:
         if before:
             return self._sent[max(before)]
         return next(iter(self._sent.values()))
-
-
-def _is_idle(truncation: BlockTruncation, keep: int | None, *, whole: int, if_longer: bool) -> bool:
-    """Return whether a trace of truncated stages would say nothing: those of unequal lengths are traced whole."""
-    lengths = {len(names) for names in truncation.names}
-    if if_longer:
-        return not truncation.are_alike or len(lengths) > 1 or max(lengths) < max(keep or 0, whole + 1)
-    return keep == _SHORT and truncation.are_alike and len(lengths) > 1 and max(lengths) > max(_SHORT, whole)

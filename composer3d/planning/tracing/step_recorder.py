@@ -17,6 +17,7 @@ from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 if TYPE_CHECKING:
     from composer3d import Composition, HostMemory
     from composer3d.observation import Collective
+    from composer3d.planning.tracing.fake_composition import Averages
 
 __all__ = ["Recording", "Stretch", "record_step"]
 
@@ -74,6 +75,7 @@ class Recording:
         activations: Most bytes made in forwards that were alive at the end of one.
         prepared: Bytes that the first step allocated for all micro-batches before it ran them, and kept.
         host: Most bytes in host memory.
+        averages: Bytes of moving averages.
         peak: Most bytes alive at any moment.
     """
 
@@ -86,6 +88,7 @@ class Recording:
     activations: int = 0
     prepared: int = 0
     host: int = 0
+    averages: int = 0
     peak: int = 0
 
 
@@ -328,7 +331,12 @@ def _purpose_of(stretch: Stretch) -> _Purpose | None:
 
 @contextlib.contextmanager
 def record_step(
-    run: Composition, optimizer: Any, batch: Any, *, memory: torch_compat.ResultMemory | None = None
+    run: Composition,
+    optimizer: Any,
+    batch: Any,
+    *,
+    memory: torch_compat.ResultMemory | None = None,
+    averages: Averages | None = None,
 ) -> Iterator[_Observer]:
     """Record the step that runs inside; existing storages count as lasting.
 
@@ -337,6 +345,7 @@ def record_step(
         optimizer: Of the composition, with its state.
         batch: This rank's tensors of the step.
         memory: Of the fake mode that is on, which is then asked for results directly.
+        averages: That the loop keeps of the parameters; None where it keeps none.
     """
     from composer3d import HostMemory
 
@@ -351,6 +360,11 @@ def record_step(
     for tensor in _host_state(optimizer, host):
         host.keep(tensor)
     storages.track(_state_tensors(optimizer))
+    kept = {} if averages is None else averages.state_dict()["averages"]
+    for fqn in (fqn for fqn, parameter in run.named_parameters() if fqn in kept and host.holds(parameter)):
+        host.keep(kept[fqn])
+    storages.track(kept.values())
+    result.averages = storages.bytes_of(kept.values())
     storages.track(torch_compat.tree_leaves(batch))
     result.batch = storages.bytes_of(torch_compat.tree_leaves(batch))
     assert storages.kinds[LASTING] == storages.live, "nothing has run yet"

@@ -64,7 +64,7 @@ def summarise(
 
 def _memory(sketch: Sketch, blocks: Sequence[Sequence[str]], *, several: bool) -> Memory:
     stage, place, (peak, activations, gradients, number) = sketch.peak
-    lasting = sketch.parameters + sketch.buffers + sketch.optimizer
+    lasting = sketch.parameters + sketch.buffers + sketch.optimizer + sketch.averages
     return Memory(
         parameters=sketch.parameters,
         gradients=sketch.gradients,
@@ -79,6 +79,7 @@ def _memory(sketch: Sketch, blocks: Sequence[Sequence[str]], *, several: bool) -
         gradients_at_peak=gradients,
         num_storages=number,
         host=sketch.host,
+        averages=sketch.averages,
     )
 
 

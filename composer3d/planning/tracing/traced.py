@@ -101,10 +101,11 @@ class Memory:
         module: The FQN of the module that ran then; empty outside of modules.
         buffers: Registered buffers.
         activations_at_peak: Of the peak, bytes made in forwards.
-        gradients_at_peak: Of the peak, gradients. With these two, parameters, optimizer, buffers and transient add up
-            to the peak.
+        gradients_at_peak: Of the peak, gradients. With these two, parameters, optimizer, buffers, averages and
+            transient add up to the peak.
         num_storages: Live storages at the peak.
         host: Most bytes that plugins keep in host memory, of an accelerator's; none of them is in the others.
+        averages: Moving averages of the parameters, throughout the step.
     """
 
     parameters: int
@@ -120,6 +121,7 @@ class Memory:
     gradients_at_peak: int = 0
     num_storages: int = 0
     host: int = 0
+    averages: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ FAST = (
     "zero3",
     "mixed",
     "cp_ring",
+    "averages",
     "cpu_offload",
     "1f1b",
     "stranger",
@@ -72,6 +73,8 @@ CASES = {
         num_microbatches=4,
         uncompared=("activations",),
     ),
+    "averages": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", decay=0.9),
+    "averages_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", num_microbatches=4, decay=0.9),
     "cpu_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[sharding.cpu_offload]\npiece_mib = 0.01\n"),
     "nvme_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[sharding.nvme_offload]\nchunk_mib = 0.01\n"),
     # Which results are kept hangs on the time that operators take, and how many of the same size.
