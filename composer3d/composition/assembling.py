@@ -34,9 +34,7 @@ from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Statef
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.observation import spans
-from composer3d.observation.flight_recorder import Flight
 from composer3d.observation.issuers import sources_of
-from composer3d.observation.torch_errors import TorchErrors
 from composer3d.processes.arrival import await_all
 from composer3d.processes.foreign_peers import refuse_foreign_peers
 from composer3d.processes.process_group import default_device, join_world, own_device, own_groups
@@ -60,6 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.hooks.blame import Turns
+    from composer3d.observation.flight_recorder import Flight
 
 __all__ = ["Assembled", "assemble", "build_mesh", "freeze"]
 
@@ -270,6 +269,9 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     context = preparation.context
     if not guarded or context.world_size == 1 or dist.get_backend() == "fake":
         return None
+    from composer3d.observation.flight_recorder import Flight  # a plan has nobody to ask
+    from composer3d.observation.torch_errors import TorchErrors
+
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     axes = [axis.name for axis in context.layout.dense_axes if context.degrees[axis.name] > 1]
     views = context.views.groups

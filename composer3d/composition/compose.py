@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+# What saves and loads is imported before a run: its first checkpoint may be hours away, and forked ranks share it.
+from composer3d.checkpoint import loading, saving  # noqa: F401
 from composer3d.composition.assembling import assemble
 from composer3d.composition.composition import Composition
 from composer3d.interfaces import Example, LossFunction

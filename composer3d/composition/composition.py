@@ -19,7 +19,6 @@ from composer3d.composition.loop.own_loop import OwnLoop, refused_after_close
 from composer3d.composition.loop.own_optimizer import refuse_other_optimizers
 from composer3d.composition.loop.stage_parameters import refuse_norms_of_stages
 from composer3d.composition.preparing import PlanRow
-from composer3d.composition.replica_groups.replica_steps import steps_of_replicas
 from composer3d.composition.run_state.persistence import Persistence
 from composer3d.composition.run_state.saved_run import SavedRun
 from composer3d.errors import StepError
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+    from composer3d.composition.replica_groups.replica_steps import ReplicaSteps
 
 __all__ = ["Composition"]
 
@@ -54,7 +55,7 @@ class Composition(SavedRun, OwnLoop):
         self.averages_buffers = True
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
-        self.replicas = steps_of_replicas(assembled, self._persistence, lambda: self._optimizer)
+        self.replicas = self._steps_of_replicas()
         self._composed = composed_modules(self.parts)
         self._unwatch = refuse_other_optimizers(self._engine, self.context, self._composed)
         if assembled.has_schedule:
@@ -282,6 +283,16 @@ class Composition(SavedRun, OwnLoop):
                 has_schedule=self._assembled.has_schedule,
             )
         return self._optimizer
+
+    def _steps_of_replicas(self) -> ReplicaSteps | None:
+        """Return the steps with other groups of ranks; None where there are none, or nobody runs."""
+        policy = self._assembled.hooks.replicas(self.context)
+        if policy is None or self.context.purpose != "run" or self.context.layout.num_groups == 1:
+            return None
+        # Sockets and servers, of which a plan needs nothing.
+        from composer3d.composition.replica_groups.replica_steps import steps_of_replicas
+
+        return steps_of_replicas(self._assembled, self._persistence, lambda: self._optimizer, policy)
 
     def _stepped_units(self) -> Sequence[SteppedUnit]:
         """Return the units that are stepped by themselves: none where a checkpoint has the optimizer's state made."""

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import EvaluatedWeights, checkpoint, pieces_of
+from composer3d import EvaluatedWeights, checkpoint, compose, pieces_of
 from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.processes import write_private
+from composer3d.runner.data import Loader, example_of, open_source
 from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.evaluating.best_model import BestModel
 from composer3d.runner.evaluating.evaluation_loop import loss_over
@@ -51,7 +52,7 @@ from composer3d.runner.weights.ema import EMA
 if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.manifest import Manifest
-    from composer3d.runner.data import Batch, Loader
+    from composer3d.runner.data import Batch
 
 __all__ = ["Trainer", "output_folder", "train"]
 
@@ -98,8 +99,6 @@ class Trainer:
     """
 
     def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:
-        from composer3d import compose
-        from composer3d.runner.data import example_of, open_source
         from composer3d.runner.objective.optimizer_groups import make_optimizer
 
         manifest = with_tokenizer(manifest)
@@ -171,8 +170,6 @@ class Trainer:
             ) from error
 
     def _loader(self) -> Loader:
-        from composer3d.runner.data import Loader
-
         context = self.run.context
         return Loader(
             self.source,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import StepError
 from composer3d.hooks.blame import in_turn
 from composer3d.interfaces import Batch, Loss
-from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
 from composer3d.step.activation_gradients import ActivationGradients
 from composer3d.step.evaluation import reshard_units
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
+    from composer3d.observation.flight_recorder import Flight
     from composer3d.step.losses.loss_graph import Reduction
     from composer3d.step.random_numbers.random_streams import Streams
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checkpoint import TensorInfo
 from composer3d.errors import ReplicaError
 from composer3d.step.gradients import local
 
@@ -69,6 +68,8 @@ def take_state(
         ReplicaError: What comes is no state of this run.
     """
     import torch
+
+    from composer3d.checkpoint import TensorInfo
 
     length = torch.zeros(1, dtype=torch.int64)
     exchange.receive(length, place)

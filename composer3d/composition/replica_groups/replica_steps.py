@@ -371,21 +371,20 @@ def piece_of(num_microbatches: int, place: int, num_members: int) -> tuple[int, 
 
 
 def steps_of_replicas(
-    assembled: Assembled, persistence: Persistence, optimizer: Callable[[], torch.optim.Optimizer | None]
-) -> ReplicaSteps | None:
-    """Return the steps with the other groups; None where there are none, or nobody runs.
+    assembled: Assembled,
+    persistence: Persistence,
+    optimizer: Callable[[], torch.optim.Optimizer | None],
+    policy: ReplicaPolicy,
+) -> ReplicaSteps:
+    """Return the steps with the other groups.
 
     Raises:
-        StepError: There are to be several, and nobody has started this process as one of them.
+        StepError: Nobody has started this process as one of them.
     """
-    context = assembled.context
-    policy = assembled.hooks.replicas(context)
-    if policy is None or context.purpose != "run" or context.layout.num_groups == 1:
-        return None
     address = address_of_quorum()
     if address is None:
         raise StepError(
-            f"the manifest has {context.layout.num_groups} groups of ranks, and this process was started in none of "
-            "them; composer3d run starts them, and knows who takes part"
+            f"the manifest has {assembled.context.layout.num_groups} groups of ranks, and this process was started in "
+            "none of them; composer3d run starts them, and knows who takes part"
         )
     return ReplicaSteps(assembled, persistence, optimizer, policy, address=address, setup=assembled.setup)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from composer3d.checkpoint import Staging
-
 if TYPE_CHECKING:
     import torch
 
+    from composer3d.checkpoint import Staging
     from composer3d.composition.assembling import Assembled
 
 __all__ = ["DeferredCopies"]

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checkpoint import Staging, TensorInfo
 from composer3d.errors import CheckpointError
 from composer3d.step.gradients import local
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from composer3d.checkpoint import Staging
     from composer3d.composition.run_state.persistence import Persistence
 
 __all__ = ["RankState", "StoredState"]
@@ -85,6 +85,8 @@ class RankState:
         Collectives: those of the optimizer's state, and of plugins after a load.
         """
         import torch
+
+        from composer3d.checkpoint import TensorInfo
 
         shapes: Mapping[str, Any] = stored.state["shapes"]
         known = {
