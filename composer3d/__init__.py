@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from composer3d.observation.torch_errors import TorchErrors
     from composer3d.patterns import select as select_fqns
     from composer3d.planning.manifest_plan import PlanResult, plan
-    from composer3d.planning.schedules.warm_up import WarmUp
+    from composer3d.planning.schedules.planned_stages import StageForms, WarmUp
     from composer3d.planning.suggesting.manifest_suggestions import SuggestResult, suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json, receive_json, send_json
     from composer3d.registry import plugin
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "checking.checked": ("CheckResult", "check"),
     "planning.manifest_plan": ("PlanResult", "plan"),
-    "planning.schedules.warm_up": ("WarmUp",),
+    "planning.schedules.planned_stages": ("StageForms", "WarmUp"),
     "planning.suggesting.manifest_suggestions": ("SuggestResult", "suggest"),
     "runner.loaded_manifest": ("load_manifest",),
     "runner.run": ("RunResult", "run"),
@@ -327,6 +327,7 @@ __all__ = [
     "Unit",
     "Units",
     "VerifyResult",
+    "StageForms",
     "WarmUp",
     "all_gather_json",
     "average_whole",

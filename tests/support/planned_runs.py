@@ -24,14 +24,22 @@ from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import summarise
 from composer3d.runner import EMA
 from composer3d.step import gradients
+from support.skipping_models import Skipping
 
 VOCAB, SEQ, MICROBATCH = 64, 16, 2
+SKIPPING = {
+    "kept": {"kept": (0, 1)},
+    "squared": {"squared": (5,)},
+    "shrinking": {"halving": (1, 2), "narrowing": (0,)},
+}
 _STEPS = 3  # that are compared, of each real run
 
 
 def factory(num_layers, source="composer3d"):
     if source in ("llama", "mixtral"):
         return lambda: huggingface(num_layers, source)
+    if source in SKIPPING:
+        return lambda: Skipping(num_layers, **SKIPPING[source])
     if source == "unused":
         return lambda: unused(num_layers)
     tied = source == "tied"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from composer3d import patterns
 from composer3d.errors import TransformError
+from composer3d.planning.schedules.planned_stages import StageForms
 from composer3d.planning.tracing.equal_blocks import Known, form_of, form_of_tensor, kind_of, prefixes, treatments
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def twins_of(
         # Of other schedules it is not known that two positions run the same.
         if form is not None and len(names) >= whole and step.most_in_flight is not None:
             stage = parts[0].index
-            key = (step.num_microbatches, step.most_in_flight, len(names) > whole, form)
+            forms = context.stash(StageForms)
+            own = frozenset(forms.around(stage).items()), frozenset(forms.costs(stage))
+            key = (step.num_microbatches, step.most_in_flight, len(names) > whole, form, own)
             like = firsts.setdefault(key, (rank, stage))
             if like[0] != rank:
                 found[rank] = Twin(rank=rank, stage=stage, names=names, like=like[0], stage_of_like=like[1])

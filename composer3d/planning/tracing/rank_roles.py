@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from composer3d import patterns
 from composer3d.errors import ArgumentError, TransformError
 from composer3d.mesh import Layout, Role
+from composer3d.planning.schedules.planned_stages import StageForms
 from composer3d.planning.schedules.simulation import Simulation
 from composer3d.planning.tracing.equal_blocks import prefixes, treatments
 
@@ -20,7 +21,8 @@ __all__ = ["Contents", "RankChoice", "chosen_ranks", "contents_of", "first_ranks
 
 RankChoice = int | Literal["worst", "all"]
 # Parameters of a position's stages: their number by name, without the block's number, form, and what transforms select
-# of their block: a stage whose blocks are recomputed does not exceed one whose blocks are not.
+# of their block: a stage whose blocks are recomputed does not exceed one whose blocks are not. And, as far as the split
+# knows them, the values that the stages receive and send, and the costs of their calls.
 Contents = Counter[Hashable]
 
 
@@ -81,6 +83,7 @@ def contents_of(preparation: Preparation) -> list[Contents]:
         return []
     found: list[Contents] = []
     treated = _treatment(preparation)
+    forms = context.stash(StageForms)
     for rank in firsts:
         with context.as_rank(rank), planned(context):
             split = preparation.hooks.split(context, preparation.model)
@@ -92,6 +95,7 @@ def contents_of(preparation: Preparation) -> list[Contents]:
                     for part in split.parts
                     for fqn, parameter in part.module.named_parameters()
                 )
+                + sum((forms.around(part.index) + forms.costs(part.index) for part in split.parts), Counter())
             )
     return found
 

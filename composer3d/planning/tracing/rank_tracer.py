@@ -16,7 +16,7 @@ from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.hardware.cluster import StackName
-from composer3d.planning.schedules.warm_up import WarmUp
+from composer3d.planning.schedules.planned_stages import WarmUp
 from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
 from composer3d.planning.tracing.enough_microbatches import ShortStep
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
@@ -34,6 +34,7 @@ from composer3d.planning.tracing.fake_composition import (
 )
 from composer3d.planning.tracing.rank_roles import Contents, contents_of, first_ranks
 from composer3d.planning.tracing.second_process import Beside, halve
+from composer3d.planning.tracing.sent_shapes import SentShapes
 from composer3d.planning.tracing.stated_backends import stated_backends
 from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import segments_of, summarise
@@ -106,7 +107,7 @@ class Tracer:
         self._backends = stated_backends(self._preparation)
         self._cuts = extrapolate and not self._preparation.context.claimants("depth")
         self._positions = first_ranks(self._preparation.context.layout)
-        self._sent: dict[int, Any] = {}
+        self._sent = SentShapes(self._preparation, len(self._positions))
         # Results depend on shapes alone: other layouts of the model ask for many of them too.
         findings = self._preparation.context.stash(ModelFindings)
         self._memory = findings.once(torch_compat.ResultMemory, torch_compat.ResultMemory)
@@ -307,7 +308,7 @@ class Tracer:
             if_longer: Make no sketch where a shorter trace has all blocks.
         """
         self._hear(rank)
-        job, truncation, step = self._job, BlockTruncation(keep, whole=whole), self._step(rank)
+        job, sent, truncation, step = self._job, self._sent, BlockTruncation(keep, whole=whole), self._step(rank)
         collect_new_objects()  # what lies in reference cycles is freed at the same moments in every run
         was_enabled = gc.isenabled()
         gc.disable()
@@ -332,7 +333,7 @@ class Tracer:
                     record_step(
                         run, optimizer, (args, target, dict(inputs)), memory=self._memory, averages=averages
                     ) as observer,
-                    torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted, observer.await_message),
+                    torch_compat.lone_pipeline(observer.preparing, sent.note, sent.wanted, observer.await_message),
                     torch_compat.lone_buckets() as buckets,
                 ):
                     make_lasting(run, *job.batch(job.num_microbatches))
@@ -380,18 +381,7 @@ class Tracer:
     # ---- what stages say to each other -------------------------------------------------------------------------------
 
     def _hear(self, rank: int) -> None:
-        """Trace the stages before a rank's for the shapes that they send, the first two of them: the rest are alike."""
-        if self._sent or rank == self._positions[0]:
-            return
-        for before in self._positions[: min(self._position(rank), 2)]:
-            self._run(before, 1)
-
-    def _note(self, stage: int, _: int, description: Any) -> None:
-        self._sent[stage] = description
-
-    def _wanted(self, stage: int, source: int) -> Any:
-        """Return the shapes that a stage sends; if it was not traced, those of the nearest one before it."""
-        before = [index for index in self._sent if index <= source]
-        if before:
-            return self._sent[max(before)]
-        return next(iter(self._sent.values()))
+        """Trace the stages that send what a rank's stages receive, where none that is like them was traced."""
+        for stage in self._sent.unknown(self._position(rank)):
+            with self._sent.listening(stage):
+                self._run(self._positions[self._sent.owner(stage)], 1 if self._cuts else None)

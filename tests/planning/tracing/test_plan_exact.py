@@ -20,6 +20,7 @@ FAST = (
     "unused",
     "unused_1f1b",
     "tied_1f1b",
+    "kept_interleaved",
 )
 CP = "mesh.cp = 2\n[sharding.context_parallel]\n"
 CASES = {
@@ -115,6 +116,12 @@ CASES = {
     "unused_ddp": Case("mesh.dp_replicate = 2\n[sharding.ddp]\n", source="unused"),
     "unused_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="unused", num_microbatches=4),
     "tied_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="tied", num_microbatches=4),
+    # Stages that send different values: several of them, and of other shapes and dtypes.
+    "kept_interleaved": Case(
+        'mesh.pp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n', source="kept", num_microbatches=4
+    ),
+    "kept_1f1b": Case("mesh.pp = 3\n[scheduling.pipeline]\n", 3, source="kept", num_microbatches=4),
+    "shrinking_1f1b": Case("mesh.pp = 4\n[scheduling.pipeline]\n", 4, source="shrinking", num_microbatches=5),
     "stranger": Case(
         'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned_runs:Stranger"\n'
     ),

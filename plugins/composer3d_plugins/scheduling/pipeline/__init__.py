@@ -31,6 +31,7 @@ from composer3d import (
     RunContext,
     Schedule,
     Split,
+    StageForms,
     StepAction,
     StepPoint,
     Transform,
@@ -237,7 +238,15 @@ class Pipeline:
         )
         context.state[self] = _Memory(division=division)
         context.stash(WarmUp).can_be_shorter = self.schedule == "1F1B"
+        self._describe(division, model, context)
         return list(division.blocks)
+
+    def _describe(self, division: Division[Any], model: nn.Module, context: RunContext) -> None:
+        trained = {fqn for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        schedule, forms = self._schedule(context), context.stash(StageForms)
+        forms.of_ranks = tuple(tuple(sorted(schedule.stages_of(rank))) for rank in range(context.degrees["pp"]))
+        forms.received = tuple(division.received(stage, trained) for stage in range(division.num_stages))
+        forms.calls = tuple(division.calls(stage) for stage in range(division.num_stages))
 
     def _beginnings(self) -> tuple[str, ...]:
         return self.split["tracer"] if isinstance(self.split, dict) else ()

@@ -52,7 +52,9 @@ class Observation:
         uses: For every parameter, under its first FQN, how many operators took it, by place: the index of a block (with
             what comes between it and the block before), -1 before the first, the number of blocks after the last.
         returns: Every block's output with None for tensors; the hidden state x_BSD is the output, or its first item.
+        hidden: Shape and dtype of every block's hidden state.
         costs: Floating-point operations of every block; parameters, where there are no operations that count.
+        between: Of the forward itself before every block: floating-point operations, and bytes of results.
         first_cost: Floating-point operations before the blocks.
         last_cost: Floating-point operations after them.
         activations_bytes: Bytes of every block's results: about what it keeps for its backward.
@@ -67,7 +69,9 @@ class Observation:
     firsts: Mapping[str, str]
     uses: Mapping[str, Mapping[int, int]]
     returns: tuple[Any, ...]
+    hidden: tuple[tuple[Any, ...], ...]
     costs: tuple[float, ...]
+    between: tuple[tuple[float, float], ...]
     first_cost: float
     last_cost: float
     activations_bytes: tuple[float, ...]
@@ -130,6 +134,8 @@ class _Watch(RepeatedBlocks):
         self._buffer_needs: dict[str, set[int]] = {fqn: set() for fqn in self._buffers.values()}
         self._called: list[int] = []
         self._returns: dict[int, Any] = {}
+        self._hidden: dict[int, tuple[Any, ...]] = {}
+        self._between: dict[int, tuple[float, float]] = {}
 
     @property
     def _position(self) -> int:
@@ -202,6 +208,7 @@ class _Watch(RepeatedBlocks):
             self._called.append(index)
             self._needed(given, index)
             self._inside, self._entered_at = index, len(self._alive)
+            self._between[index] = self._costs[index], self._computed_bytes[index]
 
         return enter
 
@@ -224,6 +231,7 @@ class _Watch(RepeatedBlocks):
                 if tensor is not first and torch_compat.storage_key(tensor) != torch_compat.storage_key(first):
                     self._sources[self._key(tensor)] = {_BESIDES - index}
             self._returns[index] = torch_compat.tree_map(_no_tensor, output)
+            self._hidden[index] = tuple(first.shape), first.dtype
             return output
 
         return leave
@@ -267,7 +275,9 @@ class _Watch(RepeatedBlocks):
             firsts=self._firsts,
             uses=self._uses,
             returns=tuple(self._returns[index] for index in range(len(self._blocks))),
+            hidden=tuple(self._hidden[index] for index in range(len(self._blocks))),
             costs=tuple(costs),
+            between=tuple(self._between[index] for index in range(len(self._blocks))),
             first_cost=self._costs[-1],
             last_cost=self._costs[len(self._blocks)],
             activations_bytes=tuple(self._computed_bytes[index] for index in range(len(self._blocks))),

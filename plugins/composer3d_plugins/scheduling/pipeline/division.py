@@ -6,7 +6,7 @@ import abc
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from composer3d import ModelFindings
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Choose", "Division", "Straight", "divide_straight"]
+__all__ = ["CallForm", "Choose", "Division", "Straight", "divide_straight"]
 
+# FQN, cost, and cost between calls.
+CallForm = tuple[str, tuple[float, ...], tuple[float, ...]]
 # Returns the indices of the places that begin stages, given the places and the load after each.
 Choose = Callable[[Sequence[str], Load], Sequence[int]]
 
@@ -73,6 +75,14 @@ class Division(abc.ABC, Generic[S]):
         return frozenset()
 
     @abc.abstractmethod
+    def received(self, stage: int, trained: Set[str]) -> tuple[Hashable, ...]:
+        """Return the form of every value that a stage receives: shape, dtype, whether trained parameters made it."""
+
+    @abc.abstractmethod
+    def calls(self, stage: int) -> tuple[CallForm, ...]:
+        """Return a stage's calls, as `StageForms` describes them."""
+
+    @abc.abstractmethod
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""
 
@@ -96,6 +106,20 @@ class Straight(Division[Observation]):
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
         return self._holders[fqn]
+
+    def received(self, stage: int, trained: Set[str]) -> tuple[Hashable, ...]:
+        """Return the form of every value that a stage receives: shape, dtype, whether trained parameters made it."""
+        start = self.starts[stage]
+        if not start:
+            return ()
+        is_trained = any(min(users, default=start) < start for fqn, users in self.seen.needs.items() if fqn in trained)
+        return ((*self.seen.hidden[start - 1], is_trained),)
+
+    def calls(self, stage: int) -> tuple[CallForm, ...]:
+        """Return a stage's calls, as `StageForms` describes them."""
+        seen = self.seen
+        rows = zip(seen.blocks, zip(seen.costs, seen.activations_bytes, strict=True), seen.between, strict=True)
+        return tuple(rows)[self.starts[stage] : self._end(stage)]
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""

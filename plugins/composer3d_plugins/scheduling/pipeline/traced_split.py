@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
-from composer3d_plugins.scheduling.pipeline.division import Choose, Division
+from composer3d_plugins.scheduling.pipeline.division import CallForm, Choose, Division
 from composer3d_plugins.scheduling.pipeline.plain_state import refuse_missed_changes
 from composer3d_plugins.scheduling.pipeline.tensor_origins import Source, same_places
 from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, KEPT, Trace, trace
@@ -78,6 +78,23 @@ class Traced(Division[Trace]):
             for index, call in enumerate(self.seen.calls)
             if self.stage_of(index) < stage and not call.is_everywhere
             for number in wanted.intersection(call.values)
+        )
+
+    def received(self, stage: int, trained: Set[str]) -> tuple[Hashable, ...]:
+        """Return the form of every value that a stage receives: shape, dtype, whether trained parameters made it."""
+        made: set[Source] = set(trained)
+        for call in self.seen.calls:
+            if not call.takes.isdisjoint(made):
+                made.update(call.values)
+        return tuple((*self.seen.forms[number], number in made) for number in self.values_into(stage))
+
+    def calls(self, stage: int) -> tuple[CallForm, ...]:
+        """Return a stage's calls, as `StageForms` describes them."""
+        seen = self.seen
+        return tuple(
+            (call.fqn, (seen.costs.get(index, 0), seen.computed_bytes.get(index, 0)), seen.between[index])
+            for index, call in enumerate(seen.calls)
+            if stage in self._stages_making(index)
         )
 
     def called_elsewhere(self, stage: int) -> frozenset[str]:

@@ -68,11 +68,13 @@ class Trace:
     Attributes:
         calls: In the order of the forward.
         takes: Sources of the output.
+        forms: Shape and dtype of every value, by its number.
         written: Values that are overwritten in place later.
         buffer_writers: For every buffer that calls write, the indices of the calls.
         firsts: For every name of a parameter its first one; they differ for tied parameters.
         uses: For every parameter, under its first FQN, how many operators took it.
         costs: Floating-point operations by call; operators between two calls count with the second.
+        between: Of the forward itself before every call: floating-point operations, and bytes of results.
         computed_bytes: Bytes of all results, by call: about what is kept for the backward.
         changes: Reads and writes of plain attributes that the forward changes, by name.
         skeleton: The model on meta, without weights.
@@ -80,11 +82,13 @@ class Trace:
 
     calls: tuple[Call, ...]
     takes: frozenset[Source]
+    forms: Mapping[int, tuple[Any, ...]]
     written: frozenset[int]
     buffer_writers: Mapping[str, frozenset[int]]
     firsts: Mapping[str, str]
     uses: Mapping[str, int]
     costs: Mapping[int, float]
+    between: Mapping[int, tuple[float, float]]
     computed_bytes: Mapping[int, float]
     changes: Changes
     skeleton: nn.Module
@@ -139,6 +143,8 @@ class _Watch(Origins):
         self._takes: dict[int, set[Source]] = defaultdict(set)
         self._callers: list[str | None] = []
         self._values: list[tuple[int, ...]] = []
+        self._forms: dict[int, tuple[Any, ...]] = {}
+        self._between: dict[int, tuple[float, float]] = {}
         self._num_values = self._num_drawn = 0
         self._held_by: dict[int, set[int]] = defaultdict(set)  # storages that hold values
         self._written: set[int] = set()
@@ -259,6 +265,7 @@ class _Watch(Origins):
             self._callers.append(self.caller_of(fqn))
             self._inside = len(self._called)
             is_inner = self._follows_in_checkpoint()
+            self._between[self._inside] = self._costs[self._inside], self._computed_bytes[self._inside]
             self._called.append((fqn, id(module) in self._blocks and not is_inner))
             for tensor in tensors_of((args, kwargs)):
                 self._key(tensor)
@@ -294,6 +301,7 @@ class _Watch(Origins):
         for number, tensor in zip(numbers, tensors, strict=True):
             key = self._key(tensor)
             new[key].add(number)
+            self._forms[number] = tuple(tensor.shape), tensor.dtype
             self._made_in.pop(key, None)
             if key in self._overwritten:
                 self._held_by[key] = set()
@@ -342,11 +350,13 @@ class _Watch(Origins):
         return Trace(
             calls=tuple(calls),
             takes=frozenset(takes),
+            forms=self._forms,
             written=frozenset(self._written),
             buffer_writers={fqn: frozenset(writers) for fqn, writers in self._buffer_writers.items()},
             firsts=self._firsts,
             uses={fqn: Counter.total(places) for fqn, places in self._uses.items()},
             costs=self._costs,
+            between=self._between,
             computed_bytes=self._computed_bytes,
             changes=self.plain.changes(),
             skeleton=self.skeleton,
