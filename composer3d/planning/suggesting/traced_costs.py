@@ -16,8 +16,8 @@ from composer3d.planning.costs.step_time import AFTER, kernels_s, launches_s, se
 
 if TYPE_CHECKING:
     from composer3d.planning.hardware.cluster import Device, Hardware
-    from composer3d.planning.tracing.extending import Sketch
-    from composer3d.planning.tracing.rank_tracer import Depths, Tracer
+    from composer3d.planning.tracing.extending import Depths, Sketch
+from composer3d.planning.tracing.rank_tracer import Tracer
 
 __all__ = ["ActionTime", "Moment", "TracedCosts", "traced_costs"]
 

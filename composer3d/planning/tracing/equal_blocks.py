@@ -19,9 +19,26 @@ if TYPE_CHECKING:
     from composer3d.composition import Preparation
     from composer3d.interfaces import Part
 
-__all__ = ["BlockTruncation", "Known", "form_of", "form_of_tensor", "kind_of", "prefixes", "treatments"]
+__all__ = [
+    "BlockTruncation",
+    "Known",
+    "NoChainError",
+    "form_of",
+    "form_of_tensor",
+    "kind_of",
+    "prefixes",
+    "treatments",
+]
 
 Known = dict[int, tuple[Any, str]]
+_MADE_BY = "composer3d_block"  # of nodes of the graph: the block whose result they are of
+_NEAREST = 256  # nodes between a block and the one before it
+
+
+class NoChainError(Exception):
+    """Equal blocks stand side by side, as tables and branches do, so that none can be left out."""
+
+
 # Attributes in which blocks keep their own number.
 _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
 
@@ -77,9 +94,11 @@ class BlockTruncation:
             last: list[Any] = [None]
             if len(kept) == len(found):
                 continue
+            chain = _Chain(kept)
             for fqn in found:
                 if fqn in kept:
                     part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
+                    part.module.get_submodule(fqn).register_forward_hook(partial(chain.look, fqn))
                 else:
                     _empty(part.module.get_submodule(fqn), last, like=kept[1] if len(kept) > 2 else kept[0])
                     omitted.add(fqn)
@@ -125,6 +144,55 @@ class BlockTruncation:
                         places = [*places, ("before last", "last")[place - len(kept) + 2]]
                     return [(module[len(name) :], each, index) for each in places]
         return [(module, "", 0)]
+
+
+class _Chain:
+    """Looks, in the first forward with gradients, whether each kept block is given what the one before it made.
+
+    Args:
+        kept: FQNs of the blocks of a stage.
+    """
+
+    def __init__(self, kept: Sequence[str]) -> None:
+        self._before = dict(zip(kept[1:], kept, strict=False))
+        self._last = kept[-1]
+        self._looked_at: set[str] = set()
+
+    def look(self, fqn: str, _: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Refuse a block that others are no chain with; a forward hook."""
+        import torch
+
+        given = next(iter(args), None)
+        made = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+            return
+        # Behind the last block another form may be wanted: tensor parallelism gathers a sequence there.
+        before, after = ((each.shape, each.is_floating_point()) for each in (given, made))
+        if fqn in self._before and fqn != self._last and before != after:
+            raise NoChainError(
+                f'"{fqn}" makes {(*made.shape,)} of {(*given.shape,)}, which no other block can be given'
+            )
+        node: Any = made.grad_fn
+        if node is not None and fqn not in self._looked_at:
+            self._looked_at.add(fqn)
+            node.metadata[_MADE_BY] = fqn
+            previous = self._before.get(fqn)
+            if previous in self._looked_at and not _comes_from(given.grad_fn, previous):
+                raise NoChainError(f'"{fqn}" is not given what "{previous}" made')
+
+
+def _comes_from(node: Any, block: str) -> bool:
+    """Return whether a node of the graph, or one of the nearest before it, made a block's result."""
+    waiting, seen = [node], set[Any]()
+    while waiting and len(seen) < _NEAREST:
+        each = waiting.pop(0)
+        if each is None or each in seen:
+            continue
+        if each.metadata.get(_MADE_BY) == block:
+            return True
+        seen.add(each)
+        waiting += [inner for inner, _ in each.next_functions]
+    return False
 
 
 def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:

@@ -11,7 +11,7 @@ from composer3d.planning.tracing.calls import Calls
 from composer3d.planning.tracing.step_recorder import Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
-__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "hold_more", "repeat", "run_alike", "sketch_of"]
+__all__ = ["Depths", "Message", "Place", "Sketch", "Stage", "extend", "hold_more", "repeat", "run_alike", "sketch_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 # A module's place: its name, its block's place in the stage, and the stage's position on the rank.
@@ -59,6 +59,23 @@ class Sketch:
         """The moment with the most bytes: its stretch, its place, and its bytes as in `Stretch.peaks`."""
         moments = ((stage, place, sizes) for stage in self.stretches for place, sizes in stage.peaks.items())
         return max(moments, key=lambda moment: moment[2][0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Depths:
+    """Traces of one rank at two depths of its equal blocks, one block apart; or one trace of all of it.
+
+    Args:
+        short: With `num_short` blocks.
+        longer: With one block more; None where `short` has everything.
+        num_short: Blocks of the short one, of all stages; 0 where there is no list of blocks.
+        num_blocks: Blocks of the model.
+    """
+
+    short: Sketch
+    longer: Sketch | None
+    num_short: int
+    num_blocks: int
 
 
 _NUMBERS = [field.name for field in fields(Sketch) if field.name != "stretches"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from composer3d import ModelFindings, torch_compat
 from composer3d.composition import routed_lists
+from composer3d.errors import ComposerError
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.hardware.cluster import StackName
@@ -21,7 +23,7 @@ from composer3d.planning.tracing.compiled_blocks import keep_as_compiled
 from composer3d.planning.tracing.enough_microbatches import ShortStep
 from composer3d.planning.tracing.equal_blocks import BlockTruncation
 from composer3d.planning.tracing.equal_stages import Twin, twins_of
-from composer3d.planning.tracing.extending import Sketch, extend, hold_more, repeat, run_alike, sketch_of
+from composer3d.planning.tracing.extending import Depths, Sketch, extend, hold_more, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
     composed,
@@ -41,12 +43,14 @@ from composer3d.planning.tracing.summary import segments_of, summarise
 from composer3d.planning.tracing.traced import RankTrace, Segment
 from composer3d.processes import collect_new_objects, scanning_new_objects_only
 
-__all__ = ["Depths", "Tracer"]
+__all__ = ["Tracer"]
 
 # Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
 # before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
 _SHORT = 3
 _LONG = _SHORT + 1  # of the longer one; a stage of so many is traced whole
+logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 # A trace of a rank with that many blocks of each stage.
 _Short = tuple[int, int]
 # Takes a position in the pipeline, and whether the schedule can hold fewer micro-batches than it says.
@@ -71,23 +75,6 @@ class _Traced:
     are_alike: bool
     step: ShortStep
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Depths:
-    """Traces of one rank at two depths of its equal blocks, one block apart; or one trace of all of it.
-
-    Args:
-        short: With `num_short` blocks.
-        longer: With one block more; None where `short` has everything.
-        num_short: Blocks of the short one, of all stages; 0 where there is no list of blocks.
-        num_blocks: Blocks of the model.
-    """
-
-    short: Sketch
-    longer: Sketch | None
-    num_short: int
-    num_blocks: int
 
 
 class Tracer:
@@ -126,7 +113,19 @@ class Tracer:
         """
         # Objects from before are not scanned; those that runs make are collected before each of them.
         with scanning_new_objects_only(collects=False):
-            return self._trace_all(chosen)
+            return self._cut_or_whole(lambda: self._trace_all(chosen))
+
+    def _cut_or_whole(self, trace: Callable[[], Made]) -> Made:
+        """Trace stages of few blocks; where that fails, as of blocks that stand side by side, all blocks."""
+        if self._cuts:
+            try:
+                return trace()
+            except ComposerError:
+                raise
+            except Exception as error:  # of a model's code, which may need all of its blocks
+                logger.info("all blocks are traced: %s", error)
+                self._cuts = False
+        return trace()
 
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         if not self._cuts:
@@ -164,7 +163,7 @@ class Tracer:
             rank: Global.
         """
         with scanning_new_objects_only(collects=False):
-            return self._depths(rank)
+            return self._cut_or_whole(lambda: self._depths(rank))
 
     def _depths(self, rank: int) -> Depths:
         with Beside(lambda: self._longer(rank) if self._cuts else None) as beside:
@@ -193,8 +192,12 @@ class Tracer:
             rank: Global.
             stands_for: Number of ranks of the world that it represents.
         """
-        short = self._run(rank, _SHORT if self._cuts else None, whole=_LONG)
-        return self._joined(rank, short, None, stands_for=stands_for)
+
+        def traced() -> RankTrace:
+            short = self._run(rank, _SHORT if self._cuts else None, whole=_LONG)
+            return self._joined(rank, short, None, stands_for=stands_for)
+
+        return self._cut_or_whole(traced)
 
     def _longer(self, rank: int) -> _Traced:
         return self._run(rank, _LONG, if_longer=True)
