@@ -97,8 +97,8 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PART=FACTOR",
-        help="plan for a cluster that has another speed, or wait: flops, memory, links (in a node), network, latency "
-        "or launch, such as network=0.5x; may be repeated",
+        help="plan for a cluster that has another speed, or wait: flops, memory, links (in a node), network, latency, "
+        "launch, host (the link to it), host_memory or drive, such as network=0.5x; may be repeated",
     )
     parser.add_argument(
         "--failures",

@@ -64,7 +64,8 @@ def time_of(traced: TracedManifest, hardware: Hardware, *, asked: Questions) -> 
     )
     if found.mfu is not None and (causal := _causal_part(traces)) is not None:
         report["mfu_causal"] = found.mfu.scaled(causal).to_json()
-    report["sensitivity"] = _sensitivity(cluster, found.step_s.value, lambda other: estimated(other).step_s.value)
+    less = _LESS | {term.part: 0.5 for term in found.offloading}
+    report["sensitivity"] = _sensitivity(cluster, less, found.step_s.value, lambda other: estimated(other).step_s.value)
     if asked.what_if:
         before = estimated(hardware).step_s
         changed = {"factors": dict(asked.what_if), "hardware": hardware.name}
@@ -89,12 +90,12 @@ def _report(
 
 
 def _sensitivity(
-    hardware: Hardware, step_s: float, step_of: Callable[[Hardware], float]
+    hardware: Hardware, less: Mapping[str, float], step_s: float, step_of: Callable[[Hardware], float]
 ) -> list[dict[str, str | float]]:
     """Return how many times as long a step takes where one part is half as fast, or waits twice as long."""
     return [
         {"part": part, "factor": factor, "times": step_of(scaled(hardware, {part: factor})) / step_s}
-        for part, factor in _LESS.items()
+        for part, factor in less.items()
     ]
 
 

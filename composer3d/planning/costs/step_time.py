@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from composer3d.planning.costs.collective_time import group_of, transfer_s
+from composer3d.planning.costs.offload_time import copied_s, disk_s, host_s, is_of_device, is_offloaded, waited_s
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.timed import fresh_s
 from composer3d.planning.hardware.cluster import Device, Hardware
-from composer3d.planning.tracing.traced import DISPATCH, HOST_COPY, Operators, Segment, Transfer
+from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 __all__ = [
     "AFTER",
@@ -148,6 +149,8 @@ def _exposed_s(by_link: Mapping[bool, float], beside: Sequence[Transfer], comput
 def compute_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
     """Return the seconds of operators on one device: their own time, or where it is longer that of launching them.
 
+    What the host computes is waited for. A drive reads and writes beside all of it.
+
     Args:
         operators: Of a stretch.
         hardware: On which they run.
@@ -155,28 +158,32 @@ def compute_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: b
     """
     kernels = kernels_s(operators, hardware, is_model=is_model)
     launches = launches_s(operators, hardware, is_model=is_model)
-    return max(kernels, launches) if hardware.device.is_asynchronous else kernels + launches
+    own = max(kernels, launches) if hardware.device.is_asynchronous else kernels + launches
+    return max(own + host_s(operators, hardware), disk_s(operators, hardware))
 
 
 def kernels_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
-    """Return the seconds of operators without what the host does for them.
+    """Return the seconds of operators without what the host does for them, or itself.
 
-    Copies between the device and its host run on streams of their own, beside the others.
+    Copies between the device and its host run on streams of their own, beside the others, but for those that are waited
+    for.
     """
     fused = hardware.software.pointwise if is_model else 1.0
-    copies = math.fsum(call.bytes_moved * call.count for call in operators if call.name == HOST_COPY)
     work = math.fsum(
         operator_s(call, hardware.device) * call.count * (1.0 if call.flops else fused)
         for call in operators
-        if call.name != HOST_COPY
+        if is_of_device(call)
     )
-    return max(work + fresh_s(operators, hardware.device), copies / hardware.host.reached)
+    own = work + fresh_s(operators, hardware.device) + waited_s(operators, hardware)
+    return max(own, copied_s(operators, hardware))
 
 
 def launches_s(operators: Sequence[Operators], hardware: Hardware, *, is_model: bool = True) -> float:
     """Return the seconds of what the host does for operators."""
     fused = hardware.software.launches if is_model else 1.0
-    return fused * math.fsum(_host_s(call, hardware.device) * call.count for call in operators)
+    return fused * math.fsum(
+        _host_s(call, hardware.device) * call.count for call in operators if not is_offloaded(call)
+    )
 
 
 def _host_s(operators: Operators, device: Device) -> float:

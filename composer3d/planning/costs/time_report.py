@@ -39,6 +39,8 @@ def time_report(found: Estimate, run: Training | None = None, failures: Reliabil
         "communication": [asdict(row) for row in found.communication],
         "notes": list(found.notes),
     }
+    if found.offloading:
+        report["offloading"] = [asdict(term) for term in found.offloading]
     if found.pipeline is not None:
         report["pipeline"] = {
             "bubble_share": found.pipeline.bubble_share.to_json(),

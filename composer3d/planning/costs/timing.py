@@ -13,6 +13,7 @@ from composer3d.errors import ComposerError
 from composer3d.interfaces import Action
 from composer3d.planning.costs.collective_time import transfer_s
 from composer3d.planning.costs.figure import Figure, Provenance
+from composer3d.planning.costs.offload_time import OffloadTerm, offload_notes, offload_terms
 from composer3d.planning.costs.roofline import peak_of
 from composer3d.planning.costs.step_time import Communication, SegmentTime, communication_of, segment_time
 from composer3d.planning.hardware.cluster import Hardware
@@ -69,6 +70,7 @@ class Estimate:
         peak_flops: Of one device, that MFU and HFU refer to.
         pipeline: None without one.
         communication: Of the rank that takes longest.
+        offloading: What offloading moves and computes on that rank.
         notes: What a reader has to know.
     """
 
@@ -85,6 +87,7 @@ class Estimate:
     peak_flops: float
     pipeline: PipelineTime | None
     communication: tuple[Communication, ...]
+    offloading: tuple[OffloadTerm, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -131,17 +134,16 @@ def estimate(
     """
     if not traces:
         raise ComposerError("there is no traced rank to time")
+    stated, hardware = hardware, hardware.shared_by(world_size)
     segments = _SegmentTimes(hardware)
     times = [_rank_time(trace.segments, segments) for trace in traces]
     slowest = max(range(len(traces)), key=lambda index: times[index].total_s)
     pipeline, chosen, bubble_s = None, times[slowest], 0.0
     if orders is not None:
         pipeline, chosen, bubble_s = _pipelined(traces, segments, orders)
-    step_s = chosen.total_s + bubble_s
     known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
-    is_routed = any(map(_routes, traces))
-    band = _band(hardware) * (_ROUTED if is_routed else 1)
-    step = Figure.within(step_s, band, known)
+    band = _band(hardware) * (_ROUTED if any(map(_routes, traces)) else 1)
+    step = Figure.within(chosen.total_s + bubble_s, band, known)
     peak = peak_of(dtype, hardware.device)
     rate = step.inverse(float(tokens))
     return Estimate(
@@ -158,7 +160,8 @@ def estimate(
         peak_flops=peak,
         pipeline=pipeline,
         communication=communication_of(traces[slowest].segments, hardware),
-        notes=_notes(hardware, dtype, is_routed=is_routed),
+        offloading=offload_terms(traces[slowest].segments, hardware),
+        notes=_notes(stated, traces, dtype),
     )
 
 
@@ -292,7 +295,7 @@ def _message_s(traces: Sequence[RankTrace], hardware: Hardware) -> float:
     return max(messages, default=0.0)
 
 
-def _notes(hardware: Hardware, dtype: str, *, is_routed: bool) -> tuple[str, ...]:
+def _notes(hardware: Hardware, traces: Sequence[RankTrace], dtype: str) -> tuple[str, ...]:
     notes = []
     if dtype not in hardware.device.peaks:
         notes.append(f"{hardware.device.name} computes no {dtype}: times are those of a wider dtype")
@@ -306,9 +309,9 @@ def _notes(hardware: Hardware, dtype: str, *, is_routed: bool) -> tuple[str, ...
             f"planned time / {1 + band:.2f} and x {1 + band:.2f}: the bounds of times"
         )
         notes.append(f"{told}; {measures}")
-    if is_routed:
+    if any(map(_routes, traces)):
         notes.append(
             f"bounds of times are {_ROUTED} times as wide as those of a model that routes nothing: published runs that "
             "they stand on are of dense models"
         )
-    return tuple(notes)
+    return (*notes, *offload_notes((segment for trace in traces for segment in trace.segments), hardware))

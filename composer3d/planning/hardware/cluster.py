@@ -5,14 +5,31 @@ These are the tables of hardware files, typed: in a file each figure has its uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationInfo
+from pydantic import BeforeValidator, Field, Strict, ValidationInfo
 from pydantic.dataclasses import dataclass
 
-from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, POWER, SIZE, TIME, parse
+from composer3d.planning.hardware.host_parts import ASSUMED_DRIVE, ASSUMED_MEMORY, Drive, RandomAccess
+from composer3d.planning.hardware.quantity import BANDWIDTH
+from composer3d.planning.hardware.typed_quantities import (
+    CONFIG,
+    Bandwidth,
+    Count,
+    Memory,
+    Part,
+    Reserve,
+    Seconds,
+    Size,
+    Speed,
+    Watts,
+    Whole,
+    WholeSize,
+    quantity,
+    rule,
+)
 
 __all__ = [
     "BROADCAST",
@@ -35,50 +52,12 @@ STACKS: tuple[StackName, ...] = ("eager", "compiled", "megatron")
 # The timed operator whose second factor is one for several short rows of the first, and the length of such a row.
 BROADCAST, SHORT_ROW = "aten.mul.rows", 16
 
-CONFIG = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
-
-
-def _quantity(units: Mapping[str, float], *, is_positive: bool = False) -> BeforeValidator:
-    """Return the rule of a number that has a unit in files, and is in the base unit in Python."""
-
-    def read(value: object, info: ValidationInfo) -> object:
-        found = parse(value, units) if info.context or isinstance(value, str) else value
-        if is_positive and isinstance(found, int | float) and found <= 0:
-            raise ValueError(f"{value!r}; it is above 0")
-        return found
-
-    return BeforeValidator(read)
-
-
-def _rule(holds: Callable[[Any], bool], text: str) -> BeforeValidator:
-    """Return a rule that says what a number must be."""
-
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-            raise ValueError(f"{value!r}; {text}")
-        return value
-
-    return BeforeValidator(check)
-
 
 def _in_python_only(value: object, info: ValidationInfo) -> object:
     """Refuse a key of files that says what each run says."""
     if info.context:
         raise ValueError(f"{value!r}; a file describes stacks, and the manifest says which one runs")
     return value
-
-
-Size = Annotated[float, _quantity(SIZE)]
-WholeSize = Annotated[int, BeforeValidator(int), _quantity(SIZE)]
-Memory = Annotated[int, BeforeValidator(int), _quantity(SIZE, is_positive=True)]
-Bandwidth = Annotated[float, _quantity(BANDWIDTH, is_positive=True)]
-Speed = Annotated[float, _quantity(COMPUTE, is_positive=True)]
-Seconds = Annotated[float, _quantity(TIME)]
-Watts = Annotated[float, _quantity(POWER)]
-Part = Annotated[float, _rule(lambda part: 0 < part <= 1, "it is a part of the whole, above 0 and at most 1")]
-Reserve = Annotated[float, _rule(lambda factor: 1 <= factor < 2, "reserved over allocated bytes, 1 to 2")]
-Whole = Annotated[int, Strict()]
-Count = Annotated[int, Strict(), _rule(lambda number: number >= 1, "it is at least 1")]
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -201,7 +180,7 @@ class Device:
     attentions: tuple[AttentionSpeed, ...] = Field(default=(), validation_alias="attention")
     operators: tuple[TimedOperator, ...] = Field(default=(), validation_alias="operator")
     overheads: Mapping[str, Seconds] = Field(default_factory=dict, validation_alias="overhead")
-    fresh_bandwidth: Annotated[float, _quantity(BANDWIDTH)] = 0.0
+    fresh_bandwidth: Annotated[float, quantity(BANDWIDTH)] = 0.0
     power_w: Watts = Field(default=0.0, ge=0, le=20_000, validation_alias="power")
 
     @property
@@ -236,12 +215,12 @@ class Stack:
     pointwise: Part = 1.0
     launches: Part = 1.0
     wait_s: Seconds = Field(default=0.0, ge=0, validation_alias="wait")
-    tp_overlap: Annotated[float, _rule(lambda part: 0 <= part < 1, "a part of the whole, 0 to below 1")] = 0.0
+    tp_overlap: Annotated[float, rule(lambda part: 0 <= part < 1, "a part of the whole, 0 to below 1")] = 0.0
     hidden: Part = 1.0
     reserve_factor: Reserve | None = None
-    band: (
-        Annotated[float, _rule(lambda band: 0 < band <= 2, "a part of the step's time, above 0, at most 2")] | None
-    ) = None
+    band: Annotated[float, rule(lambda band: 0 < band <= 2, "a part of the step's time, above 0, at most 2")] | None = (
+        None
+    )
     source: str = ""
 
 
@@ -295,6 +274,8 @@ class Hardware:
         intra: Between the devices of a node.
         inter: Between nodes.
         host: Between a device and its host's memory.
+        drive: That the ranks of a node write to.
+        host_memory: Of a node.
         slowdown: How much slower compute runs while a collective runs beside it, at least 1.
         stacks: By name, what software makes of the device.
         runs_on: The stack that runs; None for the device's own figures.
@@ -306,14 +287,16 @@ class Hardware:
 
     device: Device
     devices_per_node: Annotated[
-        int, _rule(lambda number: isinstance(number, int) and number >= 1, "it is a whole number of at least 1")
+        int, rule(lambda number: isinstance(number, int) and number >= 1, "it is a whole number of at least 1")
     ]
     intra: Link
     inter: Link
     host: Link
     sources: tuple[str, ...] = Field(min_length=1, description="a list of texts that say where the figures come from")
+    drive: Drive = ASSUMED_DRIVE
+    host_memory: RandomAccess = ASSUMED_MEMORY
     slowdown: Annotated[
-        float, _rule(lambda times: 1 <= times <= 3, "compute beside a collective takes 1 to 3 times as long")
+        float, rule(lambda times: 1 <= times <= 3, "compute beside a collective takes 1 to 3 times as long")
     ] = 1.1
     stacks: Mapping[StackName, Stack] = Field(default_factory=dict, validation_alias="stack")
     runs_on: Annotated[StackName | None, BeforeValidator(_in_python_only)] = None
@@ -328,6 +311,15 @@ class Hardware:
         The network's share of one device stays that of the file, since the adapters belong to devices.
         """
         return self if devices_per_node is None else replace(self, devices_per_node=devices_per_node)
+
+    def shared_by(self, world_size: int) -> Hardware:
+        """Return the same with one rank's part of what the ranks of a node share.
+
+        Args:
+            world_size: Ranks of the run, which fill one node after the other.
+        """
+        number = min(world_size, self.devices_per_node)
+        return replace(self, drive=self.drive.of_one_rank(number), host_memory=self.host_memory.of_one_rank(number))
 
     @property
     def software(self) -> Stack:

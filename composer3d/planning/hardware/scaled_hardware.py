@@ -97,6 +97,20 @@ def _latency(hardware: Hardware, factor: float) -> Hardware:
     return replace(hardware, intra=_slower(hardware.intra, factor), inter=_slower(hardware.inter, factor))
 
 
+def _host(hardware: Hardware, factor: float) -> Hardware:
+    return replace(hardware, host=_faster(hardware.host, factor))
+
+
+def _host_memory(hardware: Hardware, factor: float) -> Hardware:
+    found = hardware.host_memory
+    return replace(hardware, host_memory=replace(found, bandwidth=found.bandwidth * factor))
+
+
+def _drive(hardware: Hardware, factor: float) -> Hardware:
+    found = hardware.drive
+    return replace(hardware, drive=replace(found, read=found.read * factor, write=found.write * factor))
+
+
 def _faster(link: Link, factor: float) -> Link:
     """Scale what grows with the bytes; of a collective that was timed, what it takes beyond the least that was."""
     least = _least_s(link)
@@ -134,4 +148,7 @@ SCALED_PARTS: Mapping[str, Callable[[Hardware, float], Hardware]] = {
     "links": _links,
     "network": _network,
     "latency": _latency,
+    "host": _host,
+    "host_memory": _host_memory,
+    "drive": _drive,
 }

@@ -245,6 +245,11 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
     if (causal := time.get("mfu_causal")) is not None:
         lines[-1] += f"; MFU {amount(causal['value'])} with attention by half, as Megatron-Bridge counts"
     lines += _slow_communication(time)
+    if offloading := time.get("offloading"):
+        told_rows = (
+            f"{row['what']} {amount(row['seconds'])} s for {size(row['bytes'])} ({row['over']})" for row in offloading
+        )
+        lines.append(f"offloading of the slowest rank [modelled]: {'; '.join(told_rows)}")
     if (what_if := time.get("what_if")) is not None:
         before = what_if["step_s"]
         lines.append(

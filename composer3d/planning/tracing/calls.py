@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from composer3d import torch_compat
-from composer3d.planning.tracing.traced import HOST_COPY
+from composer3d.planning.tracing.traced import HOST_COPY, WAITED_COPY
 
 __all__ = ["Calls", "calls_of", "flat", "form_of", "host_copy"]
 
@@ -39,11 +39,11 @@ def calls_of(name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> C
     return name, dtype, tuple(tuple(t.shape) for t in tensors), flops, sizes
 
 
-def host_copy(args: tuple[Any, ...], result: Any) -> Calls:
+def host_copy(args: tuple[Any, ...], result: Any, *, waits: bool) -> Calls:
     """Return what is counted of a copy between host and device: what it has read or written there, once."""
     moved = next(leaf for leaf in flat((result, *args)) if hasattr(leaf, "untyped_storage"))
     dtype = str(moved.dtype).removeprefix("torch.")
-    return HOST_COPY, dtype, (tuple(moved.shape),), 0, moved.numel() * moved.element_size()
+    return WAITED_COPY if waits else HOST_COPY, dtype, (tuple(moved.shape),), 0, moved.numel() * moved.element_size()
 
 
 def flat(values: tuple[Any, ...]) -> Iterator[Any]:

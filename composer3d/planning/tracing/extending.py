@@ -52,6 +52,7 @@ class Sketch:
     activations: int
     prepared: int
     host: int
+    pooled: int
     averages: int
 
     @property
@@ -110,9 +111,9 @@ def _stage(stretch: Stretch, places_of: Callable[[str], Sequence[Place]]) -> Sta
 def extend(short: Sketch, longer: Sketch, *, by: int) -> Sketch | None:
     """Return the sketch of a stage with `by` blocks more than the longer one, which has one more than the short one.
 
-    None where the two have different stretches, so that nothing can be extrapolated.
+    None where the two have different stretches, or not all buffers of pieces yet, so that nothing can be extrapolated.
     """
-    if not run_alike(short, longer):
+    if not run_alike(short, longer) or short.pooled != longer.pooled:
         return None
     stretches = [_extended(one, other, by) for one, other in zip(short.stretches, longer.stretches, strict=True)]
     if any(stage is None for stage in stretches):

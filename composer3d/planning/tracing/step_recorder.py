@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.planning.tracing.calls import Calls, calls_of, flat, form_of, host_copy
+from composer3d.planning.tracing.calls import Calls, calls_of, flat, form_of
+from composer3d.planning.tracing.offloaded_work import OffloadedWork, host_state, state_tensors
 from composer3d.planning.tracing.running_module import Place, watch_modules
 from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
 from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 
 if TYPE_CHECKING:
-    from composer3d import Composition, HostMemory
+    from composer3d import Composition
     from composer3d.observation import Collective
     from composer3d.planning.tracing.fake_composition import Averages
 
@@ -75,6 +76,7 @@ class Recording:
         activations: Most bytes made in forwards that were alive at the end of one.
         prepared: Bytes that the first step allocated for all micro-batches before it ran them, and kept.
         host: Most bytes in host memory.
+        pooled: Of these, bytes that are kept there for pieces, however many of them there are.
         averages: Bytes of moving averages.
         peak: Most bytes alive at any moment.
     """
@@ -88,6 +90,7 @@ class Recording:
     activations: int = 0
     prepared: int = 0
     host: int = 0
+    pooled: int = 0
     averages: int = 0
     peak: int = 0
 
@@ -101,8 +104,9 @@ class _Observer:
 
         self.run, self.result, self.place = run, Recording(), Place()
         self._optimizer = optimizer
-        self._host = run.context.stash(HostMemory) if run.context.run_device.type != "cpu" else None
-        self.storages = StorageCounter(self._note_peak, self._host)
+        host, is_accelerated = run.context.stash(HostMemory), run.context.run_device.type != "cpu"
+        self.storages = StorageCounter(self._note_peak, host if is_accelerated else None)
+        self.offloaded = OffloadedWork(host, self.storages, self._count, is_accelerated=is_accelerated)
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
         # By their numbers, since their hash is Python's; they are kept, so that no other one gets the number.
@@ -184,7 +188,7 @@ class _Observer:
         self.result.activations = 0
         self._messages.clear()
         # Tables made of Python's numbers come from no operator: an optimizer's state has some.
-        self.storages.track(_state_tensors(self._optimizer))
+        self.storages.track(state_tensors(self._optimizer))
         self.storages.settle()
         self.storages.restart()
         self._between = self._stretch("gradients", 0, None)
@@ -241,21 +245,27 @@ class _Observer:
         if known is None:
             known = self._known[id(operator)] = operator, *self._look_at(operator)
         _, name, is_collective, is_silent, makes_nothing = known
+        placed = None
+        if not (is_collective or is_silent or self._is_quiet or self.storages.is_paused):
+            placed = self.offloaded.placed(name, operator, args, kwargs, kind=self.stretch.kind)
+        is_here = placed is not None and placed.is_whole
         make = None if self._recall is None else self._recall(operator, args, kwargs)
         if make is None:
             result = operator(*args, **kwargs)
             # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
-            self.storages.see(result, known=makes_nothing)
+            self.storages.see(result, known=makes_nothing, is_in_host=is_here)
         else:
             result = make(args, kwargs)
             if not makes_nothing:
-                self.storages.see(result)
+                self.storages.see(result, is_in_host=is_here)
         if self._is_quiet or is_silent or self.storages.is_paused:
             return result
-        if self._host is not None and self._host.copies is not None:
-            if self._host.copies:
-                self.stretch.operators[host_copy(args, result)] += 1
+        if self.offloaded.copied(args, result):
             return result
+        if placed is not None:
+            self.offloaded.count(placed, name, operator, args, kwargs, result)
+            if placed.is_whole:
+                return result
         calls = None if make is None else self._made_by.get(make)
         if calls is not None:
             self.stretch.operators[calls] += 1
@@ -271,6 +281,10 @@ class _Observer:
             self._made_by[make] = calls
         self.stretch.operators[calls] += 1
         return result
+
+    def _count(self, calls: Calls, number: int) -> None:
+        if not self._is_quiet:
+            self.stretch.operators[calls] += number
 
     def _look_at(self, operator: Any) -> tuple[str, bool, bool, bool]:
         name = operator.name()
@@ -357,9 +371,9 @@ def record_step(
     storages.track([*parameters, *buffers])
     result.parameters, result.buffers = storages.bytes_of(parameters), storages.bytes_of(buffers)
     host = run.context.stash(HostMemory)
-    for tensor in _host_state(optimizer, host):
+    for tensor in host_state(optimizer, host):
         host.keep(tensor)
-    storages.track(_state_tensors(optimizer))
+    storages.track(state_tensors(optimizer))
     kept = {} if averages is None else averages.state_dict()["averages"]
     for fqn in (fqn for fqn, parameter in run.named_parameters() if fqn in kept and host.holds(parameter)):
         host.keep(kept[fqn])
@@ -373,23 +387,13 @@ def record_step(
     run.context.watch(observer)
     with (
         storages,
+        observer.offloaded.watching_disk(),
         watch_modules(modules, observer.place),
         torch_compat.dispatch_mode(observer.handle, compiles=False, knows_devices=True),
     ):
         yield observer
-    result.optimizer, result.host = storages.bytes_of(_state_tensors(optimizer)), storages.host_peak
+    result.optimizer = storages.bytes_of(state_tensors(optimizer))
+    if run.context.run_device.type != "cpu":
+        result.pooled = host.pooled
+        result.host = storages.host_peak + host.pooled
     observer.finish()
-
-
-def _state_tensors(optimizer: Any) -> list[Any]:
-    return [leaf for state in optimizer.state.values() for leaf in _tensors(state)]
-
-
-def _host_state(optimizer: Any, host: HostMemory) -> list[Any]:
-    return [leaf for parameter in host.stepped for leaf in _tensors(optimizer.state.get(parameter, {}))]
-
-
-def _tensors(state: Any) -> list[Any]:
-    import torch
-
-    return [leaf for leaf in torch_compat.tree_leaves(state) if isinstance(leaf, torch.Tensor)]

@@ -40,6 +40,9 @@ class StorageCounter:
         peak: Most live bytes since `restart`.
         kinds: Bytes by `LASTING`, `MADE_FORWARD` and `MADE_LATER`, which are `live`, and `IN_HOST`.
         host_peak: Most bytes in host memory.
+        num_in_host: Number of live storages there.
+        at_leaving: Called with the clock of a storage that was made on the device, and a tensor of it that lies in host
+            memory from now on.
         kind: Kind of storages made from now on.
         clock: Number of storages seen so far.
         is_paused: Whether DTensor is computing global shapes.
@@ -52,10 +55,12 @@ class StorageCounter:
         self._births: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self.clock = 0
+        self._moved: set[int] = set()  # clocks of storages that have left the device
+        self.at_leaving: Callable[[int, Any], None] = lambda clock, tensor: None
         self.is_paused = False
         self._mode: Any = None
         self._is_mode_known = False
-        self.live = self.peak = self.host_peak = self._num_in_host = 0
+        self.live = self.peak = self.host_peak = self.num_in_host = 0
         self.kinds = [0, 0, 0, 0]
         self.kind = LASTING
 
@@ -67,23 +72,24 @@ class StorageCounter:
             for plain in () if tensor is None else torch_compat.plain_tensors(tensor):
                 self._see(plain)
 
-    def see(self, result: Any, *, known: bool = False) -> None:
+    def see(self, result: Any, *, known: bool = False, is_in_host: bool = False) -> None:
         """Count what an operator returned.
 
         Args:
             result: Of the operator.
             known: Only update the sizes of storages that are counted already.
+            is_in_host: Whether it lies in host memory.
         """
         if self.is_paused:
             return
         kind = type(result)
         if kind is tuple or kind is list:
             for item in result:
-                self.see(item, known=known)
+                self.see(item, known=known, is_in_host=is_in_host)
         elif hasattr(result, "untyped_storage"):
-            self._see(result, known)
+            self._see(result, known, is_in_host)
 
-    def _see(self, tensor: torch.Tensor, is_known: bool = False) -> None:
+    def _see(self, tensor: torch.Tensor, is_known: bool = False, is_in_host: bool = False) -> None:
         mode = getattr(tensor, "fake_mode", None)
         if mode is not None:
             if not self._is_mode_known:
@@ -100,9 +106,10 @@ class StorageCounter:
             if is_known:
                 return
             self.clock += 1
-            kind = IN_HOST if self._host is not None and self._host.has(storage) else self.kind
+            is_away = is_in_host or (self._host is not None and self._host.has(storage))
+            kind = IN_HOST if is_away else self.kind
             self._kinds[key], self._births[key] = kind, self.clock
-            self._num_in_host += kind == IN_HOST
+            self.num_in_host += kind == IN_HOST
             self._references[key] = weakref.ref(storage, partial(self._forget, key))
             self._change(key, 0, size)
         elif known != size:
@@ -128,13 +135,17 @@ class StorageCounter:
         kind = self._kinds.pop(key)
         self.kinds[kind] -= size
         self.live -= 0 if kind == IN_HOST else size
-        self._num_in_host -= kind == IN_HOST
+        self.num_in_host -= kind == IN_HOST
         del self._births[key], self._references[key]
 
     @property
     def num_live(self) -> int:
         """Number of live storages, without those in host memory."""
-        return len(self._sizes) - self._num_in_host
+        return len(self._sizes) - self.num_in_host
+
+    def is_in_host(self, tensor: Any) -> bool:
+        """Return whether a plain tensor lies in host memory."""
+        return self._kinds.get(tensor.untyped_storage()._cdata) == IN_HOST
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -180,23 +191,26 @@ class StorageCounter:
         """Unsubscribe."""
         self._watch.__exit__(kind, error, tb)
         if self._host is not None:
-            self._host.left = lambda storage: None
+            self._host.left = lambda tensor: None
 
     def _resized(self, storage: Any) -> None:
         key = storage._cdata
         if key in self._sizes:
             self._change(key, self._sizes[key], storage.nbytes())
 
-    def _leave(self, storage: Any) -> None:
-        """Count a storage as of host memory from now on."""
-        key = storage._cdata
+    def _leave(self, tensor: Any) -> None:
+        """Count a tensor's storage as of host memory from now on."""
+        key = tensor.untyped_storage()._cdata
         kind = self._kinds.get(key, IN_HOST)
         if kind != IN_HOST:
             size = self._sizes[key]
             self._change(key, size, 0)
             self._kinds[key] = IN_HOST
-            self._num_in_host += 1
+            self.num_in_host += 1
             self._change(key, 0, size)
+            self._moved.add(self._births[key])
+        if self._births.get(key) in self._moved:
+            self.at_leaving(self._births[key], tensor)
 
     def _pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused

@@ -9,10 +9,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DISPATCH", "HOST_COPY", "Memory", "Operators", "RankTrace", "Segment", "SegmentKind", "Transfer"]
+__all__ = [
+    "DISK_READ",
+    "DISK_WRITE",
+    "DISPATCH",
+    "FROM_DEVICE",
+    "HOST_COPY",
+    "IN_HOST",
+    "TO_DEVICE",
+    "WAITED_COPY",
+    "Memory",
+    "Operators",
+    "RankTrace",
+    "Segment",
+    "SegmentKind",
+    "Transfer",
+]
 
 DISPATCH = "dtensor.dispatch"  # the name of what the host does for an operator on DTensors
-HOST_COPY = "host_copy"  # the name of copies between a device and its host
+# Names of copies between a device and its host: on streams of their own in any direction, or in one of two at the same
+# time; and those for which the device, or the host, waits.
+HOST_COPY = "host_copy"
+TO_DEVICE, FROM_DEVICE, WAITED_COPY = f"{HOST_COPY}.to_device", f"{HOST_COPY}.from_device", f"{HOST_COPY}.waited"
+DISK_READ, DISK_WRITE = "disk.read", "disk.write"  # beside all else, in blocks
+IN_HOST = "host."  # begins the names of operators that the host computes in its own memory
 SegmentKind = Literal["forward", "backward", "input_backward", "weight_backward", "gradients", "optimizer"]
 
 

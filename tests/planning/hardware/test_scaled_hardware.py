@@ -19,6 +19,9 @@ CHANGES = {
     "launch": {"device.launch_s"},
     "links": {"intra.bandwidth"},
     "network": {"inter.bandwidth"},
+    "host": {"host.bandwidth"},
+    "host_memory": {"host_memory.bandwidth"},
+    "drive": {"drive.read", "drive.write"},
     "latency": {"intra.latency_s", "intra.base_s", "inter.latency_s", "inter.base_s"},
 }
 
@@ -27,7 +30,7 @@ def flat(hardware):
     tables = asdict(hardware)
     rows = {
         f"{table}.{key}": value
-        for table in ("device", "intra", "inter", "host")
+        for table in ("device", "intra", "inter", "host", "host_memory", "drive")
         for key, value in tables[table].items()
     }
     return {**rows, "slowdown": hardware.slowdown, "devices_per_node": hardware.devices_per_node}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
-    Decisions,
     HostMemory,
     LayoutOffer,
     LayoutTraits,
@@ -185,8 +184,6 @@ class CPUOffload:
     def _plan_parameters(self, context: RunContext) -> None:
         """Tell a plan that shards of parameters lie in host memory, and gradients once they are there."""
         host, chosen = context.stash(HostMemory), self._chosen(context)
-        not_timed = "copies of parameters to the device" + (" and the host's steps" if self.mode == "all" else "")
-        context.stash(Decisions).notes.append(f"{not_timed} are not in the plan's time")
         for fqn, parameter in context.named_parameters():
             if fqn in chosen:
                 host.keep(parameter)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from composer3d import Metric, PluginError, RunContext, hookimpl, plugin, torch_compat
+from composer3d import HostMemory, Metric, PluginError, RunContext, hookimpl, plugin, torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, MIB, Foreseen, StateFile
+from composer3d_plugins.sharding.nvme_offload.disk_buffers import Copies
 from composer3d_plugins.sharding.nvme_offload.disk_optimizer import on_disk
 
 if TYPE_CHECKING:
@@ -67,15 +68,18 @@ class NVMeOffload:
         piece_bytes = int(self.chunk_mib * MIB) // BLOCK * BLOCK
         # A check makes no step, and a plan steps on fake tensors.
         is_foreseen = context.purpose in ("check", "plan") or torch_compat.active_fake_mode() is not None
+        host = context.stash(HostMemory)
         file = (
-            Foreseen()
+            Foreseen(host)
             if is_foreseen
             else StateFile(self._folder(context), chunk_bytes=piece_bytes, num_threads=self.threads)
         )
         context.state[self] = file
-        made: Optimizer = on_disk(cls, file=file, piece_bytes=piece_bytes, depth=self.depth, device=context.device)(
-            groups
-        )
+        # On fake tensors host and device are one memory: what an accelerator copies is copied there too.
+        is_planned = context.purpose == "plan" and context.run_device.type != "cpu"
+        device = Copies(context.device, host, is_planned=is_planned)
+        make = on_disk(cls, file=file, piece_bytes=piece_bytes, depth=self.depth, device=device)
+        made: Optimizer = make(groups)
         return made
 
     def _folder(self, context: RunContext) -> Path | None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d import PluginError
+from composer3d import HostMemory, PluginError
 
 __all__ = ["BLOCK", "MIB", "Foreseen", "Range", "StateFile", "padded"]
 
@@ -154,9 +154,14 @@ class StateFile:
 
 
 class Foreseen(StateFile):
-    """State file of a plan: bytes are counted and kept nowhere, since no machine may hold the planned model."""
+    """State file of a plan: bytes are counted and kept nowhere, since no machine may hold the planned model.
 
-    def __init__(self) -> None:
+    Args:
+        host: Told what is read and written.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
         self.folder, self.is_direct = None, False
         self.num_bytes = self.read_bytes = self.written_bytes = 0
         self.waited_s = 0.0
@@ -169,12 +174,16 @@ class Foreseen(StateFile):
 
     def read(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
         """Count bytes only."""
-        self.read_bytes += sum(each.num_bytes for each in ranges)
+        num_bytes = sum(each.num_bytes for each in ranges)
+        self.read_bytes += num_bytes
+        self._host.disk("read", num_bytes)
         return []
 
     def write(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
         """Count bytes only."""
-        self.written_bytes += sum(each.num_bytes for each in ranges)
+        num_bytes = sum(each.num_bytes for each in ranges)
+        self.written_bytes += num_bytes
+        self._host.disk("write", num_bytes)
         return []
 
     def close(self) -> None:

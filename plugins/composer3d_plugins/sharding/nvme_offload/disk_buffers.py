@@ -6,7 +6,7 @@ import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import HostMemory, torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, StateFile
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Buffer", "Buffers"]
+__all__ = ["Buffer", "Buffers", "Copies"]
 
 
 class Buffer:
@@ -56,6 +56,30 @@ class Buffer:
             torch.cuda.current_stream(self._device).synchronize()
 
 
+class Copies:
+    """Copies between buffers and the device that steps, on its own stream, so that what is stepped waits for them.
+
+    Args:
+        device: That steps.
+        host: Told of copies and buffers.
+        is_planned: Whether this is a plan of an accelerator's run, whose fake tensors are all of one memory.
+    """
+
+    def __init__(self, device: torch.device, host: HostMemory, *, is_planned: bool) -> None:
+        self.device, self.host = device, host
+        self._is_planned = is_planned
+
+    def here(self, view: Tensor) -> Tensor:
+        """Return a part of a buffer on the device: itself, where both are one memory."""
+        with self.host.copying(waits=True):
+            return view.clone() if self._is_planned else view.to(self.device, non_blocking=True)
+
+    def away(self, view: Tensor, value: Tensor) -> None:
+        """Copy a value into a part of a buffer."""
+        with self.host.copying(waits=True):
+            view.copy_(value, non_blocking=True)
+
+
 class Buffers:
     """Pool of buffers, one per piece under way; taking one more waits for the oldest that is being written.
 
@@ -65,6 +89,7 @@ class Buffers:
 
     Attributes:
         num_bytes: Of all of them.
+        largest: Bytes that one of them had to have.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
@@ -72,7 +97,11 @@ class Buffers:
         self._free: list[Buffer] = []
         self._writing: deque[tuple[Buffer, list[Future[None]]]] = deque()
         self._num_taken = 0
-        self.num_bytes = 0
+        self.num_bytes = self.largest = 0
+
+    def most_bytes(self, num_pieces: int) -> int:
+        """Return the bytes of all buffers where a disk is so slow that every one is in use, each for any piece."""
+        return min(num_pieces, self._limit) * self.largest
 
     def take(self, num_bytes: int, file: StateFile) -> Buffer:
         """Return a buffer of at least this size."""
@@ -81,6 +110,7 @@ class Buffers:
             file.wait(requests)
             self._free.append(buffer)
         self._num_taken += 1
+        self.largest = max(self.largest, num_bytes, BLOCK)
         fitting = next((buffer for buffer in self._free if buffer.num_bytes >= num_bytes), None)
         if fitting is not None:
             self._free.remove(fitting)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import StateFile
-from composer3d_plugins.sharding.nvme_offload.disk_buffers import Buffer, Buffers
+from composer3d_plugins.sharding.nvme_offload.disk_buffers import Buffer, Buffers, Copies
 from composer3d_plugins.sharding.nvme_offload.file_layout import (
     Fields,
     Layout,
@@ -23,14 +23,13 @@ from composer3d_plugins.sharding.nvme_offload.file_layout import (
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
 __all__ = ["on_disk"]
 
 
-def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: torch.device) -> Any:
+def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: Copies) -> Any:
     """Return a subclass, of the same name, that steps pieces of its parameters one after the other.
 
     Args:
@@ -38,7 +37,7 @@ def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: i
         file: Holds the moments.
         piece_bytes: Most bytes of parameters that are stepped at once.
         depth: Number of pieces read ahead, and of those that may still be on their way back.
-        device: On which the optimizer steps.
+        device: Copies between buffers and the device on which the optimizer steps.
     """
     base: Any = cls
     stepper = Stepper(cls, file=file, piece_bytes=piece_bytes, depth=depth, device=device)
@@ -65,17 +64,15 @@ class Stepper:
         file: Holds the moments.
         piece_bytes: Most bytes of parameters that are stepped at once.
         depth: Number of pieces read ahead.
-        device: On which the optimizer steps.
+        device: Copies between buffers and the device on which the optimizer steps.
     """
 
-    def __init__(
-        self, cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: torch.device
-    ) -> None:
+    def __init__(self, cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: Copies) -> None:
         # The bare step: hooks on the optimizer run once a step, not once a piece.
         self._inner, self._cls = inspect.unwrap(cls.step), cls
         self._file, self._piece_bytes, self._depth, self._device = file, piece_bytes, depth, device
         self._fields = Fields(file)
-        self._buffers = Buffers(2 * depth + 1, device)
+        self._buffers = Buffers(2 * depth + 1, device.device)
 
     def step(self, optimizer: Any) -> None:
         """Step every piece while the next ones are read and the last ones written."""
@@ -94,6 +91,7 @@ class Stepper:
                     self._file.wait(requests)
                     self._step_piece(optimizer, piece, buffer, layout)
             self._buffers.drain(self._file)
+            self._device.host.pooled = self._buffers.most_bytes(len(pieces))
         finally:
             optimizer.param_groups = groups
             self._buffers.abandon()
@@ -106,7 +104,7 @@ class Stepper:
     def _step_piece(self, optimizer: Any, piece: list[Member], buffer: Buffer, layout: Layout) -> None:
         for member, name, position, dtype in layout.places:
             view = buffer.view(position, member.num_elements, dtype).view(member.shape)
-            optimizer.state[member.key][name] = member.like(view.to(self._device, non_blocking=True))
+            optimizer.state[member.key][name] = member.like(self._device.here(view))
         for member in piece:
             member.begin(optimizer.state)
         optimizer.param_groups = [
@@ -128,7 +126,7 @@ class Stepper:
         for member, name, position, dtype in layout.places:
             view, value = buffer.view(position, member.num_elements, dtype), torch_compat.local_of(values[member][name])
             if not _is_same(view, value):
-                view.view(member.shape).copy_(value, non_blocking=True)
+                self._device.away(view.view(member.shape), value)
         for member in piece:
             member.end(optimizer.state)
         buffer.synchronise()
