@@ -58,6 +58,25 @@ def test_tied_weights_stay_equal_to_one_devices(schedule):
     assert names.count("tok.weight") + others.count("tok.weight") == (1 if schedule in VS else 2)
 
 
+class SharedBetweenBlocks(Net):
+    """A block of the first stage and one of the last have a weight in common, and so have two that follow another."""
+
+    def __init__(self, num_layers):
+        super().__init__(num_layers=num_layers)
+        for one, other in ((0, 7), (1, 2)):
+            self.layers[other].up.weight = self.layers[one].up.weight
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("more", ["", "[sharding.fsdp2]\n"], ids=["plain", "sharded"])
+def test_weights_that_blocks_of_several_stages_share_stay_equal_to_one_devices(schedule, more):
+    text, options = manifest(schedule) + more, {"num_layers": 8}
+    ranks = run_ranks(beside_one_device, 4 if more else 2, text, SharedBetweenBlocks, options)
+    assert max(worst for worst, *_ in ranks) < TIGHT
+    copies = {name for _, names, _ in ranks for name in names}
+    assert copies == {"layers.7.up.weight", *(() if schedule == "1F1B" else ("layers.2.up.weight",))}
+
+
 def test_tied_weights_under_sharding():
     text = manifest("ZBVZeroBubble") + "[sharding.fsdp2]\n"
     assert (

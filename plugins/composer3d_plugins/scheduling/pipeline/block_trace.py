@@ -260,6 +260,7 @@ class _Watch(RepeatedBlocks):
         if not any(costs):
             costs = [float(self._num_parameters(fqn)) for fqn in self._blocks]
         self._refuse_module_of_several_blocks()
+        self._leave_own_names()
         homes = {
             # What nothing uses stays where it lies; outside of blocks with what is used beside it.
             fqn: self._home(fqn)
@@ -297,6 +298,20 @@ class _Watch(RepeatedBlocks):
             known = [self._needs.get(name) or self._buffer_needs.get(name) or set() for name in siblings]
             settled[fqn] = frozenset(users or set().union(*known))
         return settled
+
+    def _leave_own_names(self) -> None:
+        """Let a block need a weight that it shares with another block under the name that it has for it itself."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for fqn, first in self._firsts.items():
+            names[first].append(fqn)
+        for same in (each for each in names.values() if len(each) > 1):
+            own = {block: fqn for fqn in same if (block := self._block_of(fqn)) is not None}
+            for fqn in same:
+                lies_in = self._block_of(fqn)
+                if lies_in is not None:
+                    self._needs[fqn] -= {
+                        block for block in own if block != lies_in and block in self._needs[own[block]]
+                    }
 
     def _home(self, fqn: str) -> int:
         inside = self._block_of(fqn)
