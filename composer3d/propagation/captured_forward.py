@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.propagation.python_settings import SETTINGS, Surroundings, settings_in
 from composer3d.propagation.shards import AXES, ShardSpec, attach, spec_of, strip
+from composer3d.torch_compat import forward_hooks
 from composer3d.torch_compat.compilers.captured_graphs import traced_function_modes
 
 __all__ = ["CAPTURED", "Graphs", "captured_forward", "is_repeatable", "repeatable"]
@@ -37,6 +38,8 @@ REPEATABLE = "composer3d_repeatable"
 MOST_FORMS = 16
 # What every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
+# Of a module's hooks.
+TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 STATE = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 
 
@@ -207,10 +210,12 @@ class _Captured:
             device = tensor.device.type
         if held and torch.is_autocast_enabled(device):
             key.append(torch.get_autocast_dtype(device))
+        if forward_hooks.are_there(forward_hooks.tables_of(())):
+            return "all modules have a hook"
         seen: set[int] = set()
         for module in self._modules:
             settings = vars(module)
-            hooks = (*settings["_forward_pre_hooks"].values(), *settings["_forward_hooks"].values())
+            hooks = [hook for table in TABLES for hook in settings[table].values()]
             if module is not self._modules[0] and not all(map(is_repeatable, hooks)):
                 return f"a {type(module).__name__} in it has a hook"
             for name, value in settings.items():

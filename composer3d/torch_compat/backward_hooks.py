@@ -27,6 +27,7 @@ __all__ = [
     "own_function",
     "shared_hook",
     "stand_for",
+    "stood_for",
     "wrap_gradient_hooks",
 ]
 
@@ -271,6 +272,12 @@ def stand_for(other: Tensor, tensor: Tensor) -> Tensor:
     if other is not tensor:
         setattr(other, STANDS, tensor)
     return other
+
+
+def stood_for(other: Tensor) -> Tensor | None:
+    """Return the tensor of the model's code in whose place another was given; None where it is none such."""
+    found: Tensor | None = vars(other).get(STANDS)
+    return found
 
 
 class _Registrations(threading.local):

@@ -25,6 +25,7 @@ __all__ = [
     "calling",
     "hooks_form",
     "home_of",
+    "is_users_hook",
     "leave_hooks",
     "newest",
     "num_registered",
@@ -34,6 +35,7 @@ __all__ = [
     "tables_of",
     "tables_of_forwards",
     "take_hooks",
+    "users_hooks",
     "with_hooks",
 ]
 
@@ -106,17 +108,17 @@ def calling(module: nn.Module) -> Iterator[None]:
     hooks.before, hooks.after, hooks.is_called, hooks.is_done, hooks.is_cut = [], [], True, False, [False]
     replaced: list[tuple[MutableMapping[int, Any], int, Any, Any]] = []
     named = module._forward_pre_hooks_with_kwargs
-    for table, key, hook in _users(known["_global_forward_pre_hooks"], module._forward_pre_hooks, of=module):
+    for table, key, hook in users_hooks(known["_global_forward_pre_hooks"], module._forward_pre_hooks, of=module):
         hooks.before.append((hook, table is module._forward_pre_hooks and key in named))
         replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_called, hooks.around)))
     named, everywhere = module._forward_hooks_with_kwargs, known["_global_forward_hooks_with_kwargs"]
-    for table, key, hook in _users(known["_global_forward_hooks"], module._forward_hooks, of=module):
+    for table, key, hook in users_hooks(known["_global_forward_hooks"], module._forward_hooks, of=module):
         hooks.after.append((hook, key in named or key in everywhere))
         replaced.append((table, key, hook, _left_out(module, hook, lambda: hooks.is_done, hooks.around)))
     if getattr(type(module), CALLS, False):
         backward = (known["_global_backward_pre_hooks"], known["_global_backward_hooks"])
         is_cut = hooks.is_cut  # of this call: hooks run in its backward
-        for table, key, hook in _users(*backward, module._backward_pre_hooks, module._backward_hooks, of=module):
+        for table, key, hook in users_hooks(*backward, module._backward_pre_hooks, module._backward_hooks, of=module):
             replaced.append((table, key, hook, _left_out(module, hook, lambda: is_cut[0])))
     for table, key, _, other in replaced:
         table[key] = other
@@ -215,13 +217,13 @@ def tables_of_forwards(modules: Iterable[nn.Module]) -> list[MutableMapping[int,
 
 def replace_hooks(tables: Iterable[MutableMapping[int, Any]], around: Around) -> None:
     """Put what `around` returns in the place of hooks that are no library's."""
-    for table, key, hook in list(_users(*tables)):
+    for table, key, hook in list(users_hooks(*tables)):
         table[key] = around(hook)
 
 
 def are_there(tables: Iterable[MutableMapping[int, Any]]) -> bool:
     """Return whether tables have hooks that are no library's."""
-    return next(_users(*tables), None) is not None
+    return next(users_hooks(*tables), None) is not None
 
 
 def newest(tables: Iterable[MutableMapping[int, Any]]) -> int:
@@ -239,7 +241,7 @@ def hooks_form(root: nn.Module) -> Hashable:
     found: list[Hashable] = []
     for name, module in root.named_modules():
         for table in TABLES:
-            found += ((name, table, _form(hook, names)) for _, _, hook in _users(getattr(module, table)))
+            found += ((name, table, _form(hook, names)) for _, _, hook in users_hooks(getattr(module, table)))
         for key, value in vars(module).items():
             if isinstance(value, FUNCTIONS) and key != "forward":
                 found.append((name, key, _form(value, names)))
@@ -296,17 +298,20 @@ class HeldHooks:
 
     Args:
         tables: In which these are found.
+
+    Attributes:
+        keys: Their numbers.
     """
 
     def __init__(self, tables: ForwardTables) -> None:
-        self._tables, self._keys, self._held = tables, tables.keys(), []
-        if self._keys:
+        self._tables, self.keys, self._held = tables, tables.keys(), []
+        if self.keys:
             self._held = [(place, dict(table)) for place, table in enumerate(tables.all) if table]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[list[Any]]:
         """Let modules inside have these hooks; yield those that they do not have outside."""
-        if self._tables.keys() == self._keys:
+        if self._tables.keys() == self.keys:
             yield []
             return
         held, now, gone = dict(self._held), [dict(table) for table in self._tables.all], []
@@ -355,7 +360,7 @@ class ForwardTables:
 
 
 def _is_kept(hook: Any) -> bool:
-    return hook is True or _is_users(hook)
+    return hook is True or is_users_hook(hook)
 
 
 def _left_out(
@@ -372,14 +377,14 @@ def _left_out(
     return other
 
 
-def _users(
+def users_hooks(
     *tables: MutableMapping[int, Any], of: nn.Module | None = None
 ) -> Iterator[tuple[MutableMapping[int, Any], int, Any]]:
     """Yield the hooks in tables, of a module and of all modules, that are no library's and no plugin's."""
     plugins = () if of is None else vars(of).get(PLUGINS, ())
     for table in tables:
         for key, hook in table.items():
-            if key not in plugins and _is_users(hook):
+            if key not in plugins and is_users_hook(hook):
                 yield table, key, hook
 
 
@@ -390,5 +395,6 @@ def home_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", None) or type(getattr(hook, "__self__", hook)).__module__)
 
 
-def _is_users(hook: Any) -> bool:
+def is_users_hook(hook: Any) -> bool:
+    """Return whether a hook of a module is no library's."""
     return not f"{home_of(hook)}.".startswith(LIBRARIES)

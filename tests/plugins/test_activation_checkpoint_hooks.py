@@ -120,3 +120,36 @@ def test_they_are_over_cp():
     text = f"mesh.cp = 2\n{FSDP}[sharding.context_parallel]\n{AC}"
     for found in run_ranks(trained, 2, ["everywhere"], text):
         assert not {name: error for name, error in found.items() if not error < TIGHT}
+
+
+NOTED: list[float] = []
+
+
+def note(module: nn.Module, args: Any, output: Tensor) -> None:
+    NOTED.append(float(output.detach().sum()))
+
+
+def noted(text: str) -> list[int]:
+    """Return how often hooks of a loop that come in the second step, and go, have noted something after each step."""
+    x, y = torch.randn(2, 4, 8, D, generator=torch.Generator().manual_seed(1))
+    run, found, handle = (
+        composer3d.compose(_seeded(), write_manifest(text), loss_fn=mse_loss, example=((x,), {})),
+        [],
+        None,
+    )
+    for step in range(4):
+        NOTED.clear()
+        if step in (1, 2):
+            handle = run.model.get_submodule("blocks.0").register_forward_hook(note)
+        with run.step(step):
+            run.forward_backward(x, target=y)
+        found.append(len(NOTED))
+        if handle is not None:
+            handle.remove()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_hooks_note_that_come_after_a_recomputation_is_noted_once(mode: str):
+    assert run_ranks(noted, 1, FSDP + AC + MODES[mode]) == [[0, 1, 1, 0]]

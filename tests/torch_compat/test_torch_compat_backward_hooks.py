@@ -211,6 +211,8 @@ def test_hooks_on_what_stands_for_a_tensor_are_registered_on_it_where_they_are_w
     y = x * 2
     other = torch_compat.backward_hooks.stand_for(y * 5, y)
     assert torch_compat.backward_hooks.stand_for(y, y) is y
+    assert torch_compat.backward_hooks.stood_for(other) is y
+    assert torch_compat.backward_hooks.stood_for(y) is None
     with torch_compat.backward_hooks.WatchedRegistrations(lambda tensor, hook: hook, lambda tensor: None):
         other.register_hook(lambda gradient: seen.append(gradient.tolist()))
     other.register_hook(lambda gradient: seen.append(gradient.tolist()))

@@ -225,9 +225,10 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
     num_hooks = forward_hooks.num_registered()
 
     def look_at(module: nn.Module, fqns: Iterable[str]) -> None:
-        """Note blocks that have hooks by now."""
+        """Note blocks that have hooks by now which they had not before."""
         if forward_hooks.num_registered() != num_hooks:
-            if forward_hooks.are_there(forward_hooks.tables_of(module.modules())):
+            found = forward_hooks.users_hooks(*forward_hooks.tables_of(module.modules()))
+            if any(key >= num_hooks for _, key, _ in found):
                 traced.hooked.update(fqns)
 
     for first, group in traced.forms.items():

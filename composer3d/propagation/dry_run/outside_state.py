@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from composer3d.propagation.python_settings import Surroundings, is_configuration, is_library
+from composer3d.torch_compat.hook_registrations import FollowedHook
 
 __all__ = ["OutsideState"]
 
@@ -67,6 +68,8 @@ def _forward_hooks(module: nn.Module) -> list[Any]:
 
 def _parts(hook: Any) -> list[Any]:
     """Return the functions that a hook calls, and the objects that it is called with beside what torch passes."""
+    if isinstance(hook, FollowedHook):
+        return _parts(hook.own_hook)
     if isinstance(hook, types.MethodType):
         return [hook.__func__, hook.__self__]
     if isinstance(hook, functools.partial):

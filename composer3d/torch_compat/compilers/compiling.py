@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from composer3d.torch_compat.hook_registrations import are_followed
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -40,6 +42,7 @@ def compile_module(
     keep_roundings: bool = False,
     most_forms: int = 8,
     told: Callable[[], None] = lambda: None,
+    hooked: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> None:
     """Compile a module in place, as its `compile` does; what is recomputed inside may write to Python objects.
@@ -73,6 +76,9 @@ def compile_module(
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if are_followed(module):
+            hooked()
+            return module._call_impl(*args, **kwargs)
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # before any of the code has run

@@ -141,6 +141,7 @@ class Compile:
                 dynamic=self.dynamic,
                 most_forms=FORMS * len(fqns),
                 told=functools.cache(functools.partial(_tell_of_forms, fqn, FORMS * len(fqns))),
+                hooked=functools.cache(functools.partial(_tell_of_hooks, fqn)),
             )
         _report(left, len(fqns), context)
         return list(fqns)
@@ -152,6 +153,13 @@ def _tell_of_forms(fqn: str, number: int) -> None:
         "times: sizes, or numbers that it reads, change all the time",
         fqn,
         number,
+    )
+
+
+def _tell_of_hooks(fqn: str) -> None:
+    log.warning(
+        'compile: "%s" runs as it is while it has hooks, which are given activations of all ranks: no compiler sees it',
+        fqn,
     )
 
 

@@ -21,7 +21,7 @@ __all__ = ["Found", "versions"]
 # Whether a forward of a block has drawn from numpy's global generator.
 _DRAWS_OF_NUMPY: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 # Lists and objects outside of a block that its code writes to.
-_OUTSIDE: weakref.WeakKeyDictionary[nn.Module, OutsideState] = weakref.WeakKeyDictionary()
+_OUTSIDE: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], OutsideState]] = weakref.WeakKeyDictionary()
 # Where hooks of all modules, and of those in a block, are registered.
 _TABLES: weakref.WeakKeyDictionary[nn.Module, forward_hooks.ForwardTables] = weakref.WeakKeyDictionary()
 
@@ -132,11 +132,12 @@ class Found:
             # Kernels of batch norm update running statistics, and their version stays.
             if _key(place) in self._before or _key(place) in saved:
                 found[_key(place)] = self._before.get(_key(place), _buffer(place))
-        if self.block not in _OUTSIDE:
-            _OUTSIDE[self.block] = OutsideState(modules)
+        keys = () if self._hooks is None else self._hooks.keys
+        if self.block not in _OUTSIDE or _OUTSIDE[self.block][0] != keys:
+            _OUTSIDE[self.block] = keys, OutsideState(modules)
         with contextlib.ExitStack() as stack:
             gone = [] if self._hooks is None else stack.enter_context(self._hooks.again())
-            put_back = [_OUTSIDE[self.block].now(), *([OutsideState((), hooks=gone).now()] if gone else [])]
+            put_back = [_OUTSIDE[self.block][1].now(), *([OutsideState((), hooks=gone).now()] if gone else [])]
             try:
                 with self._copied(found), contextlib.nullcontext() if self._kept is None else self._kept.again():
                     yield

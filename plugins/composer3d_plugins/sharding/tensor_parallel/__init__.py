@@ -182,7 +182,9 @@ class TensorParallel:
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
         from composer3d_plugins.sharding.tensor_parallel.boundary_calls import watch_boundaries
+        from composer3d_plugins.sharding.tensor_parallel.hooked_activations import follow_modules
         from composer3d_plugins.sharding.tensor_parallel.hooked_modules import watch_hooks
         from composer3d_plugins.sharding.tensor_parallel.styles import Applier
 
@@ -195,6 +197,7 @@ class TensorParallel:
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
             ).apply([fqn for fqn in _named(model, fqns, made.rules) if not _is_elsewhere(model, fqn, context)])
+            follow_modules(model, made, Activations.of(context.mesh["tp"], context))
             if self.sequence_parallel:
                 context.stash(ReceivedValues).sequence_shards = context.degrees["tp"]
                 watch_boundaries(model, made.rules)

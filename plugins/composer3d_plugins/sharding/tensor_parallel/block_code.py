@@ -204,6 +204,7 @@ def _joined(codes: Mapping[str, Code]) -> Code:
         gathered=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.gathered),
         given={full(fqn, name): sharded for fqn, code in codes.items() for name, sharded in code.given.items()},
         apart={full(fqn, name): placed for fqn, code in codes.items() for name, placed in code.apart.items()},
+        activations={full(fqn, name): seen for fqn, code in codes.items() for name, seen in code.activations.items()},
     )
 
 

@@ -34,6 +34,7 @@ from composer3d.propagation import (
     unseen,
 )
 from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
+from composer3d_plugins.sharding.tensor_parallel.module_activations import SeenActivations
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, sized
 
 __all__ = ["BlockDryRun"]
@@ -54,6 +55,7 @@ class BlockDryRun:
         given: As in `Code`.
         products: Of parameters that code multiplies.
         record: What it did.
+        activations: What its modules were given, and returned.
     """
 
     block: nn.Module
@@ -69,6 +71,7 @@ class BlockDryRun:
     given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     record: Record = field(default_factory=Record)
+    activations: SeenActivations = field(default_factory=SeenActivations)
     # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
@@ -183,18 +186,8 @@ class BlockDryRun:
                 answer = self._gathered(answer)
             if fqn in code.propagated:
                 answer = self._propagated(fqn, answer)
-            answers[module] = self._placed(fqn, answer)
+            answers[module] = self.activations.around(fqn, answer, self.record)
         return answers
-
-    def _placed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            self.record.enter(fqn)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.record.leave()
-
-        return answer
 
     def _apart(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.propagation import Call, PropagationError, Record
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
+from composer3d_plugins.sharding.tensor_parallel.module_activations import ModuleActivations
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Search:
         training: Whether the block is in training mode.
         right: Record of the run in which all code is propagated.
         given: As in `Code`, in that run.
+        activations: Likewise.
         num_runs: Ways tried so far.
         is_spreading: Whether what helps in one block of a list is tried for all.
     """
@@ -79,6 +81,7 @@ class Search:
     training: bool = True
     right: Record = field(init=False)
     given: dict[str, tuple[bool, ...]] = field(init=False)
+    activations: dict[str, ModuleActivations] = field(init=False)
     num_runs: int = 0
     is_spreading: bool = True
 
@@ -86,6 +89,7 @@ class Search:
         dry_run = self._dry_run()
         dry_run.propagate(self.call, type(self.block).__name__)
         self.right, self.given = dry_run.record, dict(dry_run.given)
+        self.activations = dry_run.activations.sharded()
 
     def _dry_run(self) -> BlockDryRun:
         return BlockDryRun(block=self.block, degree=self.degree, roles=self.roles, training=self.training)
@@ -108,7 +112,7 @@ class Search:
 
     def run(self, code: Code) -> Code | None:
         """Return what makes every entry right."""
-        code = replace(code, given=self.given)
+        code = replace(code, given=self.given, activations=self.activations)
         for self.is_spreading in (True, False):
             found, reached = code, self.agreeing(code)
             while reached < self.length and (better := self._better(found, reached)) is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from composer3d.propagation import Placed, Ranges, reader_of
+from composer3d_plugins.sharding.tensor_parallel.module_activations import ModuleActivations
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rules, features
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 
@@ -89,6 +90,7 @@ class Code:
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
         apart: Modules that draw on nothing but sharded tensors, and the sharded dim if that is one.
+        activations: Of modules that are given sharded features, or return such.
     """
 
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class Code:
     gathered: frozenset[str] = frozenset()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: Mapping[str, Placed | None] = field(default_factory=dict)
+    activations: Mapping[str, ModuleActivations] = field(default_factory=dict)
 
 
 @contextlib.contextmanager

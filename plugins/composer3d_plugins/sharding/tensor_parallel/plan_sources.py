@@ -12,6 +12,7 @@ from composer3d.propagation import Placed, blocks_beside, blocks_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
+from composer3d_plugins.sharding.tensor_parallel.module_activations import ModuleActivations
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
     CONTRACTING,
     EXPANDING,
@@ -46,6 +47,7 @@ class Made:
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
         apart: Modules whose every random draw is on sharded tensors, and the sharded dim if that is one.
+        activations: Of modules that are given sharded features, or return such, where their code is not propagated.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         sharded: Those whose activations are.
         unread: Names of tied parameters by which no code reads them.
@@ -59,6 +61,7 @@ class Made:
     gathered: tuple[str, ...] = ()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: Mapping[str, Placed | None] = field(default_factory=dict)
+    activations: Mapping[str, ModuleActivations] = field(default_factory=dict)
     unsharded: frozenset[str] = frozenset()
     sharded: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
@@ -137,6 +140,7 @@ def under_every_name(made: Made, model: nn.Module, context: RunContext) -> Made:
         gathered=tuple(spread(dict.fromkeys(made.gathered))),
         given=spread(made.given),
         apart=spread(made.apart),
+        activations=spread(made.activations),
     )
 
 
@@ -201,6 +205,7 @@ def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
         gathered=tuple(fqn for fqn in codes.context.fqns if fqn in found.gathered),
         given=found.given,
         apart={fqn: found.apart[fqn] for fqn in codes.context.fqns if fqn in found.apart},
+        activations=found.activations,
         unread=unread,
         unsharded=codes.unsharded,
     )

@@ -248,6 +248,7 @@ class Applier:
         outputs = 0 if kind_of(module) == "linear" else 1
         share = module.weight.shape[1 - outputs] // self.mesh.size()
         placement, is_propagated = self._placement(rule), self._is_propagated(fqn)
+        stand_for = torch_compat.backward_hooks.stand_for
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             from torch.distributed.tensor import Shard
@@ -260,7 +261,7 @@ class Applier:
                     f'"{fqn}" was given {x.shape[-1]} features, and its share is {share}: the code before it computes '
                     "with sizes of the whole model"
                 )
-            return (self._activations.wrap(x, Shard(x.ndim - 1)), *args[1:])
+            return (stand_for(self._activations.wrap(x, Shard(x.ndim - 1)), args[0]), *args[1:])
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             self._activations.refuse_uneven(output, placement)
