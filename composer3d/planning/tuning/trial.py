@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from composer3d.processes import die_with
+from composer3d.processes import die_with, remove_if_abandoned
+from composer3d.runner import attempts_of
 
 __all__ = ["Measured", "measure_in_turns", "measure_steps"]
 
 # The first steps compile, allocate and meet their peers for the first time.
 _NUM_UNTIMED = 2
 _POLL_S = 0.05
+_DYING_S = 10.0  # how long killed ranks may hold what they left
 _COUNT = re.compile(r"[0-9]+ (problems?|warnings?).*")  # the line below problems
 
 
@@ -32,10 +34,12 @@ class Measured:
 
     Args:
         step_s: Median seconds of a step; None where it failed.
+        num_steps: Of which it is the median.
         failure: The error that it reported, or the last line that it printed; empty where it did not fail.
     """
 
     step_s: float | None
+    num_steps: int = 0
     failure: str = ""
 
 
@@ -53,14 +57,15 @@ def measure_steps(
         timeout_s: For all of it.
 
     Returns:
-        The median of the steps that were timed.
+        The median of the steps that were timed, which are fewer where the time was over.
     """
     with _Run(manifest, overrides, num_ranks=num_ranks, folder=folder) as run:
         run.wait_for(num_steps + _NUM_UNTIMED, timeout_s)
-    times = run.times()[_NUM_UNTIMED:]
-    if times:
-        return Measured(step_s=statistics.median(times[:num_steps]))
-    return Measured(step_s=None, failure=run.failure(timeout_s))
+        has_failed = run.is_over
+    times = run.times()[_NUM_UNTIMED:][:num_steps]
+    if not times or (has_failed and len(times) < num_steps):
+        return Measured(step_s=None, failure=run.failure(timeout_s))
+    return Measured(step_s=statistics.median(times), num_steps=len(times))
 
 
 def measure_in_turns(
@@ -148,6 +153,12 @@ class _Run:
 
     def __exit__(self, *raised: object) -> None:
         _end(self._process)
+        _remove_files_of_ranks(self._folder)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it came to an end by itself."""
+        return self._process.poll() is not None
 
     def wait_for(self, num_steps: int, timeout_s: float) -> None:
         """Wait until so many steps are done, the run is over, or the time is."""
@@ -172,7 +183,9 @@ class _Run:
         return _times(self._folder)
 
     def failure(self, timeout_s: float) -> str:
-        """Return why it timed nothing."""
+        """Return why it timed nothing, or less than was asked."""
+        if self._process.returncode == 0:
+            return f"it was over after {len(self.times())} steps, before all were timed: {_last_line(self._printed)}"
         return _reported(self._folder) or _last_line(self._printed) or f"no step was timed within {timeout_s:.0f} s"
 
 
@@ -181,6 +194,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _remove_files_of_ranks(output: Path) -> None:
+    """Remove what the ranks of a run that was ended have left; nobody will ask why it was killed."""
+    place, until = attempts_of(output), time.monotonic() + _DYING_S
+    remove_if_abandoned(place)
+    while place.is_dir() and not place.is_relative_to(output) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+        remove_if_abandoned(place)
 
 
 def _times(folder: Path) -> list[float]:

@@ -25,6 +25,7 @@ _CALIBRATION_S = 30.0
 # Of the last round: of runs that are held between their turns, and of runs that end with each.
 _TURNS, _TURNS_APART = 7, 3
 _LEAST_OF_TURN = 2  # steps
+_ENDLESS = 10_000_000  # steps of a trial: it is ended when its own are timed, which may be more than the manifest's
 # What a run writes for people, sends elsewhere, or does between steps is not wanted of a trial.
 _IDLE = ("profiling", "evaluation")
 
@@ -39,7 +40,9 @@ class Trial:
         planned_s: Seconds of a step by the plan.
         measured_s: The same as measured, one figure a round, of twice as many steps as in the round before; in the last
             that of several turns.
-        failure: Why it gave no figure; empty where it gave one.
+        failure: Why it gave no figure, or none in its last round; empty where it gave one.
+        num_steps: On which its last figure stands.
+        is_compared: Whether it comes from turns in which another layout had its own.
     """
 
     layout: str
@@ -47,6 +50,8 @@ class Trial:
     planned_s: float
     measured_s: tuple[float, ...]
     failure: str = ""
+    num_steps: int = 0
+    is_compared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ class TuneResult:
                     "planned_s": trial.planned_s,
                     "measured_s": list(trial.measured_s),
                     "failure": trial.failure,
+                    "steps": trial.num_steps,
+                    "compared": trial.is_compared,
                 }
                 for trial in self.trials
             ],
@@ -107,7 +114,10 @@ class TuneResult:
             measured = f"{trial.measured_s[-1]:.3g} s" if trial.measured_s else "failed"
             yield f"{trial.planned_s:>8.3g} s {measured:>10} {len(trial.measured_s):>6}  {trial.layout}"
             if trial.failure:
-                yield f"{'':>29}  {trial.failure}"
+                rest = f"; the time is that of {trial.num_steps} steps before" if trial.measured_s else ""
+                yield f"{'':>29}  {trial.failure}{rest}"
+        if self.ok and not self.best.is_compared and len([trial for trial in self.trials if trial.measured_s]) > 1:
+            yield f"the last comparison, in turns, has failed: the choice stands on {self.best.num_steps} steps"
         if self.correction is not None:
             order = "" if self.tau is None else f"; order of planned and measured times: tau {self.tau:+.2f}"
             yield f"measured times are {self.correction:.3g} of those planned on {self.hardware}{order}"
@@ -223,6 +233,8 @@ def _tuned(
             planned_s=row["time"]["step_s"]["value"],
             measured_s=tuple(times[index]),
             failure=tuner.failures.get(index, ""),
+            num_steps=tuner.num_steps.get(index, 0),
+            is_compared=index in tuner.compared,
         )
         for index, row in enumerate(rows)
     ]
@@ -263,9 +275,11 @@ class _Tuner:
         document = found.manifest.document
         self.rows: list[dict[str, Any]] = found.to_json()["suggestions"]
         self.source, self.failures = document.file, dict[int, str]()
+        self.num_steps, self.compared = dict[int, int](), set[int]()
         self._folder, self._num_ranks, self._report = folder, num_ranks, report
         self._numbers = count()
         quiet = ["checkpoint.final=false", *(f"{name}=false" for name in _IDLE if name in document.tables)]
+        quiet.append(f"train.steps={max(_ENDLESS, found.manifest.tables['train'].steps)}")
         self._changes = [[*overrides, *patch, *quiet] for patch in found.patches]
 
     def measure(self, index: int, steps: int) -> float | None:
@@ -280,7 +294,7 @@ class _Tuner:
             folder=place,
             timeout_s=_TIMEOUT_S,
         )
-        return self._note(index, measured, steps)
+        return self._note(index, measured)
 
     def measure_together(self, indices: Sequence[int], steps: int) -> dict[int, list[float]]:
         """Return the seconds of several by turn, whose runs are held between their turns."""
@@ -295,9 +309,12 @@ class _Tuner:
             timeout_s=_TIMEOUT_S,
         )
         for index, times in turns.items():
-            known = times if isinstance(times, Measured) else Measured(step_s=statistics.median(times))
-            self._note(index, known, each * _TURNS)
-        return {index: times for index, times in turns.items() if not isinstance(times, Measured)}
+            if isinstance(times, Measured):
+                self._note(index, times)
+            else:
+                self._note(index, Measured(step_s=statistics.median(times), num_steps=each * _TURNS))
+        found = {index: times for index, times in turns.items() if not isinstance(times, Measured)}
+        return self._compared(found, each * _TURNS)
 
     def measure_apart(self, indices: Sequence[int], steps: int) -> dict[int, list[float]]:
         """Return the same of runs that end with each turn; every other turn is in the opposite order."""
@@ -309,11 +326,20 @@ class _Tuner:
                     del turns[index]
                 else:
                     turns[index].append(seconds)
+        return self._compared(turns, steps * _TURNS_APART)
+
+    def _compared(self, turns: dict[int, list[float]], steps: int) -> dict[int, list[float]]:
+        self.num_steps |= dict.fromkeys(turns, steps)
+        if len(turns) > 1:
+            self.compared |= turns.keys()
         return turns
 
-    def _note(self, index: int, measured: Measured, steps: int) -> float | None:
+    def _note(self, index: int, measured: Measured) -> float | None:
+        steps = measured.num_steps
         told = measured.failure if measured.step_s is None else f"{measured.step_s:.3g} s a step over {steps} steps"
         self._report(f"{self.rows[index]['layout']}: {told}")
-        if measured.failure:
+        if measured.step_s is None:
             self.failures[index] = measured.failure
+        else:
+            self.num_steps[index] = steps
         return measured.step_s

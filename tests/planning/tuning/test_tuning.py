@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from support.sockets import watched_listeners
@@ -123,8 +125,15 @@ def test_rank_correlation(one, other, tau):
 
 def result(manifest, **changes):
     trials = (
-        Trial(layout="pp=2", changes=("mesh.pp=2", "train.microbatch=4"), planned_s=0.1, measured_s=(0.2, 0.21)),
-        Trial(layout="dp_shard=2", changes=("mesh.dp_shard=2",), planned_s=0.2, measured_s=(0.4,)),
+        Trial(
+            layout="pp=2",
+            changes=("mesh.pp=2", "train.microbatch=4"),
+            planned_s=0.1,
+            measured_s=(0.2, 0.21),
+            num_steps=14,
+            is_compared=True,
+        ),
+        Trial(layout="dp_shard=2", changes=("mesh.dp_shard=2",), planned_s=0.2, measured_s=(0.4,), num_steps=4),
         Trial(layout="tp=2", changes=("mesh.tp=2",), planned_s=0.3, measured_s=(), failure="out of memory"),
     )
     values = {"trials": trials, "correction": 2.0, "tau": 1.0, "hardware": "h100", "manifest": str(manifest)}
@@ -142,6 +151,19 @@ def test_the_best_becomes_a_manifest_with_the_table_above_it(manifest, tmp_path)
     assert lines[5] == "# measured times are 2 of those planned on h100; order of planned and measured times: tau +1.00"
     with pytest.raises(ComposerError, match="cannot be written: File exists"):
         result(manifest).write(path)
+
+
+def test_a_choice_without_turns_says_on_how_many_steps_it_stands(manifest):
+    trials = (
+        Trial(layout="pp=2", changes=(), planned_s=0.1, measured_s=(0.2,), failure="out of memory", num_steps=1),
+        Trial(layout="dp=2", changes=(), planned_s=0.2, measured_s=(0.4,), failure="out of memory", num_steps=1),
+    )
+    lines = str(result(manifest, trials=trials)).splitlines()
+    assert lines[2].strip() == "out of memory; the time is that of 1 steps before"
+    assert lines[5] == "the last comparison, in turns, has failed: the choice stands on 1 steps"
+    compared = tuple(dataclasses.replace(trial, failure="", num_steps=14, is_compared=True) for trial in trials)
+    assert "stands on" not in str(result(manifest, trials=compared))
+    assert "stands on" not in str(result(manifest, trials=compared[:1]))
 
 
 def test_a_process_of_a_launcher_tunes_nothing(manifest, monkeypatch):
@@ -269,3 +291,17 @@ def test_what_is_suggested_is_measured_and_the_fastest_is_the_best(manifest, tmp
     assert found.best.measured_s[-1] == min(trial.measured_s[-1] for trial in timed if len(trial.measured_s) == rounds)
     assert found.correction > 1  # a core of this machine is slower than an H100
     assert len(lines) == sum(len(trial.measured_s) + bool(trial.failure) for trial in found.trials)
+
+
+@pytest.mark.slow
+def test_a_manifest_of_few_steps_is_compared_in_turns(manifest, tmp_path, monkeypatch):
+    """Turns want more steps than it has; and no trial leaves a folder behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pins = ["pp=1", "microbatch", "recompute=none", "tp=1", "cp=1"]
+    found = tune_on_machine(
+        manifest, num_ranks=2, hardware="h100", keep=pins, num_steps=1, overrides=["train.steps=3"], memory_bytes=2**36
+    )
+    assert len(found.trials) > 1 and [trial.failure for trial in found.trials] == [""] * len(found.trials)
+    assert found.best.is_compared and found.best.num_steps >= 14
+    assert [path.name for path in tmp_path.glob("composer3d-*.*")] == []
