@@ -145,6 +145,10 @@ def test_several_manifests_are_rows_of_a_table(manifest, tmp_path):
             ["--hardware", "h100", "--what-if", "flops=2x", "--what-if", "flops=3x"],
             "flops is given two factors, 2x and 3x; state it once",
         ),
+        (
+            ["--hardware", "h100", "--what-if", "network=0x"],
+            '"network=0x" has no number above 0 as its factor; write for example network=0.5x',
+        ),
         (["--hardware", "h100", "--failures", "5e4", "--storage", "20"], '"20" has no unit; write for example 20GB'),
         (["--hardware", "h100", "--failures", "0", "--storage", "2GB"], '"0" is not a number above 0, such as 2000'),
         (["quickstart-ddp", "--html", "page.html"], "--html is of one manifest, and 2 are given"),

@@ -176,11 +176,12 @@ def reliability(step_s: Figure, failures: Failures, *, checkpoint_bytes: int, wo
     interval_s = max(math.sqrt(2 * save_s * failure_s) - save_s, step_s.value)
     lost = save_s / (interval_s + save_s) + (interval_s / 2 + failures.restart_s) / failure_s
     if lost >= 1:
+        remedy = "{restart} fewer seconds" if failures.restart_s >= failure_s / 2 else "{storage} more bandwidth"
         raise ArgumentError(
             "failures",
             f"{world_size} devices fail every {failure_s:.0f} s, and a save of {checkpoint_bytes / 1e9:.3g} GB takes "
-            f"{save_s:.0f} s, a restart {failures.restart_s:.0f} s: nothing would be kept; give {{storage}} more "
-            f"bandwidth, or {{failures}} more hours",
+            f"{save_s:.0f} s, a restart {failures.restart_s:.0f} s: nothing would be kept; give {{failures}} more "
+            f"hours, or {remedy}",
         )
     good = 1 - lost
     return Reliability(

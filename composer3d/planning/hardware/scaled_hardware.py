@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,10 +54,13 @@ def parse_factors(texts: Sequence[str]) -> dict[str, float]:
 def _parse_factor(text: str) -> tuple[str, float]:
     part, separator, factor = text.partition("=")
     try:
-        return part.strip(), float(factor.strip().removesuffix("x"))
+        number = float(factor.strip().removesuffix("x"))
     except ValueError:
-        said = "has no factor" if not separator else "has no number as its factor"
-        raise ComposerError(f'"{text}" {said}; write for example network=0.5x') from None
+        number = 0.0
+    if not 0 < number < math.inf:
+        said = "has no number above 0 as its factor" if separator else "has no factor"
+        raise ComposerError(f'"{text}" {said}; write for example network=0.5x')
+    return part.strip(), number
 
 
 def _flops(hardware: Hardware, factor: float) -> Hardware:

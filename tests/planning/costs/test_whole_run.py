@@ -78,11 +78,14 @@ def test_an_interval_is_at_least_a_step():
     assert found.interval_steps >= 1 and found.interval_s >= 2.0
 
 
-def test_a_world_that_keeps_nothing_is_refused():
-    failures = Failures(hours=10, storage=1e9, restart_s=300)
+@pytest.mark.parametrize(
+    ("restart_s", "remedy"), [(300, "or restart fewer seconds"), (10, "or storage more bandwidth")]
+)
+def test_a_world_that_keeps_nothing_is_refused(restart_s, remedy):
+    failures = Failures(hours=10, storage=1e9, restart_s=restart_s)
     with pytest.raises(ComposerError) as caught:
         reliability(STEP, failures, checkpoint_bytes=10**12, world_size=1000)
     assert str(caught.value) == (
-        "failures: 1000 devices fail every 36 s, and a save of 1e+03 GB takes 1000 s, a restart 300 s: nothing would "
-        "be kept; give storage more bandwidth, or failures more hours"
+        f"failures: 1000 devices fail every 36 s, and a save of 1e+03 GB takes 1000 s, a restart {restart_s} s: "
+        f"nothing would be kept; give failures more hours, {remedy}"
     )
