@@ -7,6 +7,8 @@ import pytest
 import composer3d
 from composer3d.models import llama
 from composer3d.planning.hardware.hardware_file import load_hardware
+from composer3d.planning.reports.plan_page import plan_to_html
+from composer3d.planning.reports.plan_text import size
 
 ARGS = {"dim": 256, "num_layers": 6, "num_heads": 4, "vocab_size": 1024}
 RUN = """composer3d = 1
@@ -61,9 +63,12 @@ def test_an_update_reads_averages_and_weights_and_writes_averages(plan):
 
 
 def test_the_text_and_the_page_show_averages_only_where_a_run_keeps_them(plan):
-    plain, kept = str(plan()), str(plan(DECAY))
-    assert "params, optim, averages [exact], grads" in kept and "E averages" in kept
-    assert "averages" not in plain
+    plain, kept = plan(), plan(DECAY)
+    text, page = str(kept), plan_to_html(kept.plan, title="a run")
+    assert f"  moving averages {size(memory(kept)['averages'])} [exact]" in text
+    assert "E averages" in text
+    assert f"<title>averages: {size(memory(kept)['averages'])}</title>" in page
+    assert "averages" not in str(plain) + plan_to_html(plain.plan, title="a run")
 
 
 def test_checkpoints_have_the_averages_too(plan, tmp_path):

@@ -12,6 +12,7 @@ import composer3d
 from composer3d import HostMemory
 from composer3d.models import llama
 from composer3d.planning.hardware.hardware_file import load_hardware
+from composer3d.planning.reports.plan_difference import moved_terms
 
 ARGS = {"dim": 256, "num_layers": 6, "num_heads": 4, "vocab_size": 1024}
 RUN = """composer3d = 1
@@ -63,13 +64,17 @@ def times(planned, *names):
     return [planned["time"][f"{name}_s"]["value"] for name in names]
 
 
+def hardware_text(table):
+    """Return the text of a hardware file with one more table."""
+    with open(composer3d.planning.hardware.__path__[0] + "/h100.toml") as file:
+        return f"{file.read()}\n{table}"
+
+
 def slow_drive(folder, *, per="node"):
     """Return a hardware file of a drive so slow that it decides a step's time."""
-    with open(composer3d.planning.hardware.__path__[0] + "/h100.toml") as file:
-        text = file.read()
     path = folder / "slow.toml"
     drive = f'[drive]\nname = "a disk"\nread = "200 MB/s"\nwrite = "100 MB/s"\nper = "{per}"\nsource = "a test"\n'
-    path.write_text(text + "\n" + drive)
+    path.write_text(hardware_text(drive))
     return str(path)
 
 
@@ -206,3 +211,33 @@ def test_averages_of_weights_in_host_memory_lie_there_and_are_updated_by_the_hos
 
 def test_plans_without_offloading_have_none_of_it(plan):
     assert "offloading" not in plan()["time"]
+
+
+def test_two_plans_are_compared_by_what_offloading_takes(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    one, other = (composer3d.plan(path, hardware="h100", overrides=more).plan for more in ((), (DISK,)))
+    moved = {term.name: term.after for term in moved_terms(one, other) if term.group == "time"}
+    (writes,) = (row["seconds"] for row in other.time["offloading"] if row["what"] == "writes")
+    assert moved["offloading: writes"] == writes
+    assert "offloading: writes" not in {term.name for term in moved_terms(one, one)}
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (
+            '[drive]\nread = "6 GB/s"\nwrite = "4 GB/s"\nname = "x"\nsource = "y"\n',
+            "drive.read has no per: 6 GB/s may be",
+        ),
+        ('[drive]\nname = "x"\nper = "node"\nsource = "y"\n', "drive.write is missing"),
+        ('[drive]\nname = "x"\nper = "node"\nsource = ""\n', "drive.source = ''; it is a text that is not empty"),
+        ('[host_memory]\nname = "x"\nsource = "y"\n', 'host_memory.bandwidth has no per: write per = one of "device"'),
+    ],
+)
+def test_tables_of_a_hardware_file_are_checked(table, told, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(hardware_text(table))
+    with pytest.raises(composer3d.ComposerError) as caught:
+        load_hardware(str(path))
+    assert told in str(caught.value)

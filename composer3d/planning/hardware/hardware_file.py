@@ -25,7 +25,13 @@ _IN_FILE = {"file": True}  # pydantic's context: numbers have units
 _DIRECTIONS = {"each": "in each direction", "both": "in both directions together"}
 _OWNERS = {"device": "of one device", "node": "of a whole node, shared by its devices"}
 _AMBIGUOUS = {"direction": _DIRECTIONS, "per": _OWNERS}
-_TYPES = {"string_type": "a text", "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false"}
+_TYPES = {
+    "string_type": "a text",
+    "string_too_short": "a text that is not empty",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -139,8 +145,10 @@ def _sentence(content: Mapping[str, Any], details: Any) -> str:
     if name in _AMBIGUOUS and kind in ("missing", "literal_error"):
         meaning = ", ".join(f'"{word}" ({what})' for word, what in _AMBIGUOUS[name].items())
         owner = key.removesuffix(f".{name}")
-        said = f"{owner}.bandwidth has no {name}" if kind == "missing" else f"{key} = {value!r}"
-        return f"{said}: {table.get('bandwidth')} may be twice or half of it; write {name} = one of {meaning}"
+        of = next((known for known in ("bandwidth", "read") if known in table), "bandwidth")
+        said = f"{owner}.{of} has no {name}" if kind == "missing" else f"{key} = {value!r}"
+        doubt = f"{table[of]} may be twice or half of it; " if of in table else ""
+        return f"{said}: {doubt}write {name} = one of {meaning}"
     if kind == "unexpected_keyword_argument":
         return f'unknown key "{key}"; {did_you_mean(str(name), sorted(_keys(path[:-1])))}'
     if kind in ("missing", "too_short", "dataclass_type"):

@@ -74,7 +74,8 @@ def _times(time: Mapping[str, Any]) -> dict[str, float]:
         for part, seconds in parts.items():
             name = f"communication over {row['axis']} {part}"
             by_axis[name] = by_axis.get(name, 0.0) + seconds
-    return found | by_axis
+    offloaded = {f"offloading: {row['what']}": row["seconds"] for row in time.get("offloading", ())}
+    return found | by_axis | offloaded
 
 
 def difference_to_json(before: Plan, after: Plan) -> dict[str, Any]:

@@ -147,19 +147,15 @@ def _memory_table(plan: Plan) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    shown = shown_parts(plan)[:-1]
-    short = {"parameters": "params", "optimizer": "optim", "gradients": "grads", "activations": "activ"}
-    names = [short.get(name, name) for name, *_ in shown]
-    exact = names[: names.index("grads")]
-    known = f"{', '.join(exact)} [exact], grads, activ, transient, peak [traced], device [modelled]"
+    known = "params, optim [exact], grads, activ, transient, peak [traced], device [modelled]"
     title = Text(f"memory of a rank at its peak: {known}")
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("rank", no_wrap=True)
-    for name in ("ranks", *names, "peak", "device"):
+    for name in ("ranks", "params", "optim", "grads", "activ", "transient", "peak", "device"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
         parts, trace = memory_parts(rank), rank.trace
-        figures = [size(parts[name]) for name, *_ in shown]
+        figures = [size(parts[name]) for name, *_ in _MEMORY_PARTS[:-1] if name != "averages"]
         table.add_row(
             str(trace.rank), str(trace.stands_for), *figures, size(trace.memory.peak), size(rank.allocation.total)
         )
@@ -195,6 +191,8 @@ def _moments(plan: Plan) -> list[Any]:
         lines.append(Text(f"{name}: peak in {memory.moment}{module} [traced]; {flops:.3g} FLOPs a step [exact]"))
         lines.append(Text(f"  peak {band(rank, 'peak')} [traced], device {band(rank, 'total')} [modelled]"))
         lines.append(Text(f"  gradients after the last backward {size(memory.gradients)} [exact]"))
+        if memory.averages:
+            lines.append(Text(f"  moving averages {size(memory.averages)} [exact]"))
         if memory.host:
             lines.append(Text(f"  in host memory {size(memory.host)} at most [traced]"))
     return lines
