@@ -135,8 +135,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value.__func__), ("", value.__self__))
     elif isinstance(value, types.FunctionType):
         yield from _of_function(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not _is_library(type(value)):
-        yield from ((f".{name}", inner) for name, inner in list(vars(value).items()))
+    elif not isinstance(value, type | types.ModuleType) and not _is_library(type(value)):
+        held = getattr(value, "__dict__", None)  # an object may answer to every name
+        yield from ((f".{name}", inner) for name, inner in (list(held.items()) if isinstance(held, dict) else ()))
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import copyreg
 import functools
+import operator
+import types
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,7 +72,58 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         for name, each in value.items():
             made[name] = each if type(each) in _PLAIN else _copied(each, memo)
         return made
-    return copy_modules(value, memo) if _is_plain(kind) else copy.deepcopy(value, memo)
+    if _is_plain(kind):
+        return copy_modules(value, memo)
+    if kind in (list, tuple, set, dict) and value:
+        return _copied_container(value, memo)
+    return _copied_or_shared(value, memo)
+
+
+def _copied_container(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a container of Python's; one that holds itself is left to `copy.deepcopy`."""
+    kind = type(value)
+    if kind is tuple:
+        made = tuple(_copied(each, memo) for each in value)
+        return memo.setdefault(id(value), value if all(map(operator.is_, made, value)) else made)
+    twin = memo[id(value)] = kind()
+    if kind is list:
+        twin.extend(_copied(each, memo) for each in value)
+    elif kind is set:
+        twin.update(_copied(each, memo) for each in value)
+    else:
+        twin.update((_copied(key, memo), _copied(each, memo)) for key, each in value.items())
+    return twin
+
+
+def _copied_or_shared(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy an object; one that has no copy, as locks, files, generators and what holds them, is the twin's too.
+
+    What holds modules or tensors is copied, or cannot be.
+    """
+    size = len(memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except TypeError:
+        while len(memo) > size:
+            memo.popitem()  # what was copied of it
+        if _holds_state(value, set()):
+            raise
+    return memo.setdefault(id(value), value)
+
+
+def _holds_state(value: Any, seen: set[int]) -> bool:
+    """Return whether a module or a tensor is in an object, in its attributes, or in what these hold."""
+    import torch
+
+    if type(value) in _PLAIN or isinstance(value, type | types.ModuleType) or id(value) in seen:
+        return False
+    if isinstance(value, torch.nn.Module | torch.Tensor):
+        return True
+    seen.add(id(value))
+    inside: list[Any] = [*value] if isinstance(value, list | tuple | set | frozenset) else []
+    named = (value, getattr(value, "__dict__", None))  # an object may answer to every name
+    inside += [each for names in named if isinstance(names, dict) for each in names.values()]
+    return any(_holds_state(each, seen) for each in inside)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,3 +84,39 @@ def test_copies_share_what_the_model_shares_and_ask_modules_that_have_a_way_of_t
     assert twin.by_name["weight"] is twin[3].weight is not model[0].weight
     assert twin.by_name["deep"] == {"x": [1]} and twin.by_name["deep"]["x"] is not model.by_name["deep"]["x"]
     assert torch.equal(twin[3].weight, model[0].weight) and [*twin.state_dict()] == [*copy.deepcopy(model).state_dict()]
+
+
+class Watched:
+    """An object with a lock, as writers of logs are."""
+
+    def __init__(self, inside):
+        self.lock, self.inside = threading.Lock(), inside
+
+
+class Answering:
+    """An object that answers to every name."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name):
+        return 3 if not name.startswith("__reduce") else super().__getattribute__(name)
+
+
+def test_what_has_no_copy_is_shared_unless_it_holds_modules(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    numbers = {"a": [1], 2: {3}}
+    model.functional, model.lock, model.numbers = nn.functional, threading.Lock(), (iter([1]), numbers, numbers.keys())
+    model.writer, model.answering = Watched({"log": tmp_path}), Answering()
+    itself = []
+    itself.append(itself)
+    model.itself = [itself]
+    twin = torch_compat.copy_modules(model, {})
+    assert twin.functional is nn.functional and twin.lock is model.lock and twin.writer is model.writer
+    assert twin.answering is model.answering
+    assert twin.numbers[2] is model.numbers[2], "a view of what it was made of"
+    assert twin.numbers[1] == numbers and twin.numbers[1] is not numbers and twin.numbers[1][2] is not numbers[2]
+    assert twin.itself[0][0] is twin.itself[0] is not itself
+    model.writer = Watched({"probe": [model[0]]})
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
+        torch_compat.copy_modules(model, {})

@@ -103,8 +103,8 @@ class CodeText(ValueText):
             found = space.get(name)
         return found is value
 
-    def add_replaced(self, module: types.ModuleType) -> None:
-        """Add the user's functions and classes in a module of a library, which its code calls in place of its own."""
+    def add_replaced(self, module: types.ModuleType | type) -> None:
+        """Add the user's functions and classes in a library's module or class, which are called in place of its own."""
         if id(module) not in self._looked_at:
             self._looked_at.add(id(module))
             self._named([(name, each) for name, each in list(vars(module).items()) if self._is_users_code(each)])

@@ -97,7 +97,7 @@ def _built(job: Job) -> str:
     state = BuiltState()
     optimizer = job.manifest.tables["optimizer"].use
     hooks = [list(value.values()) for name, value in vars(module).items() if name.startswith("_global") and value]
-    for library in (torch, torch.nn.functional):
+    for library in (torch, torch.nn.functional, torch.Tensor):
         state.add_replaced(library)
     for value in (job.model, job.loss_fn, job.count_fn, _loaded(optimizer), job.example, job.target, hooks):
         state.add(value)

@@ -157,6 +157,33 @@ def test_a_model_that_was_built_otherwise_is_traced_anew_in_any_process(asked, t
     assert len(entries(tmp_path)) == 3
 
 
+REPLACING = """
+TIMES, relu = json.loads(pathlib.Path("options.json").read_text())["times"], torch.Tensor.relu
+
+
+def several(self):
+    for _ in range(TIMES):
+        self = relu(self) @ torch.eye(16)
+    return self
+
+
+torch.Tensor.relu = several
+"""
+
+
+def test_methods_of_tensors_that_a_models_file_replaces_are_in_the_digest(asked, tmp_path):
+    _, _, source = asked
+    source.write_text("import json, pathlib\nimport torch\n" + MODEL.replace("layer(x)", "layer(x).relu()") + REPLACING)
+    found = []
+    for times in (1, 3, 1):
+        (tmp_path / "options.json").write_text(json.dumps({"times": times}))
+        found.append(
+            json.loads(subprocess.run([sys.executable, "-c", ASKED], stdout=subprocess.PIPE, check=True).stdout)
+        )
+    (first, once), (other, thrice), (again, last) = found
+    assert (first, other, again, last) == (1, 1, 0, once) and thrice > once
+
+
 def test_nothing_is_kept_where_a_step_may_read_files(asked, tmp_path, caplog):
     path, traced, source = asked
     source.write_text(READING)
