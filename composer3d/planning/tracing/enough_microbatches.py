@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.errors import ComposerError
 from composer3d.planning.schedules.simulation import peak_held
+from composer3d.planning.tracing.repeated_actions import RepeatedActions, repeated_actions
 
 if TYPE_CHECKING:
     from composer3d.interfaces import Action
@@ -30,11 +31,14 @@ class ShortStep:
         num_microbatches: Of it.
         most_in_flight: Micro-batches that the rank holds at most; None: as many as the schedule says.
         fewer_in_flight: How many fewer than in the whole step those are.
+        repeated: What the whole step runs more, of a rank with several stages; None where it is this one, or of one
+            stage.
     """
 
     num_microbatches: int
     most_in_flight: int | None = None
     fewer_in_flight: int = 0
+    repeated: RepeatedActions | None = None
 
 
 def short_step(orders_of: OrdersOf, num_microbatches: int, *, position: int, can_hold_fewer: bool = False) -> ShortStep:
@@ -64,7 +68,10 @@ def short_step(orders_of: OrdersOf, num_microbatches: int, *, position: int, can
         and [action.kind for action in order] == [*"F" * held, *"BF" * (num_microbatches - held), *"B" * held]
     )
     if not is_followed:
-        return ShortStep(num_microbatches=enough_microbatches(orders_of, num_microbatches, position=position))
+        enough = enough_microbatches(orders_of, num_microbatches, position=position)
+        return ShortStep(
+            num_microbatches=enough, repeated=_repeated(orders_of, enough, num_microbatches, position=position)
+        )
     return ShortStep(num_microbatches=number, most_in_flight=most, fewer_in_flight=held - most)
 
 
@@ -72,7 +79,9 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position:
     """Return the fewest micro-batches after which every further one only repeats what others do.
 
     A rank holds no fewer of more micro-batches, so that few numbers have to be looked at: time grows as the number
-    does for GPipe, which holds all of them, and for the others with one list of actions.
+    does for GPipe, which holds all of them, and for the others with one list of actions. Of ranks with several stages
+    it is also known which actions are repeated: each micro-batch leaves something until the step ends, such as what was
+    sent.
 
     Args:
         orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
@@ -83,7 +92,7 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position:
     if orders is None:
         return min(num_microbatches, _ALONE)
     # Of schedules of several stages a rank, torch runs whole rounds of micro-batches.
-    has_one_stage = len({action.stage for action in orders[0]}) == 1
+    has_one_stage = _has_one_stage(orders)
     step = 1 if has_one_stage else len(orders)
     fewest, own = len(orders) + step, slice(None)
     if has_one_stage and position is not None:
@@ -97,9 +106,26 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position:
             fewer = orders_of(number)
         except ComposerError:  # too few for the schedule, or none but its own
             return False
-        return fewer is not None and [peak_held(order) for order in fewer[own]] == held
+        if fewer is None or [peak_held(order) for order in fewer[own]] != held:
+            return False
+        more = num_microbatches - number
+        pairs = zip(fewer, orders, strict=True)
+        return has_one_stage or all(repeated_actions(short, whole, more=more) is not None for short, whole in pairs)
 
-    return _first(range(fewest, num_microbatches, step), is_enough) or num_microbatches
+    found = _first(range(fewest, num_microbatches, step), is_enough)
+    return found if found is not None and is_enough(found) else num_microbatches
+
+
+def _has_one_stage(orders: Sequence[Sequence[Action]]) -> bool:
+    return len({action.stage for action in orders[0]}) == 1
+
+
+def _repeated(orders_of: OrdersOf, number: int, num_microbatches: int, *, position: int) -> RepeatedActions | None:
+    """Return what a rank of several stages runs more in a step than in a shorter one."""
+    short, whole = orders_of(number), orders_of(num_microbatches)
+    if short is None or whole is None or number == num_microbatches or _has_one_stage(whole):
+        return None
+    return repeated_actions(short[position], whole[position], more=num_microbatches - number)
 
 
 def _first(numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer3d.planning.tracing.calls import Calls
 from composer3d.planning.tracing.step_recorder import Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
+if TYPE_CHECKING:
+    from composer3d.interfaces import Action
+    from composer3d.planning.tracing.repeated_actions import RepeatedActions
+
 __all__ = ["Depths", "Message", "Place", "Sketch", "Stage", "extend", "hold_more", "repeat", "run_alike", "sketch_of"]
 
+# Kinds of stretches by those of actions.
+_KINDS: Mapping[str, tuple[SegmentKind, ...]] = {
+    "F": ("forward",),
+    "B": ("backward",),
+    "I": ("input_backward", "backward"),
+    "W": ("weight_backward",),
+}
 Key = TypeVar("Key", bound=Hashable)
 # A module's place: its name, its block's place in the stage, and the stage's position on the rank.
 Place = tuple[str, str, int]
@@ -51,6 +62,7 @@ class Sketch:
     gradients: int
     activations: int
     prepared: int
+    num_prepared: int
     host: int
     pooled: int
     averages: int
@@ -212,18 +224,22 @@ def hold_more(sketch: Sketch, *, in_flight: int, by: int) -> Sketch:
     return replace(sketch, stretches=tuple(stretches), activations=sketch.activations + made_kept)
 
 
-def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
+def repeat(sketch: Sketch, *, num_microbatches: int, more: int, repeated: RepeatedActions | None = None) -> Sketch:
     """Return the sketch of a step with more micro-batches, none of which raises the peak of activations.
 
     Each added micro-batch repeats the last forward that another micro-batch's backward follows, and that backward; the
-    batch and the receive buffers grow with each.
+    batch and the receive buffers grow with each. What the repeated actions leave is there after each more of them.
 
     Args:
         sketch: Of a step that has reached the peak of micro-batches in flight.
         num_microbatches: Micro-batches of that step.
         more: Micro-batches to add.
+        repeated: Actions that the longer step repeats; None where they leave nothing.
     """
+    if repeated is not None:
+        sketch = _leave_more(sketch, repeated, times=more // repeated.num_microbatches)
     each = (sketch.batch + sketch.prepared) // num_microbatches
+    number_each = sketch.num_prepared // num_microbatches or 1  # where nothing is received, its loss
     added = [
         stage for number in {s.stage for s in sketch.stretches} for stage in _steady(sketch, number, num_microbatches)
     ]
@@ -231,7 +247,7 @@ def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
         replace(
             stage,
             peaks={
-                place: (live + more * each, made, gradients, number + more)
+                place: (live + more * each, made, gradients, number + more * number_each)
                 for place, (live, made, gradients, number) in stage.peaks.items()
             },
         )
@@ -242,7 +258,37 @@ def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
         stretches=(*stretches, *(replace(stage, peaks={}) for stage in added for _ in range(more))),
         batch=sketch.batch + more * sketch.batch // num_microbatches,
         prepared=sketch.prepared + more * sketch.prepared // num_microbatches,
+        num_prepared=sketch.num_prepared + more * number_each,
     )
+
+
+def _leave_more(sketch: Sketch, repeated: RepeatedActions, *, times: int) -> Sketch:
+    """Add what the repeated actions leave, so many times, to all from the first of them on.
+
+    Of moments in one of them that is the last repetition's.
+    """
+    places = {(s.kind, s.stage, s.microbatch): place for place, s in enumerate(sketch.stretches)}
+
+    def last(actions: Sequence[Action]) -> int:
+        # A stage may run a backward whole where the schedule has halves.
+        kinds = [(kind, each.stage, each.microbatch) for each in actions for kind in _KINDS[each.kind]]
+        return max(places[key] for key in kinds if key in places)
+
+    begin, end = last(repeated.before), last(repeated.actions)
+    before, after = sketch.stretches[begin].left, sketch.stretches[end].left
+    live_left, made_left, number_left = (times * (b - a) for a, b in zip(before, after, strict=True))
+
+    def grown(stage: Stage) -> Stage:
+        peaks = {
+            place: (live + live_left, made + made_left, gradients, number + number_left)
+            for place, (live, made, gradients, number) in stage.peaks.items()
+        }
+        live, made, number = stage.left
+        return replace(stage, peaks=peaks, left=(live + live_left, made + made_left, number + number_left))
+
+    stretches = (*sketch.stretches[: begin + 1], *map(grown, sketch.stretches[begin + 1 :]))
+    most = [max(s.left[1] for s in each if s.kind == "forward") for each in (sketch.stretches, stretches)]
+    return replace(sketch, stretches=stretches, activations=sketch.activations + most[1] - most[0])
 
 
 def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:

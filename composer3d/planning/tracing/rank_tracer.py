@@ -225,7 +225,7 @@ class Tracer:
         if in_flight is not None:
             sketch = hold_more(sketch, in_flight=in_flight, by=traced.step.fewer_in_flight)
         if more:
-            sketch = repeat(sketch, num_microbatches=number, more=more)
+            sketch = repeat(sketch, num_microbatches=number, more=more, repeated=traced.step.repeated)
         context = copy.copy(self._preparation.context)
         context.coordinates = context.layout.coordinates(rank)
         return summarise(

@@ -31,7 +31,6 @@ _ACTIONS: Mapping[str, SegmentKind] = {
 }
 _NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
 _MESSAGES = frozenset({"send", "recv"})
-
 # Of a message: "forward" or "backward", stage and micro-batch of the action that it is for, or from.
 _Purpose = tuple[str, int, int]
 # Host work for an operator on DTensors, besides the operators that it decomposes into.
@@ -74,7 +73,7 @@ class Recording:
         batch: Bytes of the batch.
         gradients: Bytes of gradients at the end of the last backward.
         activations: Most bytes made in forwards that were alive at the end of one.
-        prepared: Bytes that the first step allocated for all micro-batches before it ran them, and kept.
+        prepared: Bytes, in `num_prepared` storages, that the first step allocated for all micro-batches, and kept.
         host: Most bytes in host memory.
         pooled: Of these, bytes that are kept there for pieces, however many of them there are.
         averages: Bytes of moving averages.
@@ -89,6 +88,7 @@ class Recording:
     gradients: int = 0
     activations: int = 0
     prepared: int = 0
+    num_prepared: int = 0
     host: int = 0
     pooled: int = 0
     averages: int = 0
@@ -176,7 +176,9 @@ class _Observer:
     def preparing(self, is_on: bool) -> None:
         """Exclude operators that only the first step of a run executes."""
         self._is_quiet = is_on
-        self.result.prepared += -self.storages.live if is_on else self.storages.live
+        sign = -1 if is_on else 1
+        self.result.prepared += sign * self.storages.live
+        self.result.num_prepared += sign * self.storages.num_live
         if not is_on:
             # The loss of a micro-batch that only taught shapes is kept until the step's losses are summed.
             self.run._engine.loss_totals.forget()
@@ -377,10 +379,9 @@ def record_step(
     kept = {} if averages is None else averages.state_dict()["averages"]
     for fqn in (fqn for fqn, parameter in run.named_parameters() if fqn in kept and host.holds(parameter)):
         host.keep(kept[fqn])
-    storages.track(kept.values())
-    result.averages = storages.bytes_of(kept.values())
-    storages.track(torch_compat.tree_leaves(batch))
-    result.batch = storages.bytes_of(torch_compat.tree_leaves(batch))
+    leaves = torch_compat.tree_leaves(batch)
+    storages.track([*kept.values(), *leaves])
+    result.averages, result.batch = storages.bytes_of(kept.values()), storages.bytes_of(leaves)
     assert storages.kinds[LASTING] == storages.live, "nothing has run yet"
     storages.kind = MADE_LATER
     storages.restart()

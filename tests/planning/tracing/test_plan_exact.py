@@ -87,6 +87,7 @@ CASES = {
     "1f1b": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n', num_microbatches=5),
     "interleaved": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n', num_microbatches=4),
     "zero_bubble": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n', num_microbatches=4),
+    "zero_bubble_long": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n', num_microbatches=8),
     "pp_fsdp": Case(
         "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n", world_size=4, num_microbatches=4
     ),

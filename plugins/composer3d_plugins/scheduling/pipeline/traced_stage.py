@@ -265,13 +265,16 @@ def _form_of(
     if draws:
         floats = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dtype.is_floating_point]
         draw_values(values, [*module.parameters(), *floats])
-    with (
-        torch.no_grad(),
-        torch_compat.dispatch_mode(
-            lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False, opens=False
-        ),
-    ):
-        output = module(*args, **kwargs)
+    try:
+        with (
+            torch.no_grad(),
+            torch_compat.dispatch_mode(
+                lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False, opens=False
+            ),
+        ):
+            output = module(*args, **kwargs)
+    finally:
+        values.forget()
     return torch_compat.tree_map(lambda leaf: turned(leaf, given, cast), output)
 
 

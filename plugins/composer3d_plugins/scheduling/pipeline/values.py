@@ -92,6 +92,11 @@ class Values:
         self._since.append((func, args, kwargs, tensors, result))
         return result
 
+    def forget(self) -> None:
+        """Drop all tensors: what watches operators may outlive its use, in a cycle of references."""
+        for held in (self._known, self._twins, self._alive, self._since):
+            held.clear()
+
     def references(self) -> Iterator[int]:
         """Yield the identity of a tensor, or of its container, for every reference to it that is held here."""
         yield from map(id, self._alive)
