@@ -12,10 +12,9 @@ from decoder_block import Work, block, embedding, head
 from decoder_memory import memory_of
 from decoder_shape import ModelShape
 
-from composer3d.planning.costs.step_time import HOST_COPY
 from composer3d.planning.formulas.collective_formulas import every_microbatch, once_a_step, transfer
 from composer3d.planning.formulas.layout_numbers import Setup, layers_of
-from composer3d.planning.tracing.traced import Operators, RankTrace, Segment, Transfer
+from composer3d.planning.tracing.traced import HOST_COPY, Operators, RankTrace, Segment, Transfer
 
 __all__ = ["parameters_of", "peak_bytes", "static_traces"]
 
