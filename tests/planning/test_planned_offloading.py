@@ -209,6 +209,13 @@ def test_averages_of_weights_in_host_memory_lie_there_and_are_updated_by_the_hos
     assert terms(found)["steps of the host"][0] - terms(plain)["steps of the host"][0] == 3 * whole
 
 
+def test_products_of_the_host_are_noted(plan):
+    told = "matrix products that the host computes are timed by the bytes"
+    for optimizer, number in (("muon", 1), ("adamw", 0)):
+        notes = plan(f'{OFFLOAD}="all"', f'optimizer.use="{optimizer}"')["time"]["notes"]
+        assert sum(note.startswith(told) for note in notes) == number
+
+
 def test_plans_without_offloading_have_none_of_it(plan):
     assert "offloading" not in plan()["time"]
 

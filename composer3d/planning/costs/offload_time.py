@@ -116,13 +116,14 @@ def offload_terms(segments: Sequence[Segment], hardware: Hardware) -> tuple[Offl
 
 
 def offload_notes(segments: Iterable[Segment], hardware: Hardware) -> list[str]:
-    """Return which shared parts of a node a plan depends on, and no hardware file states.
+    """Return which shared parts of a node a plan depends on, and no hardware file states, and what is not timed.
 
     Args:
         segments: Of all ranks.
         hardware: As its file has it.
     """
-    names = {call.name for segment in segments for call in segment.operators}
+    calls = [call for segment in segments for call in segment.operators]
+    names = {call.name for call in calls}
     drive, memory, notes = hardware.drive, hardware.host_memory, []
     if drive.is_assumed and names & {*_DISK}:
         notes.append(
@@ -134,6 +135,10 @@ def offload_notes(segments: Iterable[Segment], hardware: Hardware) -> list[str]:
             f"the host steps as fast as its memory: {memory.name}, of whose {memory.bandwidth / 1e9:g} GB/s "
             f"{memory.efficiency:g} are reached, are assumed for every eight ranks of a node; [host_memory] in a "
             "hardware file states another"
+        )
+    if any(call.flops for call in calls if call.name.startswith(IN_HOST)):
+        notes.append(
+            "matrix products that the host computes are timed by the bytes that they read and write: they take longer"
         )
     return notes
 

@@ -248,7 +248,7 @@ class _Observer:
             known = self._known[id(operator)] = operator, *self._look_at(operator)
         _, name, is_collective, is_silent, makes_nothing = known
         placed = None
-        if not (is_collective or is_silent or self._is_quiet or self.storages.is_paused):
+        if not (is_silent or self._is_quiet or self.storages.is_paused):
             placed = self.offloaded.placed(name, operator, args, kwargs, kind=self.stretch.kind)
         is_here = placed is not None and placed.is_whole
         make = None if self._recall is None else self._recall(operator, args, kwargs)
@@ -264,7 +264,7 @@ class _Observer:
             return result
         if self.offloaded.copied(args, result):
             return result
-        if placed is not None:
+        if placed is not None and not is_collective:
             self.offloaded.count(placed, name, operator, args, kwargs, result)
             if placed.is_whole:
                 return result
