@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.training import MANIFEST, start, write
 
+import composer3d
 from composer3d.checking.check import device_of, inspect, open_manifest
 from composer3d.runner.reporting.metrics import read_metrics
 
@@ -77,3 +78,28 @@ def test_a_text_model_is_run_and_resumed(tmp_path):
     start(path, 2, *pipeline, "train.steps=6", resume="never")
     assert start(path, 2, *pipeline)["step"] == 12
     assert losses(path) == pytest.approx(alone, rel=1e-4)
+
+
+FROZEN = 'train.frozen=["stem", "layers.0", "layers.1"]'
+
+
+def test_a_rank_whose_parameters_are_all_frozen_is_planned_run_and_resumed(tmp_path):
+    (tmp_path / "vector_model.py").write_text(VECTORS)
+    path = write(tmp_path, PIPELINE)
+    start(path, 1, "mesh.pp=1", FROZEN)
+    alone = losses(path)
+    start(path, 2, FROZEN, "train.steps=2", "checkpoint.every=2", resume="never")
+    assert start(path, 2, FROZEN, "checkpoint.every=2")["step"] == 4
+    assert losses(path) == pytest.approx(alone, rel=1e-5)
+    planned = composer3d.plan(path, overrides=[FROZEN], rank="all").to_json()["ranks"]
+    first, last = sorted(planned, key=lambda row: row["rank"])
+    assert first["memory"]["gradients"] == first["memory"]["optimizer"] == 0 < last["memory"]["gradients"]
+    assert "receive" not in {row["op"] for row in first["collectives"]}, "no gradient comes back"
+
+
+def test_a_pipeline_without_a_trained_parameter_is_refused(tmp_path):
+    (tmp_path / "other_vectors.py").write_text(VECTORS)
+    path = write(tmp_path, PIPELINE.replace("vector_model", "other_vectors"))
+    with pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.plan(path, overrides=['train.frozen=["*"]'])
+    assert "frozen leaves no parameter to train" in str(caught.value)

@@ -30,6 +30,7 @@ VOCAB, SEQ, MICROBATCH = 64, 16, 2
 SKIPPING = {
     "kept": {"kept": (0, 1)},
     "squared": {"squared": (5,)},
+    "frozen": {"frozen": (0, 1)},
     "shrinking": {"halving": (1, 2), "narrowing": (0,)},
 }
 _STEPS = 3  # that are compared, of each real run

@@ -17,7 +17,8 @@ class Block(nn.Module):
         self.halves, self.narrows = halves, narrows
 
     def forward(self, x_BSD):
-        y_BSD = x_BSD.float() + self.down(torch.relu(self.up(x_BSD.float())))
+        x_BSD = x_BSD.to(self.up.weight.dtype)
+        y_BSD = x_BSD + self.down(torch.relu(self.up(x_BSD)))
         y_BSD = y_BSD[:, ::2] if self.halves else y_BSD
         return y_BSD.bfloat16() if self.narrows else y_BSD
 
@@ -63,5 +64,5 @@ class Skipping(nn.Module):
                 kept.append(x_BSD.sin())
             if index in self.squared:
                 x_BSD = torch.bmm(torch.bmm(x_BSD, x_BSD.transpose(1, 2)).softmax(-1), x_BSD)
-        x_BSD = sum(kept, x_BSD).float()
+        x_BSD = sum(kept, x_BSD).to(self.output.weight.dtype)
         return self.output(x_BSD.repeat_interleave(tokens_BS.shape[1] // x_BSD.shape[1], 1))

@@ -16,7 +16,6 @@ from composer3d.step import exclusions
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from composer3d import Composition, RunContext
     from composer3d.runner.runner_tables import OptimizerTable
@@ -40,7 +39,9 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
     steps_there = table.in_backward if in_backward is None else in_backward
     if steps_there and (problems := in_backward_problems(manifest, run.context, has_schedule=False)):
         raise ManifestError(problems)
-    if len(run.parts) == 1 and (problem := untrained_problem(manifest, run.named_parameters())) is not None:
+    # A stage may hold frozen parameters alone.
+    whole = run.named_parameters() if run.parts[0].num_stages == 1 else run.context.parameter_forms.items()
+    if (problem := untrained_problem(manifest, whole)) is not None:
         raise ManifestError([problem])
     key = "use"
     try:
@@ -64,12 +65,12 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
         raise ManifestError([document.problem(("optimizer", key), str(error))]) from error
 
 
-def untrained_problem(manifest: Manifest, parameters: Iterable[tuple[str, nn.Parameter]]) -> Problem | None:
+def untrained_problem(manifest: Manifest, parameters: Iterable[tuple[str, Any]]) -> Problem | None:
     """Return the problem of parameters none of which is trained.
 
     Args:
         manifest: With the runner's tables.
-        parameters: Of the model, with their names.
+        parameters: Of the model, or their forms, with their names.
     """
     held = [parameter for _, parameter in parameters]
     if any(parameter.requires_grad for parameter in held):

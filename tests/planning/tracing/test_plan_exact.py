@@ -21,6 +21,7 @@ FAST = (
     "unused_1f1b",
     "tied_1f1b",
     "kept_interleaved",
+    "frozen_1f1b",
 )
 CP = "mesh.cp = 2\n[sharding.context_parallel]\n"
 CASES = {
@@ -123,6 +124,7 @@ CASES = {
     ),
     "kept_1f1b": Case("mesh.pp = 3\n[scheduling.pipeline]\n", 3, source="kept", num_microbatches=4),
     "shrinking_1f1b": Case("mesh.pp = 4\n[scheduling.pipeline]\n", 4, source="shrinking", num_microbatches=5),
+    "frozen_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="frozen", num_microbatches=4),
     "stranger": Case(
         'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned_runs:Stranger"\n'
     ),

@@ -50,6 +50,13 @@ def test_a_rank_alone_receives_what_the_stage_before_it_sends(source, extrapolat
         assert received(tracer_of(case, tmp_path, extrapolate=extrapolate).trace(rank)) == expected
 
 
+def test_no_gradient_comes_back_to_frozen_stages(tmp_path):
+    case = case_of("frozen", 4)
+    # Values come to all but the first; of the four stages the third is the first that is trained.
+    for rank, number in enumerate((0, 1, 2, 1)):
+        assert received(tracer_of(case, tmp_path, extrapolate=False).trace(rank)) == NUM_MICROBATCHES * number * VALUE
+
+
 def test_stages_dealt_round_are_heard_in_turn(tmp_path):
     case = case_of("kept", 2, schedule="Interleaved1F1B")
     case = Case(**vars(case) | {"num_microbatches": 4})
