@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ def watch_modules(modules: Sequence[nn.Module], place: Place) -> Iterator[None]:
         for tensor in torch_compat.tree_leaves(output):
             node = getattr(tensor, "grad_fn", None)
             if node is not None:
-                node.register_prehook(partial(_set, place, fqn))
+                node.register_prehook(_setting(place, fqn))
 
     for module in modules:
         for fqn, inner in module.named_modules():
@@ -63,5 +63,10 @@ def watch_modules(modules: Sequence[nn.Module], place: Place) -> Iterator[None]:
             handle.remove()
 
 
-def _set(place: Place, fqn: str, *_: Any) -> None:
-    place.module = fqn
+def _setting(place: Place, fqn: str) -> Callable[..., None]:
+    """Return a hook of this module's own, which composition does not take for one of the model's, as a partial's is."""
+
+    def set_module(*_: Any) -> None:
+        place.module = fqn
+
+    return set_module
