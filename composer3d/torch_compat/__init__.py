@@ -153,6 +153,7 @@ from composer3d.torch_compat.pipelines import (
     pipeline_schedule,
     without_own_messages,
 )
+from composer3d.torch_compat.python_operators import python_operators
 from composer3d.torch_compat.recomputed import recomputed_tensors, saved_tensor, watched_checkpoints
 from composer3d.torch_compat.selective_checkpoints import selective_contexts
 from composer3d.torch_compat.sharded_operators import (
@@ -326,6 +327,7 @@ __all__ = [
     "pipeline_schedule",
     "plain_tensors",
     "process_group",
+    "python_operators",
     "ranks_of_group",
     "recomputed",
     "recomputed_tensors",

@@ -265,3 +265,28 @@ def test_what_looks_at_operators_sees_one_that_is_called(operator, looks):
         with makers[looks](handle, **({"opens": False} if looks == "dispatch mode" else {})):
             _, is_dispatched = called(operator, leaf)
     assert is_dispatched and any("doubled" in name for name in seen), seen
+
+
+def test_what_python_has_registered_is_told_with_its_files_and_functions():
+    library = torch.library.Library("composer3d_registered", "FRAGMENT")
+    library.define("plain(Tensor x) -> Tensor")
+    library.impl("plain", lambda x: x, "CPU")
+
+    def faked(x):
+        return torch.empty_like(x)
+
+    torch.library.register_fake("composer3d_registered::plain", faked, lib=library)
+    torch.library.define("composer3d_registered::loose", "(Tensor x) -> Tensor")
+
+    @torch.library.custom_op("composer3d_registered::whole", mutates_args=())
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    whole.register_fake(faked)
+    found = {each.name: each for each in torch_compat.python_operators()}
+    plain, custom = found["composer3d_registered::plain"], found["composer3d_registered::whole"]
+    assert (plain.schema, plain.files) == (__file__, {__file__}) and [file for file, _ in plain.functions] == [__file__]
+    assert (custom.schema, custom.files) == (__file__, set()) and {__file__} <= {file for file, _ in custom.functions}
+    assert len(custom.functions) >= 2
+    assert found["composer3d_registered::loose"].schema == ""
+    assert not any("" in each.files for name, each in found.items() if name.startswith(("aten::", "prims::")))

@@ -39,6 +39,8 @@ from composer3d.planning.tracing.value_text import ATOMS
 __all__ = ["OF_MODULES", "BuiltState", "UnreadableStateError"]
 
 _TEXTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, pathlib.PurePath)
+_CUSTOM: type = torch.library.CustomOpDef  # type: ignore[attr-defined]  # documented as torch.library's
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default), _CUSTOM)
 _NAMED = (
     logging.Logger,
     type(threading.Lock()),
@@ -268,6 +270,7 @@ _WAYS: tuple[tuple[type, Callable[[BuiltState, Any], None]], ...] = (
     (weakref.ref, _add_reference),
     (ContextVar, _add_variable),
     (np.ndarray, BuiltState._add_array),
+    *((kind, BuiltState._add_text) for kind in _OPERATORS),  # whose functions `add_operators` reads
     (tuple, BuiltState._add_tuple),
     (list, BuiltState._add_list),
     (dict, BuiltState._add_dict),

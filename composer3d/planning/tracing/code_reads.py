@@ -115,6 +115,10 @@ class CodeReads:
         if any(chain[0] == "globals" for chain in scan.chains):
             yield "globals", sys.modules.get(str(space.get("__name__")))
 
+    def names(self) -> set[str]:
+        """Return the names of globals and attributes in all functions that were met, and all texts."""
+        return {name for each in self._known.values() for name in each.scan.names}
+
     def outside(self) -> tuple[bool, str | None]:
         """Return whether a step may read the environment, and what it may read that nobody knows of, if anything."""
         called = self._called()

@@ -18,6 +18,7 @@ __all__ = [
     "installed_state",
     "is_installed",
     "is_own",
+    "is_own_file",
     "library_environment",
     "own_modules",
     "package_folders",
@@ -61,6 +62,12 @@ def is_own(module: str | None) -> bool:
         return False
     file = own_attribute(sys.modules.get(name), "__file__")
     return not is_installed(file) if isinstance(file, str) else top not in sys.stdlib_module_names
+
+
+def is_own_file(file: str) -> bool:
+    """Return whether a file of Python is the user's own, as `is_own` says it of a module."""
+    known = tuple(os.path.join(folder, "") for folder in package_folders(plugin_packages()))
+    return not file.startswith(known) and not is_installed(file)
 
 
 @cache

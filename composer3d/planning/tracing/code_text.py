@@ -8,8 +8,9 @@ import sys
 import types
 from typing import Any
 
+from composer3d import torch_compat
 from composer3d.planning.tracing.code_reads import MAKERS, MISSING, CodeReads
-from composer3d.planning.tracing.code_state import is_own
+from composer3d.planning.tracing.code_state import is_own, is_own_file
 from composer3d.planning.tracing.object_forms import UnreadableStateError
 from composer3d.planning.tracing.value_text import ATOMS, ValueText
 from composer3d.processes import own_attribute
@@ -108,6 +109,31 @@ class CodeText(ValueText):
         if id(module) not in self._looked_at:
             self._looked_at.add(id(module))
             self._named([(name, each) for name, each in list(vars(module).items()) if self._is_users_code(each)])
+
+    def add_operators(self) -> None:
+        """Add the functions of operators that the user's code has defined, or given functions, by `torch.library`.
+
+        Raises:
+            UnreadableStateError: Nobody keeps a function, as of `Library.impl`.
+        """
+        text, names = "\n".join(self._out), self.reads.names()
+        for operator in torch_compat.python_operators():
+            namespace, _, name = operator.name.partition("::")
+            is_named = not names.isdisjoint((namespace, name)) or any(
+                each in text for each in (operator.name, f"{namespace}.{name}", repr(namespace))
+            )
+            if not is_named and (operator.schema == "" or is_own_file(operator.schema)):
+                continue  # no code that a step runs has it; an operator of others is called by other names, too
+            for file in sorted(operator.files):
+                if is_own_file(file) if file else is_named:
+                    where = file or "a file that torch does not name"
+                    raise UnreadableStateError(
+                        f"{operator.name} has a function of {where} that cannot be read by value"
+                    )
+            for file, function in operator.functions:
+                if is_own_file(file):
+                    self._out.append(operator.name)
+                    self.add(function)
 
     def _is_users_code(self, value: Any) -> bool:
         if type(value) is types.FunctionType:

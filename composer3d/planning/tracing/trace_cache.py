@@ -26,6 +26,7 @@ from composer3d.planning.tracing.code_state import (
     library_environment,
     own_modules,
     package_folders,
+    plugin_packages,
     state_of,
 )
 from composer3d.planning.tracing.kept_entries import VARIABLE, Entries
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["remembered", "trace_key"]
 
-_FORMAT = 2
+_FORMAT = 3
 logger = logging.getLogger(__name__)
 
 
@@ -104,6 +105,8 @@ def _built(job: Job) -> str:
     for plugin in job.manifest.plugins:
         if is_own(type(plugin.instance).__module__):
             state.add(plugin.instance)
+    if next(own_modules(package_folders(plugin_packages())), None) is not None:
+        state.add_operators()
     return state.digest()
 
 
@@ -113,7 +116,8 @@ def _kernels() -> list[Any]:
     from torch.backends import cuda
 
     attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-    return [torch.get_float32_matmul_precision(), *attention, cuda.cudnn_sdp_enabled()]
+    repeatable = [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()]
+    return [torch.get_float32_matmul_precision(), *attention, cuda.cudnn_sdp_enabled(), *repeatable]
 
 
 def _loaded(reference: Any) -> Any:

@@ -171,9 +171,17 @@ torch.Tensor.relu = several
 """
 
 
-def test_methods_of_tensors_that_a_models_file_replaces_are_in_the_digest(asked, tmp_path):
+REPEATABLE = """
+torch.use_deterministic_algorithms(json.loads(pathlib.Path("options.json").read_text())["times"] > 1)
+"""
+LONGER = "(layer(layer(x)) if torch.are_deterministic_algorithms_enabled() else layer(x))"
+
+
+@pytest.mark.parametrize(("call", "definition"), [("layer(x).relu()", REPLACING), (LONGER, REPEATABLE)])
+def test_what_a_models_file_changes_of_torch_is_in_the_digest(asked, tmp_path, call, definition):
+    """Methods of tensors that it replaces, and whether it wants deterministic algorithms alone."""
     _, _, source = asked
-    source.write_text("import json, pathlib\nimport torch\n" + MODEL.replace("layer(x)", "layer(x).relu()") + REPLACING)
+    source.write_text("import json, pathlib\nimport torch\n" + MODEL.replace("layer(x)", call) + definition)
     found = []
     for times in (1, 3, 1):
         (tmp_path / "options.json").write_text(json.dumps({"times": times}))
@@ -182,6 +190,73 @@ def test_methods_of_tensors_that_a_models_file_replaces_are_in_the_digest(asked,
         )
     (first, once), (other, thrice), (again, last) = found
     assert (first, other, again, last) == (1, 1, 0, once) and thrice > once
+
+
+DEFINED = """
+TIMES = json.loads(pathlib.Path("options.json").read_text())["times"]
+
+
+def several(x):
+    for _ in range(TIMES):
+        x = x.relu() @ torch.eye(16)
+    return x
+
+
+library = torch.library.Library("NAME", "DEF")
+library.define("several(Tensor x) -> Tensor")
+library.impl("several", several, "CompositeImplicitAutograd")
+"""
+CUSTOM = """
+ROWS = json.loads(pathlib.Path("options.json").read_text())["times"]
+
+
+@torch.library.custom_op("NAME::several", mutates_args=())
+def several(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(ROWS, *(1 for _ in x.shape[1:]))
+
+
+@several.register_fake
+def several_fake(x):
+    return torch.empty((ROWS * x.shape[0], *x.shape[1:]))
+
+
+several.register_autograd(lambda ctx, grad: grad.unflatten(0, (ROWS, -1)).sum(0))
+"""
+REPLACED = DEFINED.replace('"NAME", "DEF"', '"aten", "IMPL"').replace(
+    'library.define("several(Tensor x) -> Tensor")', ""
+)
+REPLACED = REPLACED.replace('"several", several', '"selu", several').replace("relu()", "sin()")
+
+
+@pytest.mark.parametrize(
+    ("call", "definition", "is_kept"),
+    [
+        ("torch.ops.NAME.several(layer(x))", DEFINED, False),
+        ("HANDLE(layer(x))", DEFINED + "HANDLE = torch.ops.NAME.several.default", False),
+        ("HANDLE(layer(x))", DEFINED + "HANDLE = torch.ops.NAME.several", False),
+        ("torch.selu(layer(x))", REPLACED, False),
+        ("torch.ops.NAME.several(layer(x))", CUSTOM, True),
+        ("several(layer(x))", CUSTOM, True),
+    ],
+)
+def test_operators_that_a_models_file_defines_are_in_the_digest_or_nothing_is_kept(
+    asked, tmp_path, call, definition, is_kept
+):
+    """A library's functions are kept in C++ alone, those of a custom operator can be read."""
+    _, _, source = asked
+    definition, call = definition.replace("NAME", source.stem), call.replace("NAME", source.stem)
+    model = MODEL.replace("x + layer(x)", f"x + {call}[: len(x)]")
+    source.write_text("import json, pathlib\nimport torch\n" + model + definition)
+    found = []
+    for times in (1, 3, 1):
+        (tmp_path / "options.json").write_text(json.dumps({"times": times}))
+        found.append(
+            json.loads(subprocess.run([sys.executable, "-c", ASKED], stdout=subprocess.PIPE, check=True).stdout)
+        )
+    assert [traced for traced, _ in found] == [1, 1, 0 if is_kept else 1]
+    assert found[0][1] == found[2][1]
+    assert is_kept or found[1][1] > found[0][1]
+    assert len(entries(tmp_path)) == (2 if is_kept else 0)
 
 
 def test_nothing_is_kept_where_a_step_may_read_files(asked, tmp_path, caplog):
