@@ -73,5 +73,6 @@ def test_gradients_are_those_of_one_device(schedule, tmp_path):
 def test_sharded_stages_do_so_too(schedule, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(f'{PIPELINE}"{schedule}"\n{FSDP}'.replace("microbatch = 2", "microbatch = 1"))
-    for frozen in FROZEN.values():
-        run_ranks(steps, 4, path, frozen)
+    # Every rank compares its gradients with one device's, and some have gradients.
+    numbers = [run_ranks(steps, 4, path, frozen) for frozen in FROZEN.values()]
+    assert all(max(each) > 0 for each in numbers)
